@@ -1,0 +1,66 @@
+"""What can go wrong, as one tree.
+
+    HorizonError                 exit code 1
+    ├── JobError                 2   the job file, or an option, is wrong
+    ├── IdentityError            2   the environment says contradictory things about this rank
+    ├── DataError                1   a data set is missing, corrupt or does not fit the model
+    ├── ModelError               1   a model cannot be built or cut into layers
+    ├── PlanError                2   a plan does not fit the model or the world size
+    ├── RendezvousError          1   the ranks did not find each other, or do not belong together
+    ├── PeerLost                 3   another rank stopped answering during training
+    ├── CheckpointError          1   a checkpoint is damaged or does not fit
+    └── Diverged                 1   the loss is no longer a finite number
+
+The command line prints the message of any of these without a traceback and ends with the exit code. Every
+message says what is wrong, where (field, file or rank), and what to do about it.
+"""
+
+
+class HorizonError(Exception):
+    """Base of all errors that are meant for the user."""
+
+    exit_code = 1
+
+
+class JobError(HorizonError):
+    """The job file, or an option that overrides it, is wrong."""
+
+    exit_code = 2
+
+
+class IdentityError(HorizonError):
+    """The environment's variables contradict each other about rank or world size."""
+
+    exit_code = 2
+
+
+class DataError(HorizonError):
+    """A data set is missing, corrupt, or does not fit the model."""
+
+
+class ModelError(HorizonError):
+    """A model cannot be built, or cannot be cut into layers."""
+
+
+class PlanError(HorizonError):
+    """A plan does not fit the model, the batch or the world size."""
+
+    exit_code = 2
+
+
+class RendezvousError(HorizonError):
+    """The ranks did not find each other in time, or do not belong together."""
+
+
+class PeerLost(HorizonError):
+    """Another rank died, stopped answering, or left during training."""
+
+    exit_code = 3
+
+
+class CheckpointError(HorizonError):
+    """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class Diverged(HorizonError):
+    """The loss became NaN or infinite."""
