@@ -63,9 +63,7 @@ class DataSpec(_Section):
         description="digits is embedded; cifar10, svhn and mnist are downloaded once per machine; folder reads "
         "one directory of images per class; synthetic makes noise of any shape, to measure speed.",
     )
-    folder: str | None = Field(
-        None, description="Where the data lies (required for `folder`), or is downloaded to."
-    )
+    folder: str | None = Field(None, description="Where the data lies (required for `folder`), or is downloaded to.")
     download: bool = Field(True, description="Whether missing data may be downloaded.")
     samples: int | None = Field(None, ge=1, description="Train on this many samples only (default: all).")
     holdout: float = Field(
@@ -102,6 +100,12 @@ class Sgd(_Section):
     nesterov: bool = Field(False, description="Use Nesterov momentum.")
     weight_decay: float = Field(5e-4, ge=0, description="L2 penalty.")
 
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: true needs momentum above 0")
+        return self
+
 
 class Adam(_Section):
     """Adam (L2 penalty) or AdamW (decoupled weight decay)."""
@@ -135,9 +139,7 @@ class LrSchedule(_Section):
 class StageSpec(_Section):
     """One stage of an explicit plan."""
 
-    ranks: Annotated[list[int], Field(min_length=1)] = Field(
-        description="The ranks that are members of the stage."
-    )
+    ranks: Annotated[list[int], Field(min_length=1)] = Field(description="The ranks that are members of the stage.")
     shares: list[float] | None = Field(
         None, description="Share of every micro-batch for each member, in any unit (default: equal)."
     )
@@ -151,9 +153,7 @@ class StageSpec(_Section):
     def _shares_fit(self) -> StageSpec:
         if self.shares is not None:
             if len(self.shares) != len(self.ranks):
-                raise ValueError(
-                    f"shares: {len(self.shares)} shares for {len(self.ranks)} ranks; give one for each"
-                )
+                raise ValueError(f"shares: {len(self.shares)} shares for {len(self.ranks)} ranks; give one for each")
             if min(self.shares) <= 0:
                 raise ValueError(f"shares: {self.shares} must all be above 0")
         if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
@@ -164,9 +164,7 @@ class StageSpec(_Section):
 class Parallel(_Section):
     """How the work is spread over the ranks."""
 
-    strategy: Strategy = Field(
-        "single", description="Which kind of plan to make, if `stages` does not give one."
-    )
+    strategy: Strategy = Field("single", description="Which kind of plan to make, if `stages` does not give one.")
     workers: int | None = Field(
         None, ge=1, description="World size. Default: what the environment says, else 5 (1 for `single`)."
     )
@@ -247,9 +245,7 @@ class TelemetrySpec(_Section):
     divergence_every: int = Field(
         20, ge=0, description="Steps between two measurements of gradient divergence (0: never)."
     )
-    timeline_every: int = Field(
-        50, ge=0, description="Steps between two recorded timelines of a step (0: never)."
-    )
+    timeline_every: int = Field(50, ge=0, description="Steps between two recorded timelines of a step (0: never).")
 
 
 class Job(_Section):
@@ -284,9 +280,7 @@ class Job(_Section):
     def _batch_fits(self) -> Job:
         micro = self.parallel.micro_batches
         if micro is not None and micro > self.batch_size:
-            raise ValueError(
-                f"parallel.micro_batches: {micro} is more than batch_size ({self.batch_size}); lower it"
-            )
+            raise ValueError(f"parallel.micro_batches: {micro} is more than batch_size ({self.batch_size}); lower it")
         if self.data.samples is not None and self.data.samples < self.batch_size:
             raise ValueError(
                 f"batch_size: {self.batch_size} is more than data.samples ({self.data.samples}); lower it"

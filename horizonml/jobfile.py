@@ -25,9 +25,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Job:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise JobError(
-            f"{path}: {error.strerror or error}; give the path of a job file (see jobs/)"
-        ) from error
+        raise JobError(f"{path}: {error.strerror or error}; give the path of a job file (see jobs/)") from error
     except UnicodeDecodeError as error:
         raise JobError(f"{path}: not a text file ({error.reason} at byte {error.start})") from error
     return parse(text, str(path), overrides)
@@ -61,11 +59,9 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is not text", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key!r} is given twice", key_node.start_mark
@@ -74,7 +70,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 

@@ -109,10 +109,11 @@ class Chain:
         value = torch.empty(batch, *sample_shape, device="meta")
         outputs = []
         for index in range(len(self)):
-            layer = self.slice(index, index + 1).to("meta")
+            layer = self.slice(index, index + 1)
+            tensors = {name: tensor.to("meta") for name, tensor in layer.state_dict(keep_vars=True).items()}
             try:
                 with torch.no_grad():
-                    value = layer(value)
+                    value = torch.func.functional_call(layer, tensors, value)
             except Exception as error:
                 where = self._segments[index][-1]
                 raise ModelError(
@@ -213,7 +214,7 @@ def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
 
 def _straight_line(model: nn.Module, graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
     """The graph's one input and its computing nodes; checks that it has one output that is the last node."""
-    graph.owning_module = model  # lets fx tell which modules may be dropped
+    graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
     graph.eliminate_dead_code()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     used = [node for node in placeholders if node.users]

@@ -11,7 +11,6 @@ The idea is that of deferred initialisation in pytorch/torchdistx.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from horizonml.seeds import name_seed
 
 _aten = torch.ops.aten
 # Cheap constants that constructors like to read back (`tolist`, `item`): these stay real.
@@ -84,9 +85,7 @@ class Tape(TorchDispatchMode):
         """Add one call to the tape; `mutates` says that it changes its arguments."""
         views = tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         inputs = frozenset(leaf.storage for leaf in views if isinstance(leaf, _View))
-        outputs = tuple(
-            self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(result)[0]
-        )
+        outputs = tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(result)[0])
         made = frozenset(view.storage for view in outputs if view is not None)
         if made - inputs or mutates:  # a plain view computes nothing
             writes = made if not mutates else made | inputs
@@ -122,9 +121,7 @@ class Tape(TorchDispatchMode):
             torch.default_generator.manual_seed(seed)
             for call in reversed(calls):
                 args, kwargs = tree_unflatten([window(leaf) for leaf in call.leaves], call.structure)
-                for output, made in zip(
-                    call.outputs, tree_flatten(call.function(*args, **kwargs))[0], strict=True
-                ):
+                for output, made in zip(call.outputs, tree_flatten(call.function(*args, **kwargs))[0], strict=True):
                     if output is not None:
                         real.setdefault(output.storage, made)
             result = window(view)
@@ -184,12 +181,6 @@ def materialise(module: nn.Module, tape: Tape, seed: int) -> None:
                         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                     memory[id(tensor)] = value
                 registry[name] = memory[id(tensor)]
-
-
-def name_seed(seed: int, *names: object) -> int:
-    """A seed of 63 bits from the job's seed and what the random numbers are for."""
-    text = "/".join([str(seed), *map(str, names)])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -1,0 +1,113 @@
+"""Who am I? A rank and a world size, from whatever started this process.
+
+Each source is a pure function of environment variables; the first that knows wins, in the order of `SOURCES`.
+A launcher inside another's job must come first: an `mpirun` in a Slurm batch job inherits SLURM_PROCID=0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from horizonml.errors import IdentityError
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This process's place in the job, and which source said so."""
+
+    rank: int
+    world_size: int
+    source: str
+
+
+def from_rank(env: Environment) -> Identity | None:
+    """`RANK` and `WORLD_SIZE`: torchrun, Compose, and our own launcher."""
+    return _pair(env, "RANK", "WORLD_SIZE", "RANK")
+
+
+def from_stateful_set(env: Environment) -> Identity | None:
+    """A StatefulSet's pod: its ordinal and `WORLD_SIZE`.
+
+    The ordinal is POD_INDEX (the label apps.kubernetes.io/pod-index through the downward API), else the number at the
+    end of the pod's HOSTNAME.
+    """
+    if "WORLD_SIZE" not in env:
+        return None
+    if "POD_INDEX" in env:
+        return _pair(env, "POD_INDEX", "WORLD_SIZE", "StatefulSet")
+    ordinal = re.fullmatch(r".+-(\d+)", env.get("HOSTNAME", ""))
+    if ordinal is None:
+        return None
+    return _pair({**env, "HOSTNAME": ordinal[1]}, "HOSTNAME", "WORLD_SIZE", "StatefulSet")
+
+
+def from_open_mpi(env: Environment) -> Identity | None:
+    """Open MPI's mpirun."""
+    return _pair(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI")
+
+
+def from_mvapich(env: Environment) -> Identity | None:
+    """MVAPICH's mpirun_rsh."""
+    return _pair(env, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MVAPICH")
+
+
+def from_pmi(env: Environment) -> Identity | None:
+    """MPICH and Intel MPI (`PMI_RANK`, `PMI_SIZE`), or PMIx, whose world size comes from Slurm."""
+    if "PMI_RANK" in env:
+        return _pair(env, "PMI_RANK", "PMI_SIZE", "PMI")
+    if "PMIX_RANK" in env:
+        size = "PMIX_SIZE" if "PMIX_SIZE" in env else "SLURM_NTASKS"
+        return _pair(env, "PMIX_RANK", size, "PMIx")
+    return None
+
+
+def from_slurm(env: Environment) -> Identity | None:
+    """srun."""
+    # A batch script itself has SLURM_PROCID too; only a step has SLURM_STEP_ID beside it.
+    if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
+        return None
+    return _pair(env, "SLURM_PROCID", "SLURM_NTASKS", "Slurm")
+
+
+SOURCES: tuple[Callable[[Environment], Identity | None], ...] = (
+    from_rank,
+    from_stateful_set,
+    from_open_mpi,
+    from_mvapich,
+    from_pmi,
+    from_slurm,
+)
+
+
+def identify(env: Environment) -> Identity | None:
+    """This process's identity, or None: alone on this machine, with no launcher. Raises IdentityError."""
+    for source in SOURCES:
+        found = source(env)
+        if found is not None:
+            return found
+    return None
+
+
+def _pair(env: Environment, rank_name: str, size_name: str, source: str) -> Identity | None:
+    if rank_name not in env:
+        return None
+    rank = _number(env, rank_name)
+    if size_name not in env:
+        raise IdentityError(f"{rank_name} is set ({rank}) but {size_name} is not; set both, or neither")
+    size = _number(env, size_name)
+    if size < 1:
+        raise IdentityError(f"{size_name} is {size}; a world has at least 1 rank")
+    if rank >= size:
+        raise IdentityError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks go from 0 to {size - 1}")
+    return Identity(rank, size, source)
+
+
+def _number(env: Environment, name: str) -> int:
+    value = env[name].strip()
+    if not re.fullmatch(r"\d+", value):
+        raise IdentityError(f"{name} is {value!r}, which is not a whole number from 0 up")
+    return int(value)

@@ -1,0 +1,47 @@
+"""Addresses and interfaces: which of this machine's networks leads to the rendezvous service."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port" or "[::1]:port" -> (host, port)."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def route_to(host: str, port: int) -> tuple[str, str]:
+    """This machine's address, and the name of its interface, from which packets to `host` leave.
+
+    Nothing is sent: connecting a UDP socket only asks the kernel for the route. Raises OSError.
+    """
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        own = str(probe.getsockname()[0])
+    return own, interface_of(own)
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has an address. Raises OSError if none has."""
+    wanted = address.partition("%")[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == wanted for entry in addresses):
+            return str(name)
+    raise OSError(f"no network interface has the address {address}")
+
+
+def can_connect(host: str, port: int, timeout: float) -> str | None:
+    """None if something listens there; else why not, in words."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout):
+            return None
+    except socket.gaierror:
+        return f"the name {host} does not resolve (yet)"
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

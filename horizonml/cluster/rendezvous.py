@@ -1,0 +1,293 @@
+"""The rendezvous: a service that holds the store, and the conversation by which a rank joins a group.
+
+The service is its own process, so losing any rank loses no state. It alone judges who belongs together (see
+`roster`); ranks only post what they are and wait for its verdict. The store is PyTorch's TCPStore, which has no
+authentication: keep its port inside a trusted network. Values are JSON, never pickle.
+
+    rank     -> event/<i>    join with a fingerprint, or leave with a reason; <i> counts up and names the join
+    rank     -> beat/<i>     counts up while the rank lives
+    service  -> verdict/<i>  the group and its generation, or why not
+    service  -> status       who is there and who is missing
+    service  -> gone/<i>     the reason with which a rank left
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from horizonml import __version__
+from horizonml.cluster.identity import Identity
+from horizonml.cluster.network import can_connect, route_to
+from horizonml.cluster.roster import Fingerprint, Formed, Roster
+from horizonml.errors import PeerLost, RendezvousError
+
+_log = logging.getLogger(__name__)
+_STORE_TIMEOUT = timedelta(seconds=30)
+_BEAT_WAITING, _BEAT_RUNNING = 0.5, 1.0
+
+
+class Service:
+    """Holds the store and judges joins, until stopped."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listen on an address (port 0: any free one). Raises RendezvousError if it is taken."""
+        try:
+            family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(1024)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise RendezvousError(
+                f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+            ) from error
+        self.port = int(listener.getsockname()[1])
+        # The store owns the socket from here on.
+        self._store = TCPStore(
+            host, self.port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._roster = Roster()
+        self._seen = 0
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        beats_due = 0.0
+        while not stop.wait(0.05):
+            changed = self._read_events()
+            now = time.monotonic()
+            if changed or now >= beats_due:
+                for number in self._roster.joins():
+                    self._roster.beat(number, self._store.add(f"beat/{number}", 0), now)
+                beats_due = now + _BEAT_WAITING / 2
+                self._announce(now)
+
+    def _read_events(self) -> bool:
+        changed = False
+        last = self._store.add("events", 0)
+        for number in range(self._seen + 1, last + 1):
+            if not self._store.check([f"event/{number}"]):
+                break  # counted, but not written yet
+            self._seen = number
+            try:
+                event = json.loads(self._store.get(f"event/{number}"))
+                if "leave" in event:
+                    self._roster.leave(int(event["leave"]))
+                    self._store.set(f"gone/{int(event['leave'])}", str(event["reason"]))
+                else:
+                    fingerprint = Fingerprint.from_json(event)
+                    self._roster.join(number, fingerprint, time.monotonic())
+                    _log.info(
+                        "rank %d of %d joined from %s", fingerprint.rank, fingerprint.world_size, fingerprint.place
+                    )
+            except (ValueError, KeyError, TypeError) as error:
+                _log.warning("ignored a malformed message (%s)", error)
+            self._store.delete_key(f"event/{number}")
+            changed = True
+        return changed
+
+    def _announce(self, now: float) -> None:
+        for verdict in self._roster.decide(now):
+            if isinstance(verdict, Formed):
+                _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
+                members = [member.to_json() for member in verdict.members]
+                message = {"generation": verdict.generation, "joins": verdict.joins, "members": members}
+            else:
+                _log.warning("refused: %s", verdict.reason)
+                message = {"refused": verdict.reason}
+            for number in verdict.joins:
+                self._store.set(f"verdict/{number}", json.dumps(message))
+        self._store.set("status", json.dumps({"present": self._roster.present(), "missing": self._roster.missing()}))
+
+
+@dataclass
+class Membership:
+    """This rank's place in a formed group."""
+
+    rank: int
+    world_size: int
+    generation: int
+    members: list[Fingerprint]
+    _joins: list[int]
+    _store: Store
+    _stop: threading.Event
+
+    @property
+    def store(self) -> Store:
+        """Where this generation's ranks exchange their addresses."""
+        return PrefixStore(f"generation-{self.generation}", self._store)
+
+    def name_lost(self, error: PeerLost, patience: float = 2.5 * _BEAT_RUNNING) -> PeerLost:
+        """The same error, naming the ranks whose heartbeats have stopped."""
+        try:
+            others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
+            before = {rank: self._store.add(f"beat/{join}", 0) for rank, join in others.items()}
+            time.sleep(patience)
+            lost = []
+            for rank, join in others.items():
+                member = self.members[rank]
+                if self._store.check([f"gone/{join}"]):
+                    reason = self._store.get(f"gone/{join}").decode()
+                    if not reason.startswith("lost a peer"):
+                        lost.append(f"rank {rank} on {member.host} left: {reason}")
+                elif self._store.add(f"beat/{join}", 0) == before[rank]:
+                    lost.append(f"rank {rank} on {member.host} gives no sign of life")
+        except RuntimeError as reason:
+            return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(reason)})")
+        return PeerLost(f"{'; '.join(lost)} ({error})") if lost else error
+
+    def leave(self, reason: str) -> None:
+        """Tell the service that this rank goes."""
+        self._stop.set()
+        try:
+            _post(self._store, {"leave": self._joins[self.rank], "reason": reason})
+        except RuntimeError as error:
+            _log.debug("could not say goodbye: %s", error)
+
+
+def meet(
+    identity: Identity,
+    job: str,
+    digest: str,
+    address: tuple[str, int],
+    timeout: float,
+    report: Callable[[str], None],
+) -> Membership:
+    """Join the group of this job through the service at `address`, within `timeout` seconds.
+
+    Chooses the network interface that leads to the service for all later traffic, unless GLOO_SOCKET_IFNAME names
+    one. `report` is told now and then what is being waited for. Raises RendezvousError.
+    """
+    host, port = address
+    deadline = time.monotonic() + timeout
+    _await_service(host, port, timeout, deadline, report)
+    try:
+        own, interface = route_to(host, port)
+    except OSError as error:
+        raise RendezvousError(f"rank {identity.rank} finds no way to {host}:{port}: {error}") from error
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    fingerprint = Fingerprint(
+        identity.rank,
+        identity.world_size,
+        job,
+        digest,
+        __version__,
+        torch.__version__.partition("+")[0],
+        socket.gethostname(),
+        own,
+        os.getpid(),
+    )
+    # A mute listener can hang a store's client for ever, whatever timeout it is given: so it talks in a thread.
+    talk = _Conversation(fingerprint, host, port, deadline)
+    talk.start()
+    told = time.monotonic()
+    while talk.is_alive() and time.monotonic() < deadline:
+        talk.join(0.1)
+        if time.monotonic() - told > 10:
+            report(talk.waiting_for)
+            told = time.monotonic()
+    if talk.outcome is None:
+        talk.cancelled.set()
+        raise RendezvousError(
+            f"rank {identity.rank} of {identity.world_size} gave up after {timeout:.0f} s (rendezvous.timeout): "
+            f"{talk.waiting_for}"
+        )
+    if isinstance(talk.outcome, Exception):
+        raise talk.outcome
+    return talk.outcome
+
+
+def _await_service(host: str, port: int, timeout: float, deadline: float, report: Callable[[str], None]) -> None:
+    told = time.monotonic()
+    while (problem := can_connect(host, port, min(5.0, max(0.1, deadline - time.monotonic())))) is not None:
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"no rendezvous service at {host}:{port} within {timeout:.0f} s (rendezvous.timeout): {problem}; "
+                "start `horizonml rendezvous` there, or correct rendezvous.address"
+            )
+        if time.monotonic() - told > 10:
+            report(f"waiting for the rendezvous service at {host}:{port}: {problem}")
+            told = time.monotonic()
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+
+
+class _Conversation(threading.Thread):
+    """Joins, beats, and waits for the verdict."""
+
+    def __init__(self, fingerprint: Fingerprint, host: str, port: int, deadline: float) -> None:
+        super().__init__(name="rendezvous", daemon=True)
+        self._fingerprint, self._host, self._port, self._deadline = fingerprint, host, port, deadline
+        self.outcome: Membership | Exception | None = None
+        self.cancelled = threading.Event()
+        self.waiting_for = f"{host}:{port} accepts connections but does not answer; is it a rendezvous service?"
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._talk()
+        except RendezvousError as error:
+            self.outcome = error
+        except (RuntimeError, ValueError, KeyError) as error:
+            self.outcome = RendezvousError(
+                f"the rendezvous service at {self._host}:{self._port} broke off: {_first_line(error)}"
+            )
+
+    def _talk(self) -> Membership | None:
+        left = timedelta(seconds=max(1.0, self._deadline - time.monotonic()))
+        store = TCPStore(self._host, self._port, None, False, left, wait_for_workers=False)
+        number = _post(store, self._fingerprint.to_json())
+        verdict, beaten = f"verdict/{number}", 0.0
+        while not store.check([verdict]):
+            if self.cancelled.is_set():
+                return None
+            if time.monotonic() - beaten > _BEAT_WAITING:
+                store.add(f"beat/{number}", 1)
+                beaten = time.monotonic()
+                if store.check(["status"]):
+                    self.waiting_for = _missing(json.loads(store.get("status")))
+            time.sleep(0.05)
+        message = json.loads(store.get(verdict))
+        if "refused" in message:
+            raise RendezvousError(f"refused: {message['refused']}")
+        stop = threading.Event()
+        threading.Thread(target=_beat, args=(store.clone(), number, stop), name="heartbeat", daemon=True).start()
+        members = [Fingerprint.from_json(member) for member in message["members"]]
+        own = self._fingerprint
+        joins = [int(join) for join in message["joins"]]
+        return Membership(own.rank, own.world_size, int(message["generation"]), members, joins, store, stop)
+
+
+def _beat(store: Store, number: int, stop: threading.Event) -> None:
+    """Show that this rank lives, for as long as there is a service to show it to."""
+    while not stop.wait(_BEAT_RUNNING):
+        try:
+            store.add(f"beat/{number}", 1)
+        except RuntimeError as error:
+            _log.warning("the rendezvous service is gone; training goes on without it (%s)", _first_line(error))
+            return
+
+
+def _post(store: Store, event: dict[str, Any]) -> int:
+    number = int(store.add("events", 1))
+    store.set(f"event/{number}", json.dumps(event))
+    return number
+
+
+def _missing(status: dict[str, Any]) -> str:
+    missing = ", ".join(map(str, status["missing"]))
+    return f"waiting for rank {missing} to join" if missing else "waiting for the group to form"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,119 @@
+"""Data sets in files: torchvision's, downloaded once per machine, and folders of images."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from horizonml.data.source import ArraySource
+from horizonml.errors import DataError
+from horizonml.model.vision import import_torchvision
+
+_LOCK_SECONDS = 1800.0
+_IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_TEST_FOLDERS = ("test", "val", "valid")
+
+
+def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) -> ArraySource:
+    """CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
+
+    torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
+    while the others wait. Raises DataError.
+    """
+    datasets = import_torchvision().datasets
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{name}.lock", timeout=_LOCK_SECONDS):
+            if name == "svhn":
+                data: Any = datasets.SVHN(str(folder), split="train" if train else "test", download=download)
+                return ArraySource(torch.from_numpy(data.data), torch.from_numpy(data.labels).long())
+            if name == "mnist":
+                data = datasets.MNIST(str(folder), train=train, download=download)
+                return ArraySource(data.data[:, None], data.targets.long())
+            data = datasets.CIFAR10(str(folder), train=train, download=download)
+            images = torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous()
+            return ArraySource(images, torch.tensor(data.targets))
+    except Timeout as error:
+        raise DataError(
+            f"data: another process has been downloading {name} into {folder} for {_LOCK_SECONDS:.0f} s; "
+            f"if none is, delete {error.lock_file}"
+        ) from error
+    except ImportError as error:
+        raise DataError(f"data: {name} needs a package that is not installed: {error}") from error
+    except (RuntimeError, OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error, pickle.PickleError) as error:
+        wish = "could not be downloaded" if download else "is missing or corrupt"
+        raise DataError(
+            f"data: {name} {wish} in {folder}: {error}. Delete what is damaged there, or put the archive there "
+            "yourself and set data.folder and data.download: false"
+        ) from error
+
+
+class FolderSplits:
+    """The images of a folder: `train/CLASS/*` and `test/CLASS/*` (or `val`), or `CLASS/*` with no test images."""
+
+    def __init__(self, root: Path) -> None:
+        """List the files; raises DataError."""
+        inner = root / "train"
+        base = inner if inner.is_dir() else root
+        self.classes = sorted(path.name for path in base.iterdir() if path.is_dir())
+        if len(self.classes) < 2:
+            raise DataError(
+                f"data.folder: {base} must hold one folder of images per class; it has {len(self.classes)} folders"
+            )
+        self.train = self._files(base)
+        self.test: list[tuple[Path, int]] = []
+        if base is inner:
+            held_out = next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+            if held_out is not None:
+                extra = sorted({path.name for path in held_out.iterdir() if path.is_dir()} - set(self.classes))
+                if extra:
+                    raise DataError(f"data.folder: {held_out} has classes that {base} has not: {', '.join(extra)}")
+                self.test = self._files(held_out)
+
+    def _files(self, base: Path) -> list[tuple[Path, int]]:
+        files = []
+        for label, name in enumerate(self.classes):
+            folder = base / name
+            found = (
+                sorted(p for p in folder.rglob("*") if p.suffix.lower() in _IMAGE_SUFFIXES) if folder.is_dir() else []
+            )
+            if not found and base.name not in _TEST_FOLDERS:
+                raise DataError(f"data.folder: no images in {folder}; remove the folder or fill it")
+            files += [(path, label) for path in found]
+        return files
+
+
+class FolderSource:
+    """Image files, decoded when asked for, cut and resized to `size` pixels square."""
+
+    def __init__(self, files: list[tuple[Path, int]], classes: list[str], size: int) -> None:
+        self._files, self.classes, self._size = files, classes, size
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def images(self, indices: Tensor) -> Tensor:
+        if not len(indices):
+            return torch.empty(0, 3, self._size, self._size, dtype=torch.uint8)
+        return torch.stack([self._decode(self._files[index][0]) for index in indices.tolist()])
+
+    def labels(self, indices: Tensor) -> Tensor:
+        return torch.tensor([self._files[index][1] for index in indices.tolist()], dtype=torch.int64)
+
+    def _decode(self, path: Path) -> Tensor:
+        from PIL import Image, ImageOps  # only folders need it
+
+        try:
+            with Image.open(path) as image:
+                fitted = ImageOps.fit(image.convert("RGB"), (self._size, self._size))
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(f"data.folder: {path} is not a readable image: {error}; repair or remove it") from error
+        pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
+        return pixels.reshape(self._size, self._size, 3).permute(2, 0, 1)

@@ -1,0 +1,44 @@
+"""Which samples make up which batch: one seeded function that every plan shares.
+
+All ranks compute the same `(epoch, step) -> sample indices`, so every way of training sees the same samples in the
+same order, and a resumed run goes on with the sample it would have seen. Nothing is dropped: the last batch of an
+epoch is simply smaller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from horizonml.seeds import name_seed
+
+
+class Sampler:
+    """Cuts a fresh permutation of the samples into batches, for every epoch."""
+
+    def __init__(self, samples: int, batch_size: int, seed: int) -> None:
+        assert samples > 0
+        assert batch_size > 0
+        self.samples, self.batch_size, self._seed = samples, batch_size, seed
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch, the smaller last one included."""
+        return -(-self.samples // self.batch_size)
+
+    def indices(self, epoch: int, step: int) -> Tensor:
+        """Sample indices, int64 `[batch]`, of the step (from 0) of an epoch (from 0)."""
+        assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(name_seed(self._seed, "order", epoch))
+            self._order = torch.randperm(self.samples, generator=generator)
+            self._epoch = epoch
+        return self._order[step * self.batch_size : (step + 1) * self.batch_size]
+
+    def batch_sizes(self) -> set[int]:
+        """The sizes of batch that occur (one, or two with a smaller last one)."""
+        rest = self.samples % self.batch_size
+        full = {self.batch_size} if self.samples >= self.batch_size else set()
+        return full | ({rest} if rest else set())

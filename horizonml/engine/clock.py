@@ -1,0 +1,53 @@
+"""Where a step's time goes: every moment belongs to exactly one of compute, transfer and wait.
+
+- compute: this rank works (forward, backward, update, preparing its data).
+- transfer: this rank is held up while bytes move that their sender has begun to send.
+- wait: this rank is held up because another rank has not come so far.
+
+The clock is switched, never stopped, so the three add up to the wall time; each is measured, none inferred.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+Kind = Literal["compute", "transfer", "wait"]
+KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
+
+
+class Span(NamedTuple):
+    """One stretch of a step, in seconds of `time.perf_counter`."""
+
+    kind: Kind
+    what: str  # "forward", "backward", "update", ...
+    micro: int  # the micro-batch, or -1
+    start: float
+    end: float
+
+
+class Clock:
+    """Attributes time to what the rank is doing. Starts in compute."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a new step."""
+        self.spans: list[Span] = []
+        self.totals: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self._kind: Kind = "compute"
+        self._what, self._micro = "prepare", -1
+        self.started = self._since = perf_counter()
+
+    def switch(self, kind: Kind, what: str, micro: int = -1) -> None:
+        """From now on time belongs to `kind`."""
+        now = perf_counter()
+        self.totals[self._kind] += now - self._since
+        self.spans.append(Span(self._kind, self._what, self._micro, self._since, now))
+        self._kind, self._what, self._micro, self._since = kind, what, micro, now
+
+    def finish(self) -> float:
+        """End the step; returns its wall time in seconds."""
+        self.switch("compute", "prepare")
+        return self._since - self.started

@@ -1,0 +1,255 @@
+"""The engine: runs any plan, one step at a time.
+
+A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule;
+sums gradients within each stage; agrees with all ranks on loss and on whether to go on; and updates the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from horizonml.engine.clock import Clock, Span
+from horizonml.engine.group import Group, TreeSum
+from horizonml.engine.link import Link
+from horizonml.engine.optim import build_optimizer
+from horizonml.engine.reduce import Reducer
+from horizonml.engine.schedule import SCHEDULES, Action, evaluation
+from horizonml.errors import Diverged
+from horizonml.job import Adam, Sgd
+from horizonml.model.zoo import Model
+from horizonml.plan.plan import Plan, Route, routes
+from horizonml.seeds import name_seed
+
+_POSTED_AHEAD = 2
+# Links use tags from 0 on, four for each micro-batch.
+_TAG_TOTALS = 1 << 30
+_TAG_GRADIENTS = _TAG_TOTALS + 1
+
+
+class Batch(Protocol):
+    """A global batch, of which a rank reads only the rows it needs."""
+
+    size: int
+
+    def images(self, start: int, stop: int) -> Tensor:
+        """float32 `[stop - start, channels, height, width]`; asked for by the first stage."""
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        """int64 `[stop - start]`; asked for by the last stage."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks agree on after a step or an evaluation."""
+
+    loss: float
+    accuracy: float  # share of correct predictions, 0 to 1
+    samples: int
+    stop: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step as this rank saw it. Times in seconds; they add up to `wall`."""
+
+    totals: Totals
+    wall: float
+    compute: float
+    transfer: float
+    wait: float
+    samples: int  # rows of the batch that this rank's stage worked on here
+    bytes_sent: int
+    bytes_received: int
+    divergence: float | None
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class _Micro:
+    """This rank's part of a micro-batch: rows `start` to `stop - 1` of the global batch, and who shares them."""
+
+    start: int
+    stop: int
+    before: list[Route]
+    after: list[Route]
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class Engine:
+    """This rank's stage of a plan, ready to train."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        group: Group,
+        optimizer: Sgd | Adam,
+        batch_size: int,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Make the layers of this rank's stage. `batch_size` is that of a full global batch."""
+        plan.check(len(model.chain), group.world_size)
+        self.plan, self.group, self.clock = plan, group, Clock()
+        self._model_seed, self._batch_size, self._smoothing = model.seed, batch_size, label_smoothing
+        self.stage_number = plan.stage_of(group.rank)
+        self.member = plan.member_of(group.rank)
+        self._stage = plan.stages[self.stage_number]
+        self.is_first = self.stage_number == 0
+        self.is_last = self.stage_number == len(plan.stages) - 1
+        self.module = model.stage(self._stage.start, self._stage.stop)
+        self.optimizer = build_optimizer(optimizer, self.module.parameters())
+        entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
+        self._inputs = Link(group, self.clock, entry, 0)
+        self._outputs = Link(group, self.clock, exit_, 0)
+        self._gradients_in = Link(group, self.clock, exit_, 1)
+        self._gradients_out = Link(group, self.clock, entry, 1)
+        self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
+        self._reducer = Reducer(self.module, group, self._stage.ranks, self.clock, _TAG_GRADIENTS)
+        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(4, dtype=torch.float64))
+        self._cuts: dict[int, list[_Micro]] = {}
+
+    def step(
+        self, batch: Batch, lr: float, number: int, *, measure_divergence: bool = False, stop: bool = False
+    ) -> Step:
+        """Train on one global batch and update the parameters.
+
+        `number` is the step's number in the run, which seeds dropout; `stop` says that this rank wants to end after
+        this step. Raises Diverged on every rank, before any parameter changes, if the loss is not finite; PeerLost.
+        """
+        self.clock.restart()
+        for link in self._links:
+            link.sent_bytes = link.received_bytes = 0
+        self._agree.post()
+        self._reducer.begin(measure_divergence)
+        micros = self._cut(batch.size)
+        weight = sum(micro.rows for micro in micros) / batch.size
+        actions = SCHEDULES[self.plan.schedule](self.stage_number, len(self.plan.stages), len(micros))
+        self.module.train()
+        loss, correct = self._run(batch, micros, actions, number)
+        self.clock.switch("wait", "others")
+        totals = self._totals(loss, correct, batch.size if self.stage_number == self.member == 0 else 0, stop)
+        if not math.isfinite(totals.loss):
+            raise Diverged(
+                f"step {number}: the loss is {totals.loss}. Parameters are as they were before this step; "
+                "lower optimizer.lr or add lr_schedule.warmup_steps"
+            )
+        self.clock.switch("compute", "update")
+        divergence = self._reducer.finish(weight)
+        if self.optimizer is not None:
+            for settings in self.optimizer.param_groups:
+                settings["lr"] = lr
+            self.optimizer.step()
+        self.clock.switch("transfer", "send")
+        for link in self._links:
+            link.flush()
+        wall = self.clock.finish()
+        reduced = self._reducer.bytes_per_step
+        return Step(
+            totals,
+            wall,
+            **self.clock.totals,
+            samples=round(weight * batch.size),
+            bytes_sent=sum(link.sent_bytes for link in self._links) + reduced,
+            bytes_received=sum(link.received_bytes for link in self._links) + reduced,
+            divergence=divergence,
+            spans=self.clock.spans,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> Totals:
+        """Loss and accuracy on held-out batches, through the same stages. Raises PeerLost."""
+        self._agree.post()
+        self.module.eval()
+        loss = correct = samples = 0.0
+        for batch in batches:
+            micros = self._cut(batch.size)
+            batch_loss, batch_correct = self._run(batch, micros, evaluation(len(micros)), 0)
+            loss, correct, samples = loss + batch_loss * batch.size, correct + batch_correct, samples + batch.size
+        for link in self._links:
+            link.flush()
+        totals = self._totals(loss, correct, samples if self.stage_number == self.member == 0 else 0, False)
+        return Totals(totals.loss / totals.samples, totals.accuracy, totals.samples)
+
+    def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
+        vector = torch.tensor([loss, correct, samples, float(stop)], dtype=torch.float64)
+        loss, correct, samples, stops = self._agree.sum(vector).tolist()
+        return Totals(loss, correct / samples, int(samples), stops > 0)
+
+    def _cut(self, size: int) -> list[_Micro]:
+        """This rank's parts of the micro-batches of a batch."""
+        if size not in self._cuts:
+            micros, offset = [], 0
+            for samples in self.plan.micro_sizes(size, self._batch_size):
+                own = self._stage.rows(samples)[self.member]
+                number, stages = self.stage_number, self.plan.stages
+                before = [] if self.is_first else routes(own, stages[number - 1], samples)
+                after = [] if self.is_last else routes(own, stages[number + 1], samples)
+                micros.append(_Micro(offset + own[0], offset + own[1], before, after))
+                offset += samples
+            self._cuts[size] = micros
+        return self._cuts[size]
+
+    def _run(self, batch: Batch, micros: list[_Micro], actions: list[Action], number: int) -> tuple[float, float]:
+        """Work through the actions; returns this rank's part of the mean loss, and its correct predictions."""
+        actions = [action for action in actions if micros[action.micro].rows]
+        last_backward = next((a.micro for a in reversed(actions) if a.kind == "backward"), None)
+        weight = sum(micro.rows for micro in micros) / batch.size
+        held: dict[int, tuple[Tensor, Tensor]] = {}
+        loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        for index, action in enumerate(actions):
+            for ahead in actions[index if index == 0 else index + _POSTED_AHEAD : index + _POSTED_AHEAD + 1]:
+                self._expect(ahead, micros[ahead.micro])
+            micro = micros[action.micro]
+            if action.kind == "forward":
+                torch.default_generator.manual_seed(
+                    name_seed(self._model_seed, "step", number, self.stage_number, self.member, action.micro)
+                )
+                entered, left = self._forward(batch, micro, action.micro)
+                if self.is_last:
+                    labels = batch.labels(micro.start, micro.stop)
+                    correct += (left.argmax(1) == labels).sum()
+                    left = functional.cross_entropy(left, labels, reduction="sum", label_smoothing=self._smoothing)
+                    left = left / batch.size
+                    loss += left.detach()
+                else:
+                    self._outputs.send(action.micro, left, micro.after)
+                if torch.is_grad_enabled():
+                    held[action.micro] = entered, left
+            else:
+                entered, left = held.pop(action.micro)
+                gradient = None if self.is_last else self._gradients_in.receive(action.micro)
+                if action.micro == last_backward:
+                    self._reducer.arm(weight)
+                self.clock.switch("compute", "backward", action.micro)
+                torch.autograd.backward(left, gradient)
+                if not self.is_first:
+                    assert entered.grad is not None
+                    self._gradients_out.send(action.micro, entered.grad, micro.before)
+            self.clock.switch("compute", "prepare")
+        return float(loss), float(correct)
+
+    def _expect(self, action: Action, micro: _Micro) -> None:
+        """Post the receives that an action will need."""
+        if action.kind == "forward" and not self.is_first:
+            self._inputs.expect(action.micro, micro.rows, micro.before)
+        elif action.kind == "backward" and not self.is_last:
+            self._gradients_in.expect(action.micro, micro.rows, micro.after)
+
+    def _forward(self, batch: Batch, micro: _Micro, number: int) -> tuple[Tensor, Tensor]:
+        """What entered the stage, and what leaves it."""
+        if self.is_first:
+            entered = batch.images(micro.start, micro.stop)
+        else:
+            entered = self._inputs.receive(number).requires_grad_(torch.is_grad_enabled())
+        self.clock.switch("compute", "forward", number)
+        left: Tensor = self.module(entered)
+        return entered, left

@@ -1,0 +1,169 @@
+"""The ranks of one generation, connected with gloo: messages between two ranks, and sums over several.
+
+Nothing here waits without a deadline: the group's timeout holds for every message, and a peer that is gone or late
+is a `PeerLost` that names it where it can be known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from horizonml.errors import PeerLost
+
+
+class Work(Protocol):
+    """A message or sum under way."""
+
+    def wait(self) -> Any:
+        """Block until it is done."""
+
+
+class Group:
+    """This rank's connections to all others. With a world size of 1 there are none."""
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: float) -> None:
+        """Connect to the other ranks through `store`, within `timeout` seconds. Raises PeerLost.
+
+        The network interface is the one named by GLOO_SOCKET_IFNAME.
+        """
+        self.rank, self.world_size, self._timeout = rank, world_size, timeout
+        self._store = store
+        self._world = self._connect("world", tuple(range(world_size)))
+        self._subgroups: dict[tuple[int, ...], Any] = {}
+
+    def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == 1:
+            return None
+        assert self._store is not None
+        prefix = PrefixStore(name, self._store)
+        try:
+            return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Begin to send a contiguous tensor; it must not change until the work is done."""
+        try:
+            work: Work = self._world.send([tensor], peer, tag)
+        except RuntimeError as error:
+            raise _lost(peer, error) from error
+        return work
+
+    def receive(self, into: Tensor, peer: int, tag: int) -> Work:
+        """Begin to receive into a contiguous tensor of the size that was sent."""
+        try:
+            work: Work = self._world.recv([into], peer, tag)
+        except RuntimeError as error:
+            raise _lost(peer, error) from error
+        return work
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Begin to sum a tensor over `ranks` in place. All of them must make the same calls in the same order."""
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = self._connect("ranks-" + "-".join(map(str, ranks)), ranks)
+        try:
+            work: Work = self._subgroups[ranks].allreduce([tensor])
+        except RuntimeError as error:
+            raise _lost(None, error) from error
+        return work
+
+    def wait(self, work: Work, peer: int | None = None) -> None:
+        """Wait for a message from or to `peer` (or for a sum). Raises PeerLost."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _lost(peer, error) from error
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks, on every rank. JSON, so nothing received is ever executed."""
+        if self.world_size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        self.wait(self._world.allgather([sizes], [torch.tensor([len(own)])]))
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(own)] = own
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        self.wait(self._world.allgather([texts], [padded]))
+        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+    def share_json(self, value: Any, source: int = 0) -> Any:
+        """The `value` of rank `source`, on every rank."""
+        return self.gather_json(value if self.rank == source else None)[source]
+
+    def close(self) -> None:
+        """Drop the connections."""
+        for group in [*self._subgroups.values(), self._world]:
+            if group is not None:
+                group.shutdown()
+        self._subgroups.clear()
+        self._world = None
+
+
+def _lost(peer: int | None, error: RuntimeError) -> PeerLost:
+    who = "a peer" if peer is None else f"rank {peer}"
+    reason = "did not answer in time" if "Timed out" in str(error) else "closed its connection"
+    return PeerLost(f"{who} {reason} ({_short(error)})")
+
+
+def _short(error: RuntimeError) -> str:
+    """gloo's message without the place in its source and its advice."""
+    line = str(error).strip().splitlines()[0]
+    return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". This is typically")[0]
+
+
+_ARITY = 8
+
+
+class TreeSum:
+    """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
+
+    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the
+    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers on a slow link.
+    The order of summation is fixed, so the result is the same bit for bit on every run and on every rank.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int], tag: int, like: Tensor) -> None:
+        """For vectors of the shape and dtype of `like`; `tag` must be free for this tree."""
+        self._group, self._tag = group, tag
+        place = ranks.index(group.rank)
+        self._parent = ranks[(place - 1) // _ARITY] if place else None
+        children = range(_ARITY * place + 1, min(_ARITY * (place + 1), len(ranks) - 1) + 1)
+        self._children = [ranks[child] for child in children]
+        self._parts = [torch.empty_like(like) for _ in self._children]
+        self._total = torch.empty_like(like)
+        self._posted: list[Work] = []
+        self.messages = len(self._children) + (self._parent is not None)  # sent per sum, and as many received
+
+    def post(self) -> None:
+        """Post the receives early, so that a vector that arrives finds its place."""
+        if not self._posted:
+            sources = list(zip(self._parts, self._children, strict=True))
+            if self._parent is not None:
+                sources.append((self._total, self._parent))
+            self._posted = [self._group.receive(into, peer, self._tag) for into, peer in sources]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """The sum of all ranks' vectors; may return `vector` itself, changed in place."""
+        self.post()
+        works, self._posted = self._posted, []
+        total, sent = vector, []
+        for work, part, child in zip(works, self._parts, self._children, strict=False):
+            self._group.wait(work, child)
+            total += part
+        if self._parent is not None:
+            sent.append((self._group.send(total, self._parent, self._tag), self._parent))
+            self._group.wait(works[-1], self._parent)
+            total = self._total
+        sent += [(self._group.send(total, child, self._tag), child) for child in self._children]
+        for work, peer in sent:
+            self._group.wait(work, peer)
+        return total

@@ -1,0 +1,102 @@
+"""The boundary between this stage and a neighbour: activations one way, gradients the other.
+
+Members of the two stages may hold different parts of a micro-batch; each pair exchanges exactly the rows that both
+hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes.
+
+A message is announced by a header of four bytes that its sender sends just before it. Time until the header is here
+is `wait`, for the sender was not ready; from then on it is `transfer`. A message below `SMALL` bytes arrives in one
+piece and has no header: being held up for it is `wait`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from horizonml.engine.clock import Clock
+from horizonml.engine.group import Group, Work
+from horizonml.model.chain import Boundary
+from horizonml.plan.plan import Route
+
+SMALL = 64 << 10
+_SENDS_UNDER_WAY = 4
+
+
+@dataclass
+class _Expected:
+    """A micro-batch whose parts are on their way."""
+
+    tensor: Tensor
+    headers: list[tuple[Work, int]]
+    parts: list[tuple[Work, int]]
+
+
+class Link:
+    """One direction of a boundary, as this rank sees it: it only receives, or only sends."""
+
+    def __init__(self, group: Group, clock: Clock, boundary: Boundary, direction: int) -> None:
+        """`direction` is 0 for activations and 1 for gradients; it keeps their messages apart."""
+        self._group, self._clock, self._boundary, self._direction = group, clock, boundary, direction
+        self._expected: dict[int, _Expected] = {}
+        self._sending: deque[tuple[Work, int, Tensor]] = deque()
+        self._header = torch.zeros(1)
+        self.sent_bytes = self.received_bytes = 0
+
+    def _tag(self, micro: int) -> int:
+        return 4 * micro + 2 * self._direction
+
+    def _has_header(self, rows: int) -> bool:
+        return rows * self._boundary.bytes_per_sample >= SMALL
+
+    def expect(self, micro: int, rows: int, routes: list[Route]) -> None:
+        """Post the receives for this rank's `rows` of a micro-batch."""
+        assert micro not in self._expected
+        tensor = torch.empty(rows, *self._boundary.shape, dtype=self._boundary.dtype)
+        expected = _Expected(tensor, [], [])
+        for route in routes:
+            if self._has_header(route.stop - route.start):
+                header = torch.empty(1)
+                expected.headers.append((self._group.receive(header, route.peer, self._tag(micro) + 1), route.peer))
+            part = tensor[route.start : route.stop]
+            expected.parts.append((self._group.receive(part, route.peer, self._tag(micro)), route.peer))
+        self._expected[micro] = expected
+
+    def receive(self, micro: int) -> Tensor:
+        """The rows of a micro-batch, as soon as all are here. Leaves the clock in compute."""
+        expected = self._expected.pop(micro)
+        everything_small = not expected.headers
+        self._clock.switch("wait", "receive", micro)
+        for work, peer in expected.headers:
+            self._group.wait(work, peer)
+        if not everything_small:
+            self._clock.switch("transfer", "receive", micro)
+        for work, peer in expected.parts:
+            self._group.wait(work, peer)
+        self.received_bytes += expected.tensor.nbytes
+        return expected.tensor
+
+    def send(self, micro: int, tensor: Tensor, routes: list[Route]) -> None:
+        """Begin to send this rank's rows of a micro-batch."""
+        self._clock.switch("transfer", "send", micro)
+        tensor = tensor.detach().contiguous()
+        for route in routes:
+            if self._has_header(route.stop - route.start):
+                work = self._group.send(self._header, route.peer, self._tag(micro) + 1)
+                self._sending.append((work, route.peer, self._header))
+            part = tensor[route.start : route.stop]
+            self._sending.append((self._group.send(part, route.peer, self._tag(micro)), route.peer, part))
+        self.sent_bytes += tensor.nbytes
+        while len(self._sending) > 2 * _SENDS_UNDER_WAY * len(routes):
+            self._finish_one()
+
+    def flush(self) -> None:
+        """Wait until everything is sent."""
+        while self._sending:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        work, peer, _ = self._sending.popleft()
+        self._group.wait(work, peer)

@@ -1,0 +1,22 @@
+"""Keep memory that training frees: the next step needs the same again.
+
+glibc hands large blocks back to the kernel when they are freed, and every step then pays for thousands of page
+faults to get them again. Telling it to keep them makes ResNet-18 steps about a tenth faster on one core; the process
+stays at the peak size it reaches anyway. See mallopt(3).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def keep_freed_memory() -> bool:
+    """Set it for this process; False where the C library is not glibc (nothing changes then)."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))

@@ -1,0 +1,200 @@
+"""Sums the gradients of a stage over its members, while the backward pass still runs where it can.
+
+Every member's loss is its samples' sum divided by the size of the global batch, so the plain sum of the members'
+gradients is exactly `sum_d (b_d / B) g_d`, whatever their shares. Gradients are gathered in flat buckets in the order
+in which the backward pass makes them; a full bucket is sent on its way while earlier layers still compute (Li et al.,
+VLDB 2020). A stage with few parameters is summed along a tree in one piece instead (see `TreeSum`).
+
+BatchNorm's running statistics travel in the last bucket and are averaged by samples, so that all members of a stage
+hold the same state after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from horizonml.engine.clock import Clock
+from horizonml.engine.group import Group, TreeSum, Work
+
+BUCKET_BYTES = 25 << 20
+TREE_BYTES = 256 << 10
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients travel together; `extra` values follow them in the buffer."""
+
+    parameters: list[nn.Parameter]
+    extra: int = 0
+    flat: Tensor = field(init=False)
+    views: list[Tensor] = field(init=False)
+    missing: int = 0
+    own: Tensor | None = None  # a copy of this member's own gradients, on steps that measure divergence
+
+    def __post_init__(self) -> None:
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self.flat = torch.zeros(sum(sizes) + self.extra)
+        parts = self.flat[: sum(sizes)].split(sizes) if sizes else ()
+        self.views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    @property
+    def tail(self) -> Tensor:
+        return self.flat[self.flat.numel() - self.extra :]
+
+
+class Reducer:
+    """Sums the gradients of `module` over `ranks`, the members of its stage, of which this rank is one."""
+
+    def __init__(self, module: nn.Module, group: Group, ranks: tuple[int, ...], clock: Clock, tag: int) -> None:
+        """`tag` must be free for this stage's tree. All parameters must be float32."""
+        self._group, self._ranks, self._clock = group, ranks, clock
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._lead = ranks[0] == group.rank
+        self._averaged = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self._copied = [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+        extra = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
+        self._buckets: list[_Bucket] = []
+        self.bytes_per_step = 0
+        if len(ranks) == 1:
+            return
+        self._buckets = [_Bucket(parameters) for parameters in _in_buckets(self._parameters)] or [_Bucket([])]
+        if extra:
+            last = self._buckets[-1]
+            self._buckets[-1] = _Bucket(last.parameters, extra)
+        total = sum(bucket.flat.nbytes for bucket in self._buckets)
+        self._tree = None
+        if total <= TREE_BYTES:
+            assert len(self._buckets) == 1
+            self._tree = TreeSum(group, ranks, tag, self._buckets[0].flat)
+            self.bytes_per_step = total * self._tree.messages
+        else:
+            self.bytes_per_step = 2 * (len(ranks) - 1) * total // len(ranks)
+        self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+        self._armed = False
+        self._measure = False
+        self._works: list[Work] = []
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def begin(self, measure_divergence: bool) -> None:
+        """Before a step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._buckets:
+            self._measure = measure_divergence
+            self._works = []
+            for bucket in self._buckets:
+                bucket.missing, bucket.own = len(bucket.parameters), None
+            if self._tree is not None:
+                self._tree.post()
+
+    def arm(self, weight: float) -> None:
+        """Before the last backward pass of the step; `weight` is this member's part of the batch.
+
+        All forward passes are done, so the running statistics are final.
+        """
+        if not self._buckets:
+            return
+        self._armed = True
+        if self._buckets[-1].extra:
+            averaged = [buffer.flatten() * weight for buffer in self._averaged]
+            copied = [buffer.flatten().float() * self._lead for buffer in self._copied]
+            torch.cat(averaged + copied, out=self._buckets[-1].tail)
+
+    def _ready(self, parameter: nn.Parameter) -> None:
+        """A parameter has its gradient of the whole step."""
+        if self._armed:
+            self._bucket_of[id(parameter)].missing -= 1
+            self._send_full()
+
+    def _send_full(self) -> None:
+        """Send the buckets that are full, in their order, which is the same on all members."""
+        while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].missing:
+            self._works.append(self._send(self._buckets[len(self._works)]))
+
+    def _send(self, bucket: _Bucket) -> Work:
+        gradients = []
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            if parameter.grad is None:  # this member had no samples, or the loss does not depend on it
+                view.zero_()
+                gradients.append(view)
+            else:
+                gradients.append(parameter.grad)
+        torch._foreach_copy_(bucket.views, gradients)
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        if self._measure:
+            bucket.own = bucket.flat[: bucket.flat.numel() - bucket.extra].clone()
+        if self._tree is not None:
+            return _Done()
+        return self._group.all_reduce(bucket.flat, self._ranks)
+
+    def finish(self, weight: float) -> float | None:
+        """After the last backward pass: wait for the sums and make them the parameters' gradients.
+
+        Returns the divergence `|g_i - g| / |g|` of this member's own mean gradient from the stage's, if `begin`
+        asked for it and this member had samples. `weight` as for `arm`.
+        """
+        if not self._buckets:
+            return None
+        if not self._armed:  # no samples here, so no backward pass either
+            self.arm(weight)
+        for bucket in self._buckets:
+            bucket.missing = 0
+        self._send_full()
+        self._armed = False
+        self._clock.switch("transfer", "all-reduce")
+        if self._tree is not None:
+            total = self._tree.sum(self._buckets[0].flat)
+            if total is not self._buckets[0].flat:
+                self._buckets[0].flat.copy_(total)
+        for work in self._works:
+            self._group.wait(work)
+        self._clock.switch("compute", "update")
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+        self._take_buffers()
+        return self._divergence(weight) if self._measure and weight > 0 else None
+
+    def _take_buffers(self) -> None:
+        if not self._buckets[-1].extra:
+            return
+        buffers = [*self._averaged, *self._copied]
+        parts = self._buckets[-1].tail.split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+    def _divergence(self, weight: float) -> float:
+        difference = norm = 0.0
+        for bucket in self._buckets:
+            assert bucket.own is not None
+            total = bucket.flat[: bucket.own.numel()]
+            norm += float(total.square().sum())
+            difference += float((bucket.own / weight - total).square().sum())
+            bucket.own = None
+        return float((difference / norm) ** 0.5) if norm > 0 else 0.0
+
+
+class _Done:
+    """The sum of a bucket that waits for the tree."""
+
+    def wait(self) -> None:
+        return None
+
+
+def _in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters in the order of the backward pass, cut into buckets of about `BUCKET_BYTES`."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(list(parameters)):
+        if not buckets or size + parameter.nbytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.nbytes
+    return buckets

@@ -1,0 +1,120 @@
+"""The models a job can name, built without memory and cut into layers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from horizonml.errors import ModelError
+from horizonml.job import TORCHVISION_MODELS, ModelSpec
+from horizonml.model.chain import Chain
+from horizonml.model.init import Tape, materialise, record
+from horizonml.model.small import digits_cnn
+from horizonml.model.vision import import_torchvision
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a chain of layers, with what is needed to give its parameters their first values."""
+
+    chain: Chain
+    tape: Tape
+    seed: int
+
+    def stage(self, start: int, stop: int) -> nn.Module:
+        """Layers `start` to `stop - 1` as a module in memory; only these layers are materialised."""
+        module = self.chain.slice(start, stop)
+        materialise(module, self.tape, self.seed)
+        return module
+
+    def parameter_names(self) -> dict[str, int]:
+        """The layer that holds each parameter and buffer, by the tensor's name in the original model."""
+        return {
+            name: index
+            for index in range(len(self.chain))
+            for name in self.chain.slice(index, index + 1).state_dict(keep_vars=True)
+        }
+
+
+def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...]) -> Model:
+    """The model of a job for images of shape `[channels, height, width]`. Raises ModelError."""
+    constructor = _constructor(spec, classes, sample_shape)
+    try:
+        model, tape = record(constructor)
+    except (RuntimeError, NotImplementedError) as reason:
+        # The constructor reads values back, which the meta device does not have: build it for real.
+        _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model, tape = _call(spec, constructor), Tape()
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
+    chain = Chain(model, sample_shape)
+    outputs = chain.boundaries[-1].shape
+    if outputs != (classes,):
+        raise ModelError(
+            f"{spec.name} returns {list(outputs)} values per sample, but the data has {classes} classes; "
+            "set the number of outputs in model.options"
+        )
+    return Model(chain, tape, seed)
+
+
+def channels_of(spec: ModelSpec, data_channels: int) -> int:
+    """The number of colour channels that the model wants for data that has `data_channels`."""
+    return 3 if spec.name in TORCHVISION_MODELS else data_channels
+
+
+def _constructor(spec: ModelSpec, classes: int, sample_shape: tuple[int, ...]) -> Callable[[], nn.Module]:
+    function: Callable[..., nn.Module]
+    options = dict(spec.options)
+    if spec.name == "digits_cnn":
+        function = digits_cnn
+        options = {"num_classes": classes, "channels": sample_shape[0], "image_size": sample_shape[1], **options}
+    elif spec.name in TORCHVISION_MODELS:
+        function = getattr(import_torchvision().models, spec.name)
+        options.setdefault("num_classes", classes)
+        if spec.name.startswith("vit"):
+            options.setdefault("image_size", sample_shape[1])
+    else:
+        function = _import(spec.name)
+        if "num_classes" in inspect.signature(function).parameters:
+            options.setdefault("num_classes", classes)
+    return lambda: _call(spec, lambda: function(**options))
+
+
+def _call(spec: ModelSpec, constructor: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return constructor()
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ModelError(
+            f"model {spec.name} cannot be built with options {spec.options}: {_first_line(error)}"
+        ) from error
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    if module_name.split(".")[0] == "torchvision":
+        import_torchvision()
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"model.name: cannot import {name}: {error}; is it installed, or on PYTHONPATH?") from error
+    if not callable(target):
+        raise ModelError(f"model.name: {name} is a {type(target).__name__}, not a function or class")
+    function: Callable[..., Any] = target
+    return function
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,150 @@
+"""The plan: which layers form each stage, which ranks are its members, and what share each takes.
+
+Every way of training is such a plan, and one engine runs them all. This module is plain data and arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from horizonml.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers `start` to `stop - 1`, held by each of `ranks`.
+
+    `shares[i]` of the samples go to `ranks[i]`.
+    """
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+    shares: tuple[float, ...]
+
+    def rows(self, samples: int) -> list[tuple[int, int]]:
+        """Each member's part `[first, end)` of a micro-batch of `samples`, in the order of `ranks`.
+
+        The parts are consecutive, cover the micro-batch, and follow the shares as closely as whole samples allow.
+        A member's part may be empty.
+        """
+        total, ends, taken = sum(self.shares), [0], 0.0
+        for share in self.shares:
+            taken += share
+            ends.append(round(samples * taken / total))
+        return list(pairwise(ends))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way of training: stages in order, the schedule of their micro-batches, and how many a full batch has."""
+
+    stages: tuple[Stage, ...]
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.stages[-1].stop
+
+    def stage_of(self, rank: int) -> int:
+        """The number of the stage that `rank` is a member of."""
+        return next(number for number, stage in enumerate(self.stages) if rank in stage.ranks)
+
+    def member_of(self, rank: int) -> int:
+        """The place of `rank` among the members of its stage."""
+        return self.stages[self.stage_of(rank)].ranks.index(rank)
+
+    def micro_sizes(self, batch: int, full_batch: int) -> list[int]:
+        """Sizes of the micro-batches of a batch, in order.
+
+        A batch smaller than `full_batch` has fewer micro-batches of about the usual size, so that a small rest is
+        not cut into crumbs. Sizes differ by one at most.
+        """
+        assert batch > 0
+        usual = -(-full_batch // self.micro_batches)
+        count = min(batch, -(-batch // usual), self.micro_batches)
+        small, more = divmod(batch, count)
+        return [small + (index < more) for index in range(count)]
+
+    def check(self, layers: int, world_size: int) -> None:
+        """Raise PlanError unless the plan covers these layers and ranks."""
+        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        if ranks != list(range(world_size)):
+            raise PlanError(f"the plan is for ranks {ranks}, but the world size is {world_size}")
+        expected = 0
+        for number, stage in enumerate(self.stages):
+            if stage.start != expected or stage.stop <= stage.start:
+                raise PlanError(
+                    f"stage {number} of the plan has layers {stage.start} to {stage.stop - 1}; "
+                    f"it must start at layer {expected} and hold at least one"
+                )
+            if len(stage.shares) != len(stage.ranks) or min(stage.shares) <= 0:
+                raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
+            expected = stage.stop
+        if expected != layers:
+            raise PlanError(
+                f"the plan ends at layer {expected - 1}, but the model has {layers} layers (0 to {layers - 1})"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        stages = [
+            {"start": s.start, "stop": s.stop, "ranks": list(s.ranks), "shares": list(s.shares)} for s in self.stages
+        ]
+        return {"stages": stages, "schedule": self.schedule, "micro_batches": self.micro_batches}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Plan:
+        """The inverse of `to_json`."""
+        stages = tuple(
+            Stage(int(s["start"]), int(s["stop"]), tuple(s["ranks"]), tuple(map(float, s["shares"])))
+            for s in value["stages"]
+        )
+        return cls(stages, str(value["schedule"]), int(value["micro_batches"]))
+
+    def describe(self, names: Sequence[str] | None = None) -> str:
+        """One line per stage, for people; `names` are the layers' names."""
+        lines = []
+        for number, stage in enumerate(self.stages):
+            first, last = stage.start, stage.stop - 1
+            span = f"layers {first} to {last}" if last > first else f"layer {first}"
+            if names is not None:
+                span += f" ({names[first]} .. {names[last]})" if last > first else f" ({names[first]})"
+            who = ", ".join(
+                f"rank {rank}" + (f" (share {share:g})" if len(set(stage.shares)) > 1 else "")
+                for rank, share in zip(stage.ranks, stage.shares, strict=True)
+            )
+            lines.append(f"stage {number}: {who}: {span}")
+        if len(self.stages) > 1:
+            lines.append(f"{self.schedule}, {self.micro_batches} micro-batches")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rows `[start, stop)` of this rank's part of a micro-batch that travel to or from `peer`."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+def routes(own: tuple[int, int], other: Stage, samples: int) -> list[Route]:
+    """Where this rank's rows `own` of a micro-batch of `samples` lie among the members of the stage `other`."""
+    first, end = own
+    found = []
+    for peer, (low, high) in zip(other.ranks, other.rows(samples), strict=True):
+        start, stop = max(first, low), min(end, high)
+        if start < stop:
+            found.append(Route(peer, start - first, stop - first))
+    return found
