@@ -243,9 +243,12 @@ class _Conversation(threading.Thread):
                 f"the rendezvous service at {self._host}:{self._port} broke off: {_first_line(error)}"
             )
 
-    def _talk(self) -> Membership | None:
+    def _connect(self) -> Store:
         left = timedelta(seconds=max(1.0, self._deadline - time.monotonic()))
-        store = TCPStore(self._host, self._port, None, False, left, wait_for_workers=False)
+        return TCPStore(self._host, self._port, None, False, left, wait_for_workers=False)
+
+    def _talk(self) -> Membership | None:
+        store = self._connect()
         number = _post(store, self._fingerprint.to_json())
         verdict, beaten = f"verdict/{number}", 0.0
         while not store.check([verdict]):
@@ -261,7 +264,7 @@ class _Conversation(threading.Thread):
         if "refused" in message:
             raise RendezvousError(f"refused: {message['refused']}")
         stop = threading.Event()
-        threading.Thread(target=_beat, args=(store.clone(), number, stop), name="heartbeat", daemon=True).start()
+        threading.Thread(target=_beat, args=(self._connect(), number, stop), name="heartbeat", daemon=True).start()
         members = [Fingerprint.from_json(member) for member in message["members"]]
         own = self._fingerprint
         joins = [int(join) for join in message["joins"]]

@@ -9,7 +9,7 @@ The clock is switched, never stopped, so the three add up to the wall time; each
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import perf_counter, time
 from typing import Literal, NamedTuple
 
 Kind = Literal["compute", "transfer", "wait"]
@@ -27,18 +27,27 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Attributes time to what the rank is doing. Starts in compute."""
+    """Attributes time to what the rank is doing.
+
+    A step begins where the one before ended, so that recording and sampling between the two are counted (as compute
+    of the later one), unless `pause` says that something else comes between.
+    """
 
     def __init__(self) -> None:
+        self._between_steps = False
+        self._since = 0.0
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new step."""
+        """Begin a new step, in compute."""
         self.spans: list[Span] = []
         self.totals: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         self._kind: Kind = "compute"
         self._what, self._micro = "prepare", -1
-        self.started = self._since = perf_counter()
+        if not self._between_steps:
+            self._since = perf_counter()
+        self._started = self._since
+        self._between_steps = False
 
     def switch(self, kind: Kind, what: str, micro: int = -1) -> None:
         """From now on time belongs to `kind`."""
@@ -50,4 +59,14 @@ class Clock:
     def finish(self) -> float:
         """End the step; returns its wall time in seconds."""
         self.switch("compute", "prepare")
-        return self._since - self.started
+        self._between_steps = True
+        return self._since - self._started
+
+    def pause(self) -> None:
+        """What comes now, until the next step, belongs to no step."""
+        self._between_steps = False
+
+    @staticmethod
+    def unix_offset() -> float:
+        """What to add to a span's times to get Unix time."""
+        return time() - perf_counter()

@@ -7,6 +7,7 @@ sums gradients within each stage; agrees with all ranks on loss and on whether t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,7 +36,9 @@ _TAG_GRADIENTS = _TAG_TOTALS + 1
 class Batch(Protocol):
     """A global batch, of which a rank reads only the rows it needs."""
 
-    size: int
+    @property
+    def size(self) -> int:
+        """Samples in the global batch."""
 
     def images(self, start: int, stop: int) -> Tensor:
         """float32 `[stop - start, channels, height, width]`; asked for by the first stage."""
@@ -108,6 +111,7 @@ class Engine:
         self.module = model.stage(self._stage.start, self._stage.stop)
         self.optimizer = build_optimizer(optimizer, self.module.parameters())
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
+        self._entry = entry
         self._inputs = Link(group, self.clock, entry, 0)
         self._outputs = Link(group, self.clock, exit_, 0)
         self._gradients_in = Link(group, self.clock, exit_, 1)
@@ -167,6 +171,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Totals:
         """Loss and accuracy on held-out batches, through the same stages. Raises PeerLost."""
+        self.clock.pause()
         self._agree.post()
         self.module.eval()
         loss = correct = samples = 0.0
@@ -178,6 +183,57 @@ class Engine:
             link.flush()
         totals = self._totals(loss, correct, samples if self.stage_number == self.member == 0 else 0, False)
         return Totals(totals.loss / totals.samples, totals.accuracy, totals.samples)
+
+    def try_smallest(self, size: int) -> str | None:
+        """Whether a batch of `size` leaves this rank a single sample that its layers cannot train on; if so, why.
+
+        Tried on the meta device, which has shapes but computes nothing.
+        """
+        if all(micro.rows != 1 for micro in self._cut(size)):
+            return None
+        tensors = {key: value.detach().to("meta") for key, value in self.module.state_dict(keep_vars=True).items()}
+        sample = torch.empty(1, *self._entry.shape, dtype=self._entry.dtype, device="meta")
+        try:
+            torch.func.functional_call(self.module.train(), tensors, sample)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, buffers and optimizer state of this rank's layers: `model/NAME` and `optimizer/NAME/KEY`.
+
+        The tensors are the engine's own, not copies. All members of a stage hold the same values.
+        """
+        tensors = {
+            f"model/{name}": tensor.detach() for name, tensor in self.module.state_dict(keep_vars=True).items()
+        }
+        for name, parameter in self.module.named_parameters():
+            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer else {}).items():
+                if value is not None:
+                    tensors[f"optimizer/{name}/{key}"] = value.detach()
+        return tensors
+
+    def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """Take parameters, buffers and optimizer state from `read(name)`; `names` are those there are.
+
+        Raises KeyError for a missing parameter or buffer, ValueError for one of another shape.
+        """
+        available = set(names)
+        for name, tensor in self.module.state_dict(keep_vars=True).items():
+            if f"model/{name}" not in available:
+                raise KeyError(name)
+            value = read(f"model/{name}")
+            if value.shape != tensor.shape:
+                raise ValueError(f"{name} has shape {list(value.shape)}, the model wants {list(tensor.shape)}")
+            tensor.detach().copy_(value)
+        if self.optimizer is None:
+            return
+        self.optimizer.state.clear()
+        for name, parameter in self.module.named_parameters():
+            prefix = f"optimizer/{name}/"
+            found = {key.removeprefix(prefix): read(key) for key in sorted(available) if key.startswith(prefix)}
+            if found:
+                self.optimizer.state[parameter] = found
 
     def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
         vector = torch.tensor([loss, correct, samples, float(stop)], dtype=torch.float64)

@@ -55,7 +55,7 @@ class Tape(TorchDispatchMode):
     """Records what a constructor does to tensors, on the meta device. Use `record`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._storages: dict[int, int] = {}
         self._alive: list[Tensor] = []  # a storage's address must not be given to another while we record

@@ -1,0 +1,167 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from horizonml import __version__
+from horizonml.errors import HorizonError
+
+if TYPE_CHECKING:
+    from horizonml.job import Job
+
+app = typer.Typer(
+    name="horizonml",
+    help="Train a neural network together on the small machines you already have.\n\n"
+    "Start with: horizonml train jobs/digits.yaml --set parallel.strategy=pipeline --workers 5",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JobFile = Annotated[Path, typer.Argument(help="The job file (YAML); see jobs/ for ready ones.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a field of the job, e.g. optimizer.lr=0.1 (repeatable)."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", "-n", min=1, help="World size; short for --set parallel.workers=N.", show_default=False
+    ),
+]
+
+
+def main() -> NoReturn:
+    """Entry point: errors meant for the user are printed without a traceback."""
+    logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
+    try:
+        app()
+    except HorizonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"horizonml {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the run before is kept beside it as NAME.previous.")
+    ] = False,
+) -> None:
+    """Train a job.
+
+    Started by torchrun, Compose, Kubernetes, mpirun or srun, this process is one rank of the job. Started by hand, it
+    runs the rendezvous service and all ranks on this machine. The run goes on from its newest checkpoint, if there is
+    one. Ctrl-C saves a checkpoint and stops.
+    """
+    from horizonml.cluster.identity import identify
+
+    job = _load(job_file, overrides, workers)
+    identity = identify(os.environ)
+    if identity is None:
+        from horizonml.launch import train_here
+
+        if not train_here(job, fresh):
+            sys.exit(130)
+        return
+    from horizonml.launch import train_as_rank
+
+    train_as_rank(job, identity, fresh)
+
+
+@app.command()
+def validate(job_file: JobFile, overrides: Overrides = None, workers: Workers = None) -> None:
+    """Check a job file and show it with all defaults filled in."""
+    import yaml
+
+    job = _load(job_file, overrides, workers)
+    print(yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False), end="")
+    print(f"# {job_file} is a valid job", file=sys.stderr)
+
+
+@app.command()
+def schema() -> None:
+    """Print the job file's JSON schema, for editors."""
+    from horizonml.jobfile import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def plan(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show a model's layers, their measured times, and the plan this machine would make of the job."""
+    from horizonml.launch import show_plan
+
+    show_plan(_load(job_file, overrides, workers), as_json)
+
+
+@app.command()
+def rendezvous(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines (trusted networks only).")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 29400,
+    announce: Annotated[bool, typer.Option("--announce", help="Print the port as JSON once it listens.")] = False,
+) -> None:
+    """Serve the rendezvous, where the ranks of a job meet.
+
+    The service has no authentication: whoever reaches its port can disturb the job.
+    """
+    from horizonml.launch import serve_rendezvous
+
+    serve_rendezvous(host, port, announce)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A checkpoint, or a run's folder (its newest).", show_default=False)
+    ],
+    output: Annotated[Path, typer.Argument(help="The file to write, e.g. model.pt.", show_default=False)],
+) -> None:
+    """Write a checkpoint's weights as a plain PyTorch state dict."""
+    from horizonml.checkpoint import export as export_checkpoint
+
+    metadata = export_checkpoint(checkpoint, output)
+    accuracy = metadata.get("metrics", {}).get("held_out_accuracy")
+    print(
+        f"wrote {output} (step {metadata['step']}"
+        + (f", held-out accuracy {accuracy:.2%})" if accuracy is not None else ")")
+    )
+
+
+def _load(path: Path, overrides: list[str] | None, workers: int | None) -> Job:
+    from horizonml.jobfile import load
+
+    extra = [f"parallel.workers={workers}"] if workers is not None else []
+    return load(path, [*(overrides or []), *extra])

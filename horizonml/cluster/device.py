@@ -1,0 +1,44 @@
+"""What this process may use of its machine: cores and memory, the container's limits included."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+
+def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores this process may use: its CPU affinity, cut by the container's quota (cgroup v2 or v1)."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, period = _words(root / "cpu.max", 2) or (None, None)
+    if quota is None:
+        quota = (_words(root / "cpu/cpu.cfs_quota_us", 1) or (None,))[0]
+        period = (_words(root / "cpu/cpu.cfs_period_us", 1) or (None,))[0]
+    if quota is not None and period is not None and quota.isdigit() and int(period) > 0:
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes this process may use: the container's limit (cgroup v2 or v1), else the machine's memory."""
+    total = float(psutil.virtual_memory().total)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = (_words(root / name, 1) or ("max",))[0]
+        if limit.isdigit():
+            return min(total, float(limit))
+    return total
+
+
+def threads_per_rank(cores: float, ranks_here: int) -> int:
+    """OpenMP threads for each of the ranks on a machine: contended threads are several times slower than one."""
+    return max(1, math.floor(cores / ranks_here))
+
+
+def _words(path: Path, count: int) -> tuple[str, ...] | None:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return None
+    return tuple(words[:count]) if len(words) >= count else None

@@ -1,0 +1,170 @@
+"""All ranks on this machine: starts the rendezvous service and the ranks, and sees to it that none is left behind.
+
+Every rank is the same command that a container would run. The first rank shares this terminal; what the others
+print goes to files in the run's folder. Ctrl-C and SIGTERM reach all ranks as a request to stop after the step; a rank
+that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from horizonml.errors import HorizonError, PeerLost
+
+_SERVICE_SECONDS = 60.0
+_GRACE_SECONDS = 5.0  # for the others, once a rank has failed
+_STOP_SECONDS = 60.0  # for all, once asked to stop
+PARENT = "HORIZONML_LAUNCHER"  # set for ranks that must not outlive the process that started them
+
+
+class RankFailed(HorizonError):
+    """A rank of a local run failed."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    ended: float | None = None  # when it was seen to have ended
+
+    def error(self) -> str:
+        """Why it failed, as far as it said."""
+        code = self.process.returncode
+        if code < 0:
+            name = signal.Signals(-code).name
+            hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
+            return f"rank {self.number} was killed by {name}{hint}"
+        said = self.log.read_text(errors="replace").strip()
+        start = said.rfind("error: ")
+        text = said[start + len("error: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
+        text = text or f"it ended with code {code} and said nothing"
+        return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
+
+
+class LocalCluster:
+    """The processes of one local run. Use as a context manager: leaving it ends them all."""
+
+    def __init__(self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str]) -> None:
+        """`command` is run once per rank, with RANK and WORLD_SIZE set."""
+        self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
+        self._service: subprocess.Popen[bytes] | None = None
+        self._ranks: list[_Rank] = []
+        self._files: list[IO[Any]] = []
+        self.interrupted = False
+
+    def __enter__(self) -> LocalCluster:
+        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), PARENT: str(os.getpid())}
+        env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
+        if self._world_size > 1:
+            env["HORIZONML_RENDEZVOUS"] = f"127.0.0.1:{self._start_service(env)}"
+        for rank in range(self._world_size):
+            log = self._logs / f"rank-{rank}.log"
+            file = log.open("wb")
+            self._files.append(file)
+            process = subprocess.Popen(
+                self._command,
+                env={**env, "RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else file,
+                stderr=file,
+                start_new_session=True,  # Ctrl-C comes through us, once
+            )
+            self._ranks.append(_Rank(rank, process, log))
+
+    def _start_service(self, env: dict[str, str]) -> int:
+        log = (self._logs / "rendezvous.log").open("wb")
+        self._files.append(log)
+        command = [sys.executable, "-m", "horizonml", "rendezvous", "--port", "0", "--announce"]
+        self._service = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        assert self._service.stdout is not None
+        ready, _, _ = select.select([self._service.stdout], [], [], _SERVICE_SECONDS)
+        line = self._service.stdout.readline() if ready else b""
+        try:
+            return int(json.loads(line)["port"])
+        except (ValueError, KeyError) as error:
+            raise RankFailed(f"the rendezvous service did not start; see {log.name}") from error
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended. Raises RankFailed with the reason of the one that failed first."""
+        asked = None
+        while not all(rank.ended for rank in self._ranks):
+            time.sleep(0.05)
+            now = time.monotonic()
+            for rank in self._ranks:
+                if rank.ended is None and rank.process.poll() is not None:
+                    rank.ended = now
+            failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
+            if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
+                break
+            if self.interrupted:
+                asked = asked or now
+                if now - asked > _STOP_SECONDS:
+                    break
+        failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
+        if failed and not self.interrupted:
+            raise RankFailed(self._blame(failed).error())
+
+    def _blame(self, failed: list[_Rank]) -> _Rank:
+        """The rank that failed by itself rather than for the loss of another."""
+        by_itself = [rank for rank in failed if rank.process.returncode != PeerLost.exit_code]
+        return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:  # asked twice: at once
+            for rank in self._ranks:
+                _signal(rank.process, signal.SIGKILL)
+        self.interrupted = True
+        for rank in self._ranks:
+            _signal(rank.process, signal.SIGTERM)
+
+    def _end(self) -> None:
+        """Leave no process behind."""
+        processes = [rank.process for rank in self._ranks]
+        for process in processes:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._service is not None:
+            processes.append(self._service)
+        for process in processes:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        if self._service is not None and self._service.stdout is not None:
+            self._service.stdout.close()
+        for file in self._files:
+            file.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)

@@ -1,0 +1,154 @@
+"""What the commands do, beyond parsing: one rank, all ranks here, the rendezvous service, the plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import yaml
+
+from horizonml.cluster.identity import Identity
+from horizonml.cluster.local import PARENT, LocalCluster
+from horizonml.cluster.network import split_address
+from horizonml.errors import JobError
+from horizonml.job import Job
+from horizonml.signals import watch_parent
+
+RENDEZVOUS = "HORIZONML_RENDEZVOUS"
+
+
+def train_as_rank(job: Job, identity: Identity, fresh: bool) -> None:
+    """Be one rank of a job. Raises HorizonError."""
+    if PARENT in os.environ:
+        watch_parent()
+    if job.parallel.stages is not None or job.parallel.workers is not None:
+        wanted = job.parallel.world_size()
+        if wanted != identity.world_size:
+            raise JobError(
+                f"the job is for {wanted} ranks, but {identity.source} says that the world size is "
+                f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {wanted} ranks"
+            )
+    if job.parallel.strategy == "single" and job.parallel.stages is None and identity.world_size > 1:
+        raise JobError(
+            f"parallel.strategy: single trains on 1 rank, but {identity.source} says that the world size is "
+            f"{identity.world_size}; choose ddp, pipeline or hybrid"
+        )
+    address = None
+    if identity.world_size > 1:
+        address = _rendezvous_address(job)
+    from horizonml.worker import run
+
+    outcome = run(job, identity, address, fresh)
+    if identity.rank == 0:
+        print(_farewell(job, outcome), flush=True)
+
+
+def _rendezvous_address(job: Job) -> tuple[str, int]:
+    text = job.rendezvous.address or os.environ.get(RENDEZVOUS)
+    if text is None:
+        raise JobError(
+            f"rendezvous.address: not set, and neither is ${RENDEZVOUS}; start `horizonml rendezvous` on a machine "
+            "that all ranks reach, and give its host:port"
+        )
+    try:
+        return split_address(text)
+    except ValueError:
+        raise JobError(f"{RENDEZVOUS}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
+
+
+def _farewell(job: Job, outcome: str) -> str:
+    if outcome == "already complete":
+        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
+    if outcome == "stopped":
+        saved = (
+            "a checkpoint is saved, the same command goes on from it" if job.checkpoint.enabled else "nothing saved"
+        )
+        return f"stopped as asked: {saved}"
+    return f"done: records and checkpoints are in {job.run_folder}"
+
+
+def train_here(job: Job, fresh: bool) -> bool:
+    """Run all ranks of a job on this machine. True if they came to their end, False if interrupted.
+
+    Raises RankFailed.
+    """
+    world_size = job.parallel.world_size()
+    with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+        resolved = Path(scratch) / "job.yaml"
+        resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        command = [sys.executable, "-m", "horizonml", "train", str(resolved)]
+        if fresh:
+            command.append("--fresh")
+        with LocalCluster(world_size, command, Path(scratch), {}) as cluster:
+            cluster.wait()
+            return not cluster.interrupted
+
+
+def serve_rendezvous(host: str, port: int, announce: bool) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    from horizonml.cluster.rendezvous import Service
+
+    if PARENT in os.environ:
+        watch_parent()
+    service = Service(host, port)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if announce:
+        print(json.dumps({"port": service.port}), flush=True)
+    else:
+        print(f"rendezvous service on {host}:{service.port}", flush=True)
+    service.run(stop)
+
+
+def show_plan(job: Job, as_json: bool) -> None:
+    """Print the layers of a job's model, their times here, and the plan for this machine. Raises HorizonError."""
+    import torch
+
+    from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
+    from horizonml.engine.group import Group
+    from horizonml.engine.memory import keep_freed_memory
+    from horizonml.plan.make import optimizer_copies, profile_key
+    from horizonml.plan.planner import choose, fixed_plan, needs_profile
+    from horizonml.plan.profile import cached_profile
+    from horizonml.plan.simulate import Host, Network, predict
+    from horizonml.text import human_bytes, human_seconds
+    from horizonml.worker import describe_together
+
+    keep_freed_memory()
+    world_size, cores = job.parallel.world_size(), available_cores()
+    torch.set_num_threads(threads_per_rank(cores, world_size))
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    profile = cached_profile(model, profile_key(job, info), job.batch_size)
+    hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size)]
+    network, copies = Network(1e-4, 1e9), optimizer_copies(job)  # ranks of one machine
+    if needs_profile(job.parallel, world_size):
+        choice = choose(job, profile, world_size, hosts, network, copies)
+        plan, prediction = choice.plan, choice.prediction
+    else:
+        plan = fixed_plan(job, len(model.chain), world_size)
+        prediction = predict(plan, profile, job.batch_size, hosts, network, copies)
+    if as_json:
+        print(json.dumps({"plan": plan.to_json(), "seconds": prediction.seconds, "profile": profile.to_json()}, indent=2))
+        return
+    size = profile.sizes[-1]
+    print(f"{job.model.name} on {profile.device}, forward and backward for {size} samples:\n")
+    print(f"{'layer':>5}  {'name':32} {'forward':>10} {'backward':>10} {'parameters':>11} {'output/sample':>14}")
+    for number, layer in enumerate(profile.layers):
+        print(
+            f"{number:>5}  {layer.name[:32]:32} {human_seconds(layer.forward[-1]):>10} "
+            f"{human_seconds(layer.backward[-1]):>10} {human_bytes(layer.parameter_bytes):>11} "
+            f"{human_bytes(layer.output_bytes):>14}"
+        )
+    print(f"\nplan for {world_size} rank{'s' if world_size > 1 else ''} on this machine:\n{plan.describe(model.chain.names)}")
+    memory = max(prediction.memory.values())
+    print(
+        f"\npredicted: {human_seconds(prediction.seconds)} a step of {job.batch_size} samples "
+        f"({job.batch_size / prediction.seconds:,.0f} samples/s), up to {human_bytes(memory)} of tensors in a rank"
+        + ("" if prediction.fits else "; this is more than a rank has here")
+    )

@@ -1,0 +1,136 @@
+"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+
+_LINE_SECONDS = 15.0
+_WINDOW = 20  # steps over which speed and time split are averaged
+
+
+class Display(Protocol):
+    """Shows the course of a training."""
+
+    def message(self, text: str) -> None:
+        """Say something."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step is done."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """An epoch has been evaluated."""
+
+    def close(self) -> None:
+        """The training is over."""
+
+
+class Silent:
+    """Shows nothing: for all ranks but the first."""
+
+    def message(self, text: str) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def evaluation(self, record: EvaluationRecord) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Window:
+    """The last steps, summed up."""
+
+    def __init__(self) -> None:
+        self._records: list[StepRecord] = []
+
+    def add(self, record: StepRecord) -> None:
+        self._records = [*self._records[1 - _WINDOW :], record]
+
+    def words(self) -> str:
+        wall = sum(record.wall for record in self._records)
+        parts = {
+            name: sum(getattr(record, name) for record in self._records) / wall
+            for name in ("compute", "transfer", "wait")
+        }
+        split = " ".join(f"{name} {part:.0%}" for name, part in parts.items())
+        return f"{sum(record.batch for record in self._records) / wall:,.0f} samples/s | {split}"
+
+
+def _evaluated(record: EvaluationRecord, epochs: int) -> str:
+    return (
+        f"epoch {record.epoch}/{epochs}: held-out loss {record.loss:.4f}, accuracy {record.accuracy:.2%} "
+        f"({record.samples} samples)"
+    )
+
+
+class Lines:
+    """Plain lines: one per epoch, and one now and then within long epochs."""
+
+    def __init__(self, epochs: int) -> None:
+        self._epochs, self._window, self._last = epochs, _Window(), time.monotonic()
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, record: StepRecord) -> None:
+        self._window.add(record)
+        if time.monotonic() - self._last > _LINE_SECONDS:
+            self._last = time.monotonic()
+            print(
+                f"epoch {record.epoch}/{self._epochs}: step {record.step}, loss {record.loss:.4f}, "
+                f"accuracy {record.accuracy:.2%} | {self._window.words()}",
+                flush=True,
+            )
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._last = time.monotonic()
+        print(f"{_evaluated(record, self._epochs)} | {self._window.words()}", flush=True)
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+class Bar:
+    """A progress bar with the current loss, accuracy, speed and time split."""
+
+    def __init__(self, epochs: int, steps: int, done: int) -> None:
+        self._epochs, self._window = epochs, _Window()
+        self._console = Console()
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}/" + str(epochs)),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[words]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=done, epoch=1, words="")
+        self._progress.start()
+
+    def message(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False)
+
+    def step(self, record: StepRecord) -> None:
+        self._window.add(record)
+        words = f"loss {record.loss:.4f} acc {record.accuracy:.1%} | {self._window.words()}"
+        self._progress.update(self._task, completed=record.step, epoch=record.epoch, words=words)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self.message(_evaluated(record, self._epochs))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def display_for(rank: int, epochs: int, steps: int, done: int) -> Display:
+    """The display that suits this rank and its standard output."""
+    if rank != 0:
+        return Silent()
+    return Bar(epochs, steps, done) if sys.stdout.isatty() else Lines(epochs)

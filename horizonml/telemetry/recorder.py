@@ -1,0 +1,76 @@
+"""Takes down what happens in a run: to the rank's file, and to the screen of the first rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from horizonml.engine.clock import Clock
+from horizonml.engine.engine import Step, Totals
+from horizonml.telemetry.log import JsonLines
+from horizonml.telemetry.progress import Display
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.telemetry.usage import cpu_seconds, rss_bytes
+
+
+class Recorder:
+    """One rank's records of a run."""
+
+    def __init__(self, path: Path, display: Display, about: dict[str, Any], timeline_every: int) -> None:
+        """`about` describes the rank and the run; it is the first record of the file."""
+        self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
+        self._lines.write({"kind": "run", "time": time.time(), **about})
+        self._cpu = cpu_seconds()
+
+    def message(self, text: str) -> None:
+        """Tell the user something."""
+        self._display.message(text)
+
+    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float) -> None:
+        """Record a step; `number` and `epoch` count from 1."""
+        cpu = cpu_seconds()
+        record = StepRecord(
+            step=number,
+            epoch=epoch,
+            time=time.time(),
+            wall=step.wall,
+            compute=step.compute,
+            transfer=step.transfer,
+            wait=step.wait,
+            samples=step.samples,
+            batch=batch,
+            loss=step.totals.loss,
+            accuracy=step.totals.accuracy,
+            lr=lr,
+            bytes_sent=step.bytes_sent,
+            bytes_received=step.bytes_received,
+            cpu_seconds=cpu - self._cpu,
+            rss_bytes=rss_bytes(),
+            divergence=step.divergence,
+        )
+        self._cpu = cpu
+        self._lines.write(record.to_json())
+        if self._timeline_every and number % self._timeline_every == 0:
+            self._lines.write(_timeline(step, number))
+        self._display.step(record)
+
+    def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
+        """Record an evaluation on held-out data after step `number`."""
+        record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.accuracy, totals.samples)
+        self._lines.write(record.to_json())
+        self._display.evaluation(record)
+        self._cpu = cpu_seconds()  # evaluating is not part of the next step
+
+    def close(self, outcome: str) -> None:
+        """End the file with how the run ended."""
+        self._lines.write({"kind": "end", "time": time.time(), "outcome": outcome})
+        self._lines.close()
+        self._display.close()
+
+
+def _timeline(step: Step, number: int) -> dict[str, Any]:
+    """The spans of a step in Unix time, so that those of several ranks can be laid side by side."""
+    offset = Clock.unix_offset()
+    spans = [[s.kind, s.what, s.micro, s.start + offset, s.end + offset] for s in step.spans]
+    return {"kind": "timeline", "step": number, "spans": spans}

@@ -1,0 +1,99 @@
+"""The training loop: the same for every plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from horizonml.checkpoint import Checkpoints
+from horizonml.data.datasets import Data, Split
+from horizonml.data.sampler import Sampler
+from horizonml.engine.engine import Batch, Engine
+from horizonml.engine.optim import learning_rate
+from horizonml.job import Job
+from horizonml.seeds import name_seed
+from horizonml.signals import StopRequest
+from horizonml.telemetry.recorder import Recorder
+
+Outcome = Literal["complete", "already complete", "stopped"]
+
+
+@dataclass(frozen=True)
+class DataBatch:
+    """A global batch of a data set. `augment_seed` is None where the images are to stay as they are."""
+
+    split: Split
+    indices: Tensor
+    augment_seed: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Samples in the global batch."""
+        return len(self.indices)
+
+    def images(self, start: int, stop: int) -> Tensor:
+        """Images of rows `start` to `stop - 1`."""
+        images = self.split.images(self.indices[start:stop])
+        if self.augment_seed is None:
+            return images
+        return self.split.augment(images, self.size, start, self.augment_seed)
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        """Labels of rows `start` to `stop - 1`."""
+        return self.split.labels(self.indices[start:stop])
+
+
+def train(
+    job: Job,
+    engine: Engine,
+    data: Data,
+    checkpoints: Checkpoints | None,
+    recorder: Recorder,
+    resumed: dict[str, Any] | None,
+    stop: StopRequest,
+) -> Outcome:
+    """Train to the end of the job, or until a rank is asked to stop; `resumed` is a checkpoint's metadata."""
+    sampler = Sampler(data.info.train, job.batch_size, job.seed)
+    per_epoch, total = sampler.steps_per_epoch, sampler.steps_per_epoch * job.epochs
+    every = job.checkpoint.every_steps or per_epoch
+    done = resumed["step"] if resumed else 0
+    history = dict(resumed["metrics"]) if resumed else {}
+    if done >= total:
+        return "already complete"
+    while done < total:
+        epoch, within = divmod(done, per_epoch)
+        batch = training_batch(job, data, sampler, epoch, within)
+        lr = learning_rate(job.lr_schedule, job.optimizer.lr, done, per_epoch, job.epochs)
+        measure = job.telemetry.divergence_every > 0 and done % job.telemetry.divergence_every == 0
+        step = engine.step(batch, lr, done, measure_divergence=measure, stop=stop.wanted)
+        done += 1
+        recorder.step(step, done, epoch + 1, batch.size, lr)
+        if done % per_epoch == 0:
+            started = time.perf_counter()
+            totals = engine.evaluate(held_out_batches(job, data))
+            recorder.evaluation(totals, done, epoch + 1, time.perf_counter() - started)
+            history = {"epoch": epoch + 1, "held_out_loss": totals.loss, "held_out_accuracy": totals.accuracy}
+        stopping = step.totals.stop and done < total
+        if checkpoints is not None and (done % every == 0 or done == total or stopping):
+            engine.clock.pause()
+            details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
+            checkpoints.save(engine, done, {"job": job.model_dump(), **details})
+        if stopping:
+            return "stopped"
+    return "complete"
+
+
+def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:
+    """The global batch of a step (both from 0)."""
+    seed = name_seed(job.seed, "augment", epoch, step) if job.data.augment else None
+    return DataBatch(data.train, sampler.indices(epoch, step), seed)
+
+
+def held_out_batches(job: Job, data: Data) -> list[Batch]:
+    """All held-out samples, in batches of the job's size."""
+    order = torch.arange(data.info.held_out)
+    return [DataBatch(data.held_out, part) for part in order.split(job.batch_size)]
