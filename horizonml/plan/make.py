@@ -33,8 +33,7 @@ def make_plan(
     answer: dict[str, Any] = {}
     if group.rank == 0:
         try:
-            say("measuring the layers (cached for the next run) ...")
-            profile = cached_profile(model, profile_key(job, info), job.batch_size)
+            profile = cached_profile(model, profile_key(job, info), job.batch_size, say)
             copies = optimizer_copies(job)
             choice = choose(job, profile, world_size, hosts, network, copies)
             if not choice.prediction.fits:

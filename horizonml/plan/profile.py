@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -78,10 +78,11 @@ def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> flo
     return max(times[upper - 1] + slope * (rows - low), min(times) * rows / sizes[0] if rows < sizes[0] else 0.0)
 
 
-def cached_profile(model: Model, key: dict[str, Any], batch_size: int) -> Profile:
+def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Callable[[str], None]) -> Profile:
     """The profile of a model on this device, from the cache if it was measured before.
 
-    `key` names the model and its options. Sizes above `batch_size` are of no use and are not measured.
+    `key` names the model and its options. Sizes above `batch_size` are of no use and are not measured. `say` is told
+    if this takes time.
     """
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
     key = {
@@ -98,6 +99,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int) -> Profil
     try:
         return Profile.from_json(json.loads(path.read_text())["profile"])
     except (OSError, ValueError, KeyError, TypeError):
+        say("measuring the layers, once for this model and device ...")
         profile = measure(model, sizes)
     write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
     return profile
@@ -107,7 +109,7 @@ def device_name() -> str:
     """The processor's name, for people and for the cache."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith(("model name", "hardware", "model\t")):
+            if line.startswith(("model name", "Model\t", "Hardware")):
                 return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
     except OSError:
         pass  # not Linux

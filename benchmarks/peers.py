@@ -1,0 +1,151 @@
+"""What is compared: HorizonML's engine, and its peers on the same model, batch and number of threads.
+
+Run as `python -m benchmarks.peers CONFIG`, one process per rank: it builds what CONFIG (JSON) names, prints "ready",
+and then, for each line `N` on standard input, runs N steps and prints their wall times as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+from torch.nn import functional
+
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.engine.memory import keep_freed_memory
+from horizonml.job import ModelSpec, Sgd
+from horizonml.model.zoo import Model, build
+from horizonml.plan.plan import Plan
+from horizonml.telemetry.usage import rss_bytes
+
+StepFunction = Callable[[], None]
+LR = 0.05
+
+
+class RandomBatch:
+    """A batch of noise, the same on all ranks."""
+
+    def __init__(self, size: int, shape: tuple[int, ...], classes: int = 10) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.size = size
+        self._images = torch.randn(size, *shape, generator=generator)
+        self._labels = torch.randint(0, classes, (size,), generator=generator)
+
+    def images(self, start: int, stop: int) -> Tensor:
+        return self._images[start:stop]
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        return self._labels[start:stop]
+
+
+def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
+    """The same for all: PyTorch's fused SGD."""
+    return torch.optim.SGD(module.parameters(), lr=LR, momentum=0.9, weight_decay=5e-4, fused=True)
+
+
+def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
+    """HorizonML's engine with the plan of the configuration."""
+    plan = Plan.from_json(config["plan"])
+    group = Group(store, rank, config["world_size"], 300.0)
+    engine = Engine(plan, model, group, Sgd(), batch.size)
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        engine.step(batch, LR, number)
+        number += 1
+
+    return step
+
+
+def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
+    """A minimal training loop on torch's DistributedDataParallel."""
+    world_size = config["world_size"]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
+    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    module = nn.parallel.DistributedDataParallel(model.stage(0, len(model.chain)), **config.get("ddp_options", {}))
+    optimizer = optimizer_for(module)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def torch_1f1b(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
+    """torch.distributed.pipelining's Schedule1F1B, with static shapes."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    plan = Plan.from_json(config["plan"])
+    world_size = config["world_size"]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    own = plan.stages[rank]
+    module = model.stage(own.start, own.stop)
+    rows = batch.size // plan.micro_batches
+    assert rows * plan.micro_batches == batch.size, "torch needs equal micro-batches"
+    entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
+    stage = PipelineStage(
+        module,
+        rank,
+        world_size,
+        torch.device("cpu"),
+        input_args=(torch.empty(rows, *entry.shape, device="meta", requires_grad=rank > 0),),
+        output_args=(torch.empty(rows, *exit_.shape, device="meta", requires_grad=True),),
+    )
+    schedule = Schedule1F1B(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
+    optimizer = optimizer_for(module)
+    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(images)
+        elif rank == world_size - 1:
+            schedule.step(target=labels, losses=[])
+        else:
+            schedule.step()
+        optimizer.step()
+
+    return step
+
+
+PEERS = {"horizonml": horizonml, "ddp": ddp, "torch_1f1b": torch_1f1b}
+
+
+def main() -> None:
+    """One rank of one variant."""
+    config = json.loads(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    idle = rss_bytes()
+    torch.set_num_threads(config["threads"])
+    if config["keep_memory"]:
+        keep_freed_memory()
+    store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
+    batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
+    model = build(ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, tuple(config["shape"]))
+    step = PEERS[config["peer"]](config, rank, store, model, batch)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        times = []
+        for _ in range(int(line)):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        print(json.dumps({"times": times, "rss": rss_bytes(), "idle": idle}), flush=True)
+    os._exit(0)  # torch's process group would wait for its peers
+
+
+if __name__ == "__main__":
+    main()
