@@ -121,6 +121,51 @@ def torch_1f1b(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
     return step
 
 
+class _Sleep(torch.autograd.Function):
+    """Takes time, but no processor."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, scale: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        time.sleep(seconds * len(value))
+        return value * scale
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * context.seconds * len(gradients[0]))
+        return gradients[0], torch.zeros(1), None
+
+
+class Sleeping(nn.Module):
+    """A layer that sleeps `seconds` per sample forward, twice as long backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = _Sleep.apply(value, self.scale, self.seconds)
+        return result
+
+
+def sleeping_model(layers: int, seconds: float, num_classes: int = 10) -> nn.Sequential:
+    """Layers that take time but no processor: more ranks than cores then still run at the same time."""
+    body = [Sleeping(seconds) for _ in range(layers - 1)]
+    return nn.Sequential(*body, nn.Sequential(Sleeping(seconds), nn.Flatten(), Head(num_classes)))
+
+
+class Head(nn.Module):
+    """The first values of each sample as the logits."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value[:, : self.classes]
+
+
 PEERS = {"horizonml": horizonml, "ddp": ddp, "torch_1f1b": torch_1f1b}
 
 

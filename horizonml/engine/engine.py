@@ -286,7 +286,8 @@ class Engine:
                 if action.micro == last_backward:
                     self._reducer.arm(weight)
                 self.clock.switch("compute", "backward", action.micro)
-                torch.autograd.backward(left, gradient)
+                if left.requires_grad:  # not so in a first stage without parameters
+                    torch.autograd.backward(left, gradient)
                 if not self.is_first:
                     assert entered.grad is not None
                     self._gradients_out.send(action.micro, entered.grad, micro.before)
