@@ -86,7 +86,7 @@ def _constructor(spec: ModelSpec, classes: int, sample_shape: tuple[int, ...]) -
             options.setdefault("image_size", sample_shape[1])
     else:
         function = _import(spec.name)
-        if "num_classes" in inspect.signature(function).parameters:
+        if _accepts(function, "num_classes"):
             options.setdefault("num_classes", classes)
     return lambda: _call(spec, lambda: function(**options))
 
@@ -114,6 +114,13 @@ def _import(name: str) -> Callable[..., Any]:
         raise ModelError(f"model.name: {name} is a {type(target).__name__}, not a function or class")
     function: Callable[..., Any] = target
     return function
+
+
+def _accepts(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature
+        return False
 
 
 def _first_line(error: BaseException) -> str:

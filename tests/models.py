@@ -1,0 +1,127 @@
+"""Models for tests, named in jobs as `tests.models:NAME`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def plain(num_classes: int = 10) -> nn.Sequential:
+    """No BatchNorm and no dropout: every plan must give the gradients of the whole batch. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(8, 8, 3, padding=1, stride=2),
+        nn.Tanh(),
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(64, 32),
+        nn.Tanh(),
+        nn.Linear(32, num_classes),
+    )
+
+
+def wide(num_classes: int = 10) -> nn.Sequential:
+    """Like `plain`, with more parameters than are summed along a tree on one machine. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 1600), nn.Tanh(), nn.Linear(1600, 1600), nn.Tanh(), nn.Linear(1600, num_classes)
+    )
+
+
+def normed(num_classes: int = 10) -> nn.Sequential:
+    """With BatchNorm. Takes `[b, 1, 8, 8]`."""
+    layers: list[nn.Module] = []
+    for incoming, outgoing in ((1, 8), (8, 8), (8, 16), (16, 16)):
+        layers += [nn.Conv2d(incoming, outgoing, 3, padding=1, bias=False), nn.BatchNorm2d(outgoing), nn.Tanh()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, num_classes))
+
+
+def dropping(num_classes: int = 10) -> nn.Sequential:
+    """With dropout. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes)
+    )
+
+
+class BranchesOnMode(nn.Module):
+    """Its forward differs between training and evaluation, so it must stay one layer."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return functional.dropout(value, 0.5, self.training) + (1 if self.training else 2)
+
+
+class BranchesOnValue(nn.Module):
+    """Its forward cannot be traced, so it must stay one layer."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * 2 if len(value) > 1 else value
+
+
+class Tied(nn.Module):
+    """Uses one weight at the start and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.after = nn.Linear(8, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.tied(value)
+        value = torch.tanh(self.middle(value))
+        value = self.tied(value)
+        return self.after(value)
+
+
+class TwoTensors(nn.Module):
+    """Two tensors are alive in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        left = self.left(value)
+        right = self.right(value)
+        return self.out(left.tanh() + right.relu())
+
+
+class OddConstructor(nn.Module):
+    """Creates parameters in all the ways that constructors do."""
+
+    def __init__(self, num_classes: int = 4) -> None:
+        super().__init__()
+        self.given = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.scaled = nn.Parameter(torch.ones(4, 1) * 1e-6)
+        self.register_buffer("counted", torch.arange(4) * 2)
+        self.linear = nn.Linear(4, num_classes)
+        nn.init.orthogonal_(self.linear.weight)
+        self.linear.bias.data[1:] = 7
+        with torch.no_grad():
+            self.linear.bias[:1].copy_(torch.tensor([5.0]))
+        self.rates = [value.item() for value in torch.linspace(0, 1, 3)]
+        self.cut = nn.Parameter(torch.empty(16))
+        nn.init.trunc_normal_(self.cut, std=0.02)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.linear(value.flatten(1)[:, :4] * self.given)
+
+
+def reads_back(num_classes: int = 10) -> nn.Module:
+    """A constructor that the meta device cannot run."""
+    model = plain(num_classes)
+    if model[0].weight.sum().item() == 0:
+        raise AssertionError("unlikely")
+    return model
+
+
+def two_outputs() -> nn.Module:
+    """Returns a pair."""
+
+    class Pair(nn.Module):
+        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+            return value, value
+
+    return Pair()

@@ -1,0 +1,206 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from horizonml.errors import ModelError
+from horizonml.job import MODELS, ModelSpec
+from horizonml.model.chain import Chain
+from horizonml.model.init import materialise, record
+from horizonml.model.vision import import_torchvision
+from horizonml.model.zoo import build
+from tests import models
+
+SHAPES = {"digits_cnn": (1, 8, 8), "vit_b_16": (3, 64, 64)}
+OPTIONS = {"vit_b_16": {"patch_size": 16}}
+
+
+def shape_of(name: str) -> tuple[int, ...]:
+    return SHAPES.get(name, (3, 32, 32))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> None:
+    """Outputs and gradients of all layers run one by one equal the original model's, and so do the names."""
+    if name == "digits_cnn":
+        from horizonml.model.small import digits_cnn
+
+        def constructor() -> nn.Module:
+            return digits_cnn()
+    else:
+
+        def constructor() -> nn.Module:
+            extra = {"image_size": 64} if name == "vit_b_16" else {}
+            built: nn.Module = getattr(import_torchvision().models, name)(num_classes=10, **extra)
+            return built
+
+    torch.manual_seed(0)
+    original = constructor()
+    chain = Chain(original, shape_of(name))
+    assert len(chain) >= 14
+    layers = [chain.slice(index, index + 1) for index in range(len(chain))]
+    names = [key for layer in layers for key in layer.state_dict()]
+    assert sorted(names) == sorted(original.state_dict())
+
+    images = torch.randn(2, *shape_of(name))
+    original.eval()  # without dropout, and with fixed statistics
+    for layer in layers:
+        layer.eval()
+    expected = original(images)
+    expected.square().mean().backward()
+    gradients = {key: p.grad.clone() for key, p in original.named_parameters() if p.grad is not None}
+    original.zero_grad()
+
+    value, boundaries = images, []
+    for index, layer in enumerate(layers):
+        assert tuple(value.shape[1:]) == chain.boundaries[index].shape
+        if index:
+            value = value.detach().requires_grad_()  # as if it had come over the network
+        entered, value = value, layer(value)
+        boundaries.append((entered, value))
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    gradient = torch.autograd.grad(value.square().mean(), value, retain_graph=True)[0]
+    for entered, left in reversed(boundaries):
+        left.backward(gradient)
+        if entered.grad is not None:
+            gradient = entered.grad
+    for key, parameter in original.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_mode_reaches_the_layers(name: str) -> None:
+    model = build(ModelSpec(name=name), 0, 10, shape_of(name))
+    stage = model.stage(0, len(model.chain))
+    for mode in (True, False):
+        stage.train(mode)
+        assert all(module.training == mode for module in stage.modules())
+
+
+def test_slices_of_any_width_are_the_same_function() -> None:
+    model = build(ModelSpec(), 3, 10, (1, 8, 8))
+    images = torch.randn(4, 1, 8, 8)
+    whole = model.stage(0, len(model.chain)).eval()(images)
+    for cuts in ([5], [1, 2, 3], [4, 9, 14]):
+        value = images
+        for start, stop in zip([0, *cuts], [*cuts, len(model.chain)], strict=True):
+            value = model.stage(start, stop).eval()(value)
+        torch.testing.assert_close(value, whole, rtol=0, atol=0)
+
+
+def test_modules_that_cannot_be_traced_or_frozen_become_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), models.BranchesOnMode(), models.BranchesOnValue(), nn.Linear(4, 4))
+    chain = Chain(model, (4,))
+    assert len(chain) == 4
+    value = torch.randn(3, 4)
+    stage = chain.slice(0, 4)
+    torch.testing.assert_close(stage.eval()(value), model.eval()(value))
+    stage.train()
+    assert not torch.equal(stage(value), stage(value))  # the dropout is alive
+
+
+def test_no_cut_where_two_tensors_live_or_a_weight_is_shared() -> None:
+    assert Chain(models.TwoTensors(), (8,)).names == ["add", "out"]
+    chain = Chain(models.Tied(), (8,))
+    assert chain.names[-1] == "after"
+    assert len(chain) == 2
+
+
+def test_no_cut_before_an_operation_in_place() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU())
+    assert len(Chain(model, (4,))) == 3
+
+
+@pytest.mark.parametrize(
+    ("constructor", "shape", "words"),
+    [
+        (models.two_outputs, (8,), "must return one tensor"),
+        (models.BranchesOnMode, (8,), "depends on train/eval mode"),
+        (models.BranchesOnValue, (8,), "cannot be cut into layers"),
+        (models.plain, (3, 8, 8), r"does not accept inputs of shape \[3, 8, 8\]"),
+    ],
+)
+def test_models_that_cannot_be_chains_are_refused(
+    constructor: Callable[[], nn.Module], shape: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        Chain(constructor(), shape)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (ModelSpec(name="tests.models:nothing"), "cannot import tests.models:nothing"),
+        (ModelSpec(name="no_such_module:model"), "cannot import no_such_module"),
+        (ModelSpec(name="tests.models:__doc__"), "is a str, not a function"),
+        (ModelSpec(name="builtins:dict"), "returned a dict"),
+        (ModelSpec(name="resnet18", options={"with": 3}), "cannot be built with options"),
+        (ModelSpec(name="resnet18", options={"num_classes": 7}), r"returns \[7\] values per sample, but the data has 10"),
+        (ModelSpec(name="vit_b_16", options={"image_size": 33}), "cannot be built"),
+    ],
+)
+def test_wrong_models_are_named(spec: ModelSpec, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        build(spec, 0, 10, (3, 32, 32))
+
+
+# Initial values --------------------------------------------------------------------------------------------------
+
+
+def test_recording_allocates_nothing_and_replay_makes_the_values() -> None:
+    model, tape = record(models.OddConstructor)
+    assert [name for name, p in model.named_parameters() if p.device.type != "meta"] == ["given"]  # torch.tensor's
+    materialise(model, tape, 0)
+    assert isinstance(model, models.OddConstructor)
+    assert model.given.tolist() == [1, 2, 3, 4]
+    assert model.scaled.flatten().tolist() == pytest.approx([1e-6] * 4)
+    assert model.counted.tolist() == [0, 2, 4, 6]
+    assert model.linear.bias.tolist() == [5, 7, 7, 7]
+    assert model.rates == [0, 0.5, 1]
+    torch.testing.assert_close(model.linear.weight @ model.linear.weight.T, torch.eye(4))
+    assert 0 < float(model.cut.detach().abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121", "convnext_tiny", "vit_b_16"])
+def test_initial_values_are_distributed_as_the_model_wants(name: str) -> None:
+    model = build(ModelSpec(name=name), 0, 10, shape_of(name))
+    made = model.stage(0, len(model.chain)).state_dict()
+    extra = {"image_size": 64} if name == "vit_b_16" else {}
+    real = getattr(import_torchvision().models, name)(num_classes=10, **extra).state_dict()
+    assert set(made) == set(real)
+    for key, value in real.items():
+        assert made[key].shape == value.shape
+        assert made[key].dtype == value.dtype
+        if not value.is_floating_point() or float(value.float().std(correction=0)) == 0:
+            torch.testing.assert_close(made[key], value)
+        elif value.numel() >= 2000:
+            assert float(made[key].std()) == pytest.approx(float(value.std()), rel=0.1), key
+
+
+def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
+    def values(seed: int, cuts: list[int]) -> dict[str, torch.Tensor]:
+        model = build(ModelSpec(name="resnet18"), seed, 10, (3, 32, 32))
+        stages = [model.stage(a, b) for a, b in zip([0, *cuts], [*cuts, len(model.chain)], strict=True)]
+        return {key: value for stage in stages for key, value in stage.state_dict().items()}
+
+    whole, cut, other = values(1, []), values(1, [3, 7, 9]), values(2, [])
+    assert all(torch.equal(whole[key], cut[key]) for key in whole)
+    assert not torch.equal(whole["conv1.weight"], other["conv1.weight"])
+    assert not torch.equal(whole["layer1.0.conv1.weight"], whole["layer1.0.conv2.weight"])
+
+
+def test_a_stage_holds_its_own_layers_only() -> None:
+    model = build(ModelSpec(name="resnet18"), 0, 10, (3, 32, 32))
+    stage = model.stage(0, 4)
+    assert {p.device.type for p in stage.parameters()} == {"cpu"}
+    rest = [p for index in range(4, len(model.chain)) for p in model.chain.slice(index, index + 1).parameters()]
+    assert {p.device.type for p in rest} == {"meta"}
+    assert all(value.device.type == "cpu" for value in stage.state_dict().values())
+
+
+def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCaptureFixture) -> None:
+    first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, (1, 8, 8)).stage(0, 3).state_dict()
+    again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, (1, 8, 8)).stage(0, 3).state_dict()
+    assert "builds the whole of tests.models:reads_back" in caplog.text
+    assert all(torch.equal(first[key], again[key]) for key in first)

@@ -1,0 +1,258 @@
+import gzip
+import pickle
+import struct
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from horizonml.data.datasets import Data, DataInfo, agree, describe, load
+from horizonml.data.sampler import Sampler
+from horizonml.errors import DataError
+from horizonml.job import DataSpec
+from horizonml.model.vision import import_torchvision
+
+
+def loaded(spec: DataSpec, cache: Path, channels: int | None = None) -> Data:
+    info = describe(spec, channels)
+    assert info is not None
+    return load(spec, info, cache)
+
+
+def test_the_embedded_digits_are_real(tmp_path: Path) -> None:
+    data = loaded(DataSpec(), tmp_path)
+    assert (data.info.train, data.info.held_out, data.info.shape) == (1438, 359, (1, 8, 8))
+    everything = torch.arange(data.info.train)
+    images, labels = data.train.images(everything), data.train.labels(everything)
+    assert images.shape == (1438, 1, 8, 8)
+    assert abs(float(images.mean())) < 0.05
+    assert abs(float(images.std()) - 1) < 0.05
+    assert sorted(set(labels.tolist())) == list(range(10))
+    # The pictures belong to their labels: the nearest class mean already finds most of the held-out ones.
+    means = torch.stack([images[labels == digit].mean(0) for digit in range(10)])
+    others = data.held_out.images(torch.arange(359))
+    guesses = (others[:, None] - means).flatten(2).norm(dim=2).argmin(1)
+    assert float((guesses == data.held_out.labels(torch.arange(359))).float().mean()) > 0.85
+
+
+def test_training_and_held_out_samples_do_not_overlap(tmp_path: Path) -> None:
+    data = loaded(DataSpec(), tmp_path)
+    members = [*data.train._members.tolist(), *data.held_out._members.tolist()]
+    assert sorted(members) == list(range(1797))
+
+
+def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
+    data = loaded(DataSpec(samples=100, image_size=12), tmp_path, channels=3)
+    assert data.info == DataInfo(10, (3, 12, 12), 100, 359)
+    images = data.train.images(torch.arange(5))
+    assert images.shape == (5, 3, 12, 12)
+    assert torch.equal(images[:, 0], images[:, 2])
+
+
+def test_synthetic_data_has_any_shape_and_repeats_itself(tmp_path: Path) -> None:
+    spec = DataSpec(name="synthetic", samples=50_000, classes=7, image_size=16, channels=1)
+    data = loaded(spec, tmp_path)
+    assert data.info == DataInfo(7, (1, 16, 16), 50_000, 10_000)
+    picked = torch.tensor([3, 49_999])
+    assert torch.equal(data.train.images(picked), loaded(spec, tmp_path).train.images(picked))
+    assert data.train.labels(picked).max() < 7
+
+
+def test_augmentation_is_the_same_whoever_holds_the_sample(tmp_path: Path) -> None:
+    data = loaded(DataSpec(name="synthetic", samples=64), tmp_path)
+    images = data.train.images(torch.arange(10))
+    whole = data.train.augment(images, 10, 0, seed=5)
+    part = data.train.augment(images[4:7], 10, 4, seed=5)
+    assert torch.equal(whole[4:7], part)
+    assert not torch.equal(whole, images)
+    assert not torch.equal(whole, data.train.augment(images, 10, 0, seed=6))
+
+
+def test_augmentation_shifts_and_mirrors_pixels(tmp_path: Path) -> None:
+    data = loaded(DataSpec(name="synthetic", samples=64, image_size=16, channels=1), tmp_path)
+    images = torch.zeros(200, 1, 16, 16)
+    images[:, 0, 8, 4] = 1
+    moved = data.train.augment(images, 200, 0, seed=1).flatten(1).argmax(1)
+    rows, columns = moved // 16, moved % 16
+    assert set(rows.tolist()) == {6, 7, 8, 9, 10}
+    assert set(columns.tolist()) == {2, 3, 4, 5, 6, 9, 10, 11, 12, 13}
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (DataSpec(samples=1439), "data.samples: 1439, but digits has 1438"),
+        (DataSpec(holdout=0.9999), "leaves no training samples"),
+        (DataSpec(name="cifar10", samples=50_001), "cifar10 has 50000"),
+    ],
+)
+def test_wishes_that_the_data_cannot_fulfil(spec: DataSpec, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        describe(spec)
+
+
+def test_ranks_must_see_the_same_data() -> None:
+    one, other = DataInfo(2, (3, 8, 8), 10, 2), DataInfo(2, (3, 8, 8), 11, 2)
+    spec = DataSpec(name="folder", folder="/data")
+    assert agree([None, one, one], spec) == one
+    with pytest.raises(DataError, match="rank 1 sees classes 2.*train 11"):
+        agree([one, other], spec)
+    with pytest.raises(DataError, match="not a directory on any rank"):
+        agree([None, None], spec)
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def write_images(folder: Path, count: int, value: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("RGB", (20, 10 + number), (value, 0, 0)).save(folder / f"{number}.png")
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    write_images(tmp_path / "cat", 5, 50)
+    write_images(tmp_path / "dog", 5, 200)
+    data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
+    assert data.info == DataInfo(2, (3, 8, 8), 8, 2)
+    everything = torch.arange(8)
+    images, labels = data.train.images(everything), data.train.labels(everything)
+    assert images.shape == (8, 3, 8, 8)
+    assert torch.equal(images[:, 0].mean((1, 2)) > 0.5, labels == 1)
+
+
+def test_a_folder_with_its_own_test_images(tmp_path: Path) -> None:
+    for part, count in (("train", 4), ("val", 3)):
+        write_images(tmp_path / part / "cat", count, 50)
+        write_images(tmp_path / part / "dog", count, 200)
+    data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
+    assert (data.info.train, data.info.held_out) == (8, 6)
+    assert data.held_out.labels(torch.arange(6)).tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path / "cat", 3, 50)
+    write_images(tmp_path / "dog", 3, 200)
+    for file in tmp_path.rglob("*.png"):
+        file.write_bytes(b"not a picture")
+    data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
+    with pytest.raises(DataError, match=r"\.png is not a readable image"):
+        data.train.images(torch.arange(1))
+
+
+def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
+    assert describe(DataSpec(name="folder", folder=str(tmp_path / "nowhere"))) is None
+    (tmp_path / "one").mkdir()
+    with pytest.raises(DataError, match="one folder of images per class"):
+        describe(DataSpec(name="folder", folder=str(tmp_path)))
+    (tmp_path / "two").mkdir()
+    with pytest.raises(DataError, match="no images in"):
+        describe(DataSpec(name="folder", folder=str(tmp_path)))
+
+
+def write_mnist(root: Path, count: int) -> None:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, size in (("train", count), ("t10k", 10_000)):
+        pixels = numpy.random.default_rng(0).integers(0, 255, (size, 28, 28), dtype=numpy.uint8)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 2051, size, 28, 28) + pixels.tobytes())
+        labels = (numpy.arange(size) % 10).astype(numpy.uint8)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, size) + labels.tobytes())
+
+
+def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
+    write_mnist(tmp_path, 60_000)
+    data = loaded(DataSpec(name="mnist", folder=str(tmp_path), download=False, samples=100), tmp_path)
+    assert data.train.images(torch.arange(3)).shape == (3, 1, 28, 28)
+    assert data.held_out.labels(torch.arange(12)).tolist() == [*range(10), 0, 1]
+
+
+def test_cifar10_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's own reader on files of CIFAR-10's format; only the published checksums are replaced."""
+    cifar = import_torchvision().datasets.CIFAR10
+    base = tmp_path / cifar.base_folder
+    base.mkdir()
+    sums: dict[str, str] = {}
+    import hashlib
+
+    def write(name: str, content: object) -> None:
+        (base / name).write_bytes(pickle.dumps(content))
+        sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
+
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        write(name, {"data": numpy.full((10_000, 3072), 7, dtype=numpy.uint8), "labels": [i % 10 for i in range(10_000)]})
+    write("batches.meta", {"label_names": list("abcdefghij")})
+    for attribute in ("train_list", "test_list"):
+        monkeypatch.setattr(cifar, attribute, [[name, sums[name]] for name, _ in getattr(cifar, attribute)])
+    monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": sums["batches.meta"]})
+    data = loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
+    assert data.train.images(torch.arange(4)).shape == (4, 3, 32, 32)
+    assert data.train.labels(torch.tensor([11])).tolist() == [1]
+    (base / "data_batch_3").write_bytes(b"cut short")
+    with pytest.raises(DataError, match="cifar10 is missing or corrupt"):
+        loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
+
+
+def test_svhn_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+
+    from scipy.io import savemat
+
+    svhn = import_torchvision().datasets.SVHN
+    splits = {}
+    for part, (url, name, _) in svhn.split_list.items():
+        if part != "extra":
+            values = {"X": numpy.zeros((32, 32, 3, 26_032), dtype=numpy.uint8), "y": numpy.full((26_032, 1), 10)}
+            savemat(tmp_path / name, values)
+            splits[part] = [url, name, hashlib.md5((tmp_path / name).read_bytes()).hexdigest()]
+    monkeypatch.setattr(svhn, "split_list", splits)
+    data = loaded(DataSpec(name="svhn", folder=str(tmp_path), download=False, samples=26_032), tmp_path)
+    assert data.held_out.images(torch.arange(2)).shape == (2, 3, 32, 32)
+    assert data.held_out.labels(torch.arange(2)).tolist() == [0, 0]  # "10" stands for the digit 0
+
+
+def test_a_corrupt_archive_is_a_clear_error(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (raw / f"{part}-ubyte").write_bytes(gzip.compress(b"rubbish"))
+    with pytest.raises(DataError, match="mnist is missing or corrupt"):
+        loaded(DataSpec(name="mnist", folder=str(tmp_path), download=False), tmp_path)
+
+
+def test_missing_data_without_download_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"missing or corrupt in {tmp_path}.*data.folder"):
+        loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
+
+
+def test_one_process_downloads_while_the_others_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from filelock import FileLock
+
+    from horizonml.data import files
+
+    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.2)
+    with FileLock(tmp_path / ".cifar10.lock"), pytest.raises(DataError, match="another process has been downloading"):
+        loaded(DataSpec(name="cifar10", folder=str(tmp_path)), tmp_path)
+
+
+# Sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(10, 3), (12, 3), (2, 5), (1438, 64)])
+def test_every_sample_once_an_epoch(samples: int, batch: int) -> None:
+    sampler = Sampler(samples, batch, seed=1)
+    batches = [sampler.indices(4, step) for step in range(sampler.steps_per_epoch)]
+    assert sorted(torch.cat(batches).tolist()) == list(range(samples))
+    assert {len(one) for one in batches} == sampler.batch_sizes()
+
+
+def test_sampling_depends_on_seed_and_epoch_and_not_on_the_past() -> None:
+    sampler = Sampler(100, 10, seed=1)
+    first = [sampler.indices(0, step) for step in range(10)]
+    sampler.indices(7, 2)
+    assert torch.equal(sampler.indices(0, 3), first[3])
+    assert torch.equal(Sampler(100, 10, seed=1).indices(0, 9), first[9])
+    assert not torch.equal(Sampler(100, 10, seed=2).indices(0, 0), first[0])
+    assert not torch.equal(sampler.indices(1, 0), first[0])

@@ -1,0 +1,160 @@
+import itertools
+
+import pytest
+
+from horizonml.errors import PlanError
+from horizonml.jobfile import parse
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile
+from horizonml.plan.profile import LayerProfile, Profile
+from horizonml.plan.simulate import Host, Network, predict
+
+FAST = Network(0.0, 1e12)
+
+
+def profile(*seconds: float, fixed: float = 0.0, parameters: int = 0, saved: int = 0) -> Profile:
+    """Layers that take this long per sample forward, twice as long backward, plus `fixed` seconds each time."""
+    sizes = (1, 100)
+    layers = tuple(
+        LayerProfile(
+            f"layer{number}",
+            tuple(fixed + second * size for size in sizes),
+            tuple(fixed + 2 * second * size for size in sizes),
+            parameters,
+            saved,
+            4,
+        )
+        for number, second in enumerate(seconds)
+    )
+    return Profile("test", sizes, 0.0, layers)
+
+
+def pipeline(ends: list[int], micro_batches: int, schedule: str = "1f1b") -> Plan:
+    starts = [0, *ends[:-1]]
+    stages = tuple(Stage(a, b, (rank,), (1.0,)) for rank, (a, b) in enumerate(zip(starts, ends, strict=True)))
+    return Plan(stages, schedule, micro_batches)
+
+
+def one_host(ranks: int, cores: float, memory: float = 1e12) -> list[Host]:
+    return [Host(tuple(range(ranks)), cores, memory)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 8), (4, 4), (5, 20)])
+def test_equal_stages_take_the_bubble_formula(schedule: str, stages: int, micros: int) -> None:
+    """M + P - 1 times the time of one micro-batch in one stage (Narayanan et al., 2021)."""
+    plan = pipeline(list(range(1, stages + 1)), micros, schedule)
+    found = predict(plan, profile(*[0.001] * stages), 10 * micros, one_host(stages, stages), FAST, 0)
+    assert found.seconds == pytest.approx((micros + stages - 1) * 10 * 0.003)
+
+
+def test_ranks_that_share_cores_take_the_work_divided_by_the_cores() -> None:
+    plan = pipeline([1, 2, 3, 4, 5], 40)
+    found = predict(plan, profile(*[0.001] * 5), 400, one_host(5, 2), FAST, 0)
+    work = 5 * 400 * 0.003
+    assert work / 2 <= found.seconds <= work / 2 * 1.1
+
+
+def test_links_and_their_latency_are_paid_for() -> None:
+    plan, times = pipeline([1, 2], 1), profile(0.001, 0.001)
+    fast = predict(plan, times, 10, one_host(2, 2), FAST, 0).seconds
+    slow = predict(plan, times, 10, one_host(2, 2), Network(0.5, 40.0), 0).seconds
+    assert slow == pytest.approx(fast + 2 * (0.5 + 10 * 4 / 40.0))
+
+
+def test_uneven_shares_wait_for_the_slowest_member() -> None:
+    plan = Plan((Stage(0, 1, (0, 1), (3.0, 1.0)),))
+    assert predict(plan, profile(0.001), 100, one_host(2, 2), FAST, 0).seconds == pytest.approx(75 * 0.003)
+
+
+def test_1f1b_needs_less_memory_than_gpipe() -> None:
+    times = profile(0.001, 0.001, parameters=1000, saved=8)
+    memory = {
+        name: predict(pipeline([1, 2], 10, name), times, 100, one_host(2, 2), FAST, 1).memory for name in ("gpipe", "1f1b")
+    }
+    assert memory["gpipe"][0] == 3 * 1000 + 10 * 10 * 8
+    assert memory["1f1b"] == {0: 3 * 1000 + 2 * 10 * 8, 1: 3 * 1000 + 1 * 10 * 8}
+
+
+@pytest.mark.parametrize("times", [[1, 2, 3, 4, 5, 6], [9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 9], [3, 1, 4, 1, 5, 9, 2, 6]])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_cuts_are_as_good_as_the_best_of_all(times: list[int], stages: int) -> None:
+    found = _balance(profile(*map(float, times)), 1, [1.0] * stages)
+    assert found is not None
+
+    def slowest(ends: list[int]) -> float:
+        return max(sum(times[a:b]) for a, b in zip([0, *ends[:-1]], ends, strict=True))
+
+    every = itertools.combinations(range(1, len(times)), stages - 1)
+    assert slowest(found) == min(slowest([*cuts, len(times)]) for cuts in every)
+
+
+def test_more_stages_than_layers_cannot_be() -> None:
+    assert _balance(profile(1.0, 1.0), 1, [1.0] * 3) is None
+    job = parse("parallel: {strategy: pipeline, workers: 5}\nmodel: {name: tests.models:plain}", "job.yaml")
+    with pytest.raises(PlanError, match="at most 2 stages, but the plan needs 5"):
+        choose(job, profile(1.0, 1.0), 5, one_host(5, 5), FAST, 0)
+
+
+@pytest.mark.parametrize(("total", "parts"), [(5, 2), (5, 3), (6, 6), (1, 1)])
+def test_compositions_are_all_there(total: int, parts: int) -> None:
+    found = list(_compositions(total, parts))
+    assert len(set(found)) == len(found)
+    assert all(sum(one) == total and min(one) > 0 for one in found)
+    expected = [c for c in itertools.product(range(1, total + 1), repeat=parts) if sum(c) == total]
+    assert sorted(found) == sorted(expected)
+
+
+def test_large_worlds_are_not_enumerated() -> None:
+    assert len(list(_compositions(100, 10))) == 1
+
+
+def test_costly_small_micro_batches_lead_to_few_large_ones() -> None:
+    job = parse("parallel: {strategy: pipeline, workers: 4}\nbatch_size: 128", "job.yaml")
+    cheap = choose(job, profile(*[0.001] * 8), 4, one_host(4, 4), FAST, 0).plan
+    costly = choose(job, profile(*[0.001] * 8, fixed=0.02), 4, one_host(4, 4), FAST, 0).plan
+    assert cheap.micro_batches > 2 * costly.micro_batches
+
+
+def test_a_plan_that_does_not_fit_into_memory_gives_way() -> None:
+    job = parse("parallel: {strategy: pipeline, workers: 2}\nbatch_size: 64", "job.yaml")
+    times = profile(*[0.001] * 4, fixed=0.05, saved=1000)
+    roomy = choose(job, times, 2, one_host(2, 2), FAST, 0)
+    needed = max(roomy.prediction.memory.values())
+    tight = choose(job, times, 2, one_host(2, 2, memory=needed - 1), FAST, 0)
+    assert tight.prediction.fits
+    assert tight.plan != roomy.plan
+    hopeless = choose(job, times, 2, one_host(2, 2, memory=1.0), FAST, 0)
+    assert not hopeless.prediction.fits
+
+
+def test_a_hybrid_gives_the_heavy_stage_more_members() -> None:
+    job = parse("parallel: {strategy: hybrid, workers: 4}\nbatch_size: 120", "job.yaml")
+    plan = choose(job, profile(0.003, 0.001), 4, one_host(4, 4), FAST, 0).plan
+    assert [len(stage.ranks) for stage in plan.stages] == [3, 1]
+
+
+def test_explicit_stages_keep_ranks_shares_and_layers() -> None:
+    text = "parallel: {stages: [{ranks: [2, 0], shares: [3, 1], layers: [0, 1]}, {ranks: [1], layers: [2, 3]}]}"
+    job = parse(text, "job.yaml", ["parallel.micro_batches=4"])
+    assert not needs_profile(job.parallel, 3)
+    plan = fixed_plan(job, 4, 3)
+    assert plan.stages == (Stage(0, 2, (2, 0), (3.0, 1.0)), Stage(2, 4, (1,), (1.0,)))
+    with pytest.raises(PlanError, match="ends at layer 3, but the model has 6"):
+        fixed_plan(job, 6, 3)
+
+
+def test_explicit_stages_without_layers_are_cut_by_time_and_share() -> None:
+    job = parse("parallel: {stages: [{ranks: [0, 1], shares: [1, 1]}, {ranks: [2]}]}\nbatch_size: 100", "job.yaml")
+    assert needs_profile(job.parallel, 3)
+    plan = choose(job, profile(*[0.001] * 6), 3, one_host(3, 3), FAST, 0).plan
+    assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 4), (4, 6)]
+
+
+def test_times_between_measured_sizes_are_interpolated() -> None:
+    found = Profile("x", (4, 16), 0.0, (LayerProfile("a", (1.0, 2.0), (2.0, 4.0), 0, 0, 0),))
+    assert found.seconds(0, 10) == (1.5, 3.0)
+    assert found.seconds(0, 32) == (4.0, 8.0)
+    assert found.seconds(0, 4) == (1.0, 2.0)
+    assert 0 < found.seconds(0, 1)[0] < 1.0
+    assert Profile.from_json(found.to_json()) == found
