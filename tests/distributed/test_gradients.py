@@ -1,0 +1,330 @@
+"""Gradient truth: every plan must change the parameters exactly as one process does on the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+from torch.nn import functional
+
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.job import Adam, ModelSpec, Sgd
+from horizonml.model.zoo import Model, build
+from horizonml.plan.plan import Plan, Stage
+from tests.distributed.pool import Pool
+
+SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
+SIZES = (24, 24, 13)  # the last batch of an epoch is smaller
+
+
+class RandomBatch:
+    """Noise with random labels, the same wherever it is made."""
+
+    def __init__(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.size = SIZES[step % len(SIZES)]
+        self._images = torch.randn(self.size, *SHAPE, generator=generator)
+        self._labels = torch.randint(0, 10, (self.size,), generator=generator)
+
+    def images(self, start: int, stop: int) -> Tensor:
+        return self._images[start:stop]
+
+    def labels(self, start: int, stop: int) -> Tensor:
+        return self._labels[start:stop]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan by its members per stage, and what it trains."""
+
+    name: str
+    members: tuple[tuple[float, ...], ...]  # the shares of each stage's members
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    model: str = "plain"
+    optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
+    reversed_ranks: bool = False
+
+    def plan(self, layers: int) -> Plan:
+        stages, rank = [], 0
+        world = sum(map(len, self.members))
+        for number, shares in enumerate(self.members):
+            ranks = tuple(range(rank, rank + len(shares)))
+            if self.reversed_ranks:
+                ranks = tuple(world - 1 - r for r in ranks)
+            start, stop = (layers * (number + k) // len(self.members) for k in (0, 1))
+            stages.append(Stage(start, stop, ranks, shares))
+            rank += len(shares)
+        return Plan(tuple(stages), self.schedule, self.micro_batches)
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.members))
+
+
+ONE = (1.0,)
+SHAPES = [
+    ("single", (ONE,), 1),
+    ("single, 3 micro-batches", (ONE,), 3),
+    ("ddp 2", ((1.0, 1.0),), 1),
+    ("ddp 5", ((1.0,) * 5,), 1),
+    ("ddp 5, 3 micro-batches", ((1.0,) * 5,), 3),
+    ("ddp 2, shares 3:1", ((3.0, 1.0),), 2),
+    ("ddp 2, shares 50:1", ((50.0, 1.0),), 2),  # one member has no rows in the smaller batches
+    ("pipeline 2", (ONE, ONE), 4),
+    ("pipeline 3", (ONE, ONE, ONE), 5),
+    ("pipeline 5", (ONE,) * 5, 4),
+    ("pipeline 5, 1 micro-batch", (ONE,) * 5, 1),
+    ("hybrid 2x2", ((1.0, 1.0), (1.0, 1.0)), 3),
+    ("hybrid 1+2+1", (ONE, (1.0, 1.0), ONE), 4),
+    ("hybrid 2x2, shares 3:1 and 1:2", ((3.0, 1.0), (1.0, 2.0)), 3),
+    ("hybrid 2+3", ((1.0, 1.0), (1.0, 1.0, 1.0)), 2),
+]
+CASES = [
+    Case(f"{name}, {schedule}, {model}", members, micros, schedule, model)
+    for name, members, micros in SHAPES
+    for schedule in ("1f1b", "gpipe")
+    for model in ("plain", "normed")
+    if len(members) > 1 or schedule == "1f1b"
+]
+CASES += [
+    Case("ddp 2 in buckets", ((1.0, 1.0),), 2, model="wide"),
+    Case("ddp 5 in buckets, shares", ((1.0, 2.0, 3.0, 4.0, 5.0),), 1, model="wide"),
+    Case("hybrid 2x2 in buckets", ((3.0, 1.0), (1.0, 1.0)), 2, model="wide"),
+    Case("pipeline 3, ranks in reverse", (ONE, ONE, ONE), 3, reversed_ranks=True),
+    Case("hybrid 2+3, adamw", ((1.0, 1.0), (1.0, 1.0, 1.0)), 2, optimizer=Adam(name="adamw", weight_decay=0.1)),
+    Case("pipeline 3, adam", (ONE, ONE, ONE), 2, optimizer=Adam(name="adam")),
+    Case("ddp 2, nesterov", ((1.0, 1.0),), 2, optimizer=Sgd(nesterov=True)),
+]
+
+
+def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
+    """What a rank holds after some steps, and what it reported."""
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    group = Group(store, rank, world_size, 30.0)
+    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    reports = [engine.step(RandomBatch(step), LR, step, measure_divergence=True) for step in range(steps)]
+    group.close()
+    return {key: value.clone() for key, value in engine.state().items()}, reports
+
+
+def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float]]:
+    """The same in one process with plain PyTorch, and the loss of every step.
+
+    BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
+    same start, averaged by samples after the step.
+    """
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    plan = case.plan(len(model.chain))
+    stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    if isinstance(case.optimizer, Sgd):
+        spec = case.optimizer
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            parameters, lr=LR, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
+        )
+    else:
+        kind = torch.optim.AdamW if case.optimizer.name == "adamw" else torch.optim.Adam
+        optimizer = kind(parameters, lr=LR, betas=tuple(case.optimizer.betas), weight_decay=case.optimizer.weight_decay)
+    losses = []
+    for step in range(steps):
+        batch = RandomBatch(step)
+        optimizer.zero_grad()
+        buffers = [
+            [{key: value.clone() for key, value in stage.named_buffers()} for _ in spec.ranks]
+            for stage, spec in zip(stages, plan.stages, strict=True)
+        ]
+        total, first = torch.zeros(()), 0
+        for size in plan.micro_sizes(batch.size, FULL):
+            value = batch.images(first, first + size)
+            for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
+                value = torch.cat(
+                    [
+                        torch.func.functional_call(stage, own[member], value[a:b])
+                        for member, (a, b) in enumerate(spec.rows(size))
+                        if b > a
+                    ]
+                )
+            total = total + functional.cross_entropy(value, batch.labels(first, first + size), reduction="sum")
+            first += size
+        (total / batch.size).backward()
+        optimizer.step()
+        losses.append(float(total.detach() / batch.size))
+        for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
+            rows = [sum(b - a for a, b in parts) for parts in zip(*map(spec.rows, plan.micro_sizes(batch.size, FULL)))]
+            for key, buffer in stage.named_buffers():
+                if buffer.is_floating_point():
+                    buffer.copy_(sum(values[key] * n / batch.size for values, n in zip(own, rows, strict=True)))
+                else:
+                    buffer.copy_(own[0][key])
+    return {f"model/{key}": value.detach() for stage in stages for key, value in stage.state_dict().items()}, losses
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Relative difference of two tensors."""
+    return float((one.double() - other.double()).norm() / max(1e-30, float(other.double().norm())))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, case: Case) -> None:
+    expected, losses = reference(case)
+    results = pool.run(case.world_size, train, case)
+    seen = set()
+    for rank, (state, reports) in enumerate(results):
+        assert [report.totals.loss for report in reports] == pytest.approx(losses, rel=1e-5), f"rank {rank}"
+        for key, value in state.items():
+            if key.startswith("model/"):
+                seen.add(key)
+                assert distance(value, expected[key]) < 1e-5, f"rank {rank}, {key}"
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model == "plain"], ids=lambda case: case.name)
+def test_without_batchnorm_every_plan_gives_the_gradient_of_the_whole_batch(pool: Pool, case: Case) -> None:
+    whole, _ = reference(Case("whole batch", (ONE,), optimizer=case.optimizer))
+    for state, _ in pool.run(case.world_size, train, case):
+        for key, value in state.items():
+            if key.startswith("model/"):
+                assert distance(value, whole[key]) < 1e-5, key
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[30], *CASES[-7:]], ids=lambda case: case.name)
+def test_members_of_a_stage_are_equal_and_runs_repeat_bit_for_bit(pool: Pool, case: Case) -> None:
+    first, again = (pool.run(case.world_size, train, case) for _ in range(2))
+    stages: dict[frozenset[str], dict[str, Tensor]] = {}
+    for (state, reports), (state2, reports2) in zip(first, again, strict=True):
+        assert state.keys() == state2.keys()
+        assert all(torch.equal(state[key], state2[key]) for key in state)
+        assert [r.totals for r in reports] == [r.totals for r in reports2]
+        other = stages.setdefault(frozenset(state), state)
+        assert all(torch.equal(state[key], other[key]) for key in state)
+
+
+def test_dropout_repeats_bit_for_bit_and_differs_between_steps_and_members(pool: Pool) -> None:
+    case = Case("dropout", ((1.0, 1.0), ONE), 2, model="dropping")
+    first, again = (pool.run(3, train, case) for _ in range(2))
+    for (state, reports), (state2, _) in zip(first, again, strict=True):
+        assert all(torch.equal(state[key], state2[key]) for key in state)
+        assert len({report.totals.loss for report in reports}) == 3
+
+
+def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
+    case = Case("hybrid", (ONE, (1.0, 1.0), ONE), 4, model="normed")
+    results = pool.run(4, train, case, 6)
+    for _, reports in results:
+        for report in reports:
+            assert report.compute + report.transfer + report.wait == pytest.approx(report.wall, rel=0.02)
+            assert min(report.compute, report.transfer, report.wait) >= 0
+            ends = [span.end for span in report.spans]
+            assert all(a.end == b.start for a, b in zip(report.spans, report.spans[1:], strict=False))
+            assert ends == sorted(ends)
+    sent = [sum(report.bytes_sent for report in reports) for _, reports in results]
+    received = [sum(report.bytes_received for report in reports) for _, reports in results]
+    assert sum(sent) == sum(received)
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
+    plan = case.plan(len(model.chain))
+    samples = 2 * sum(SIZES)
+    entry = model.chain.boundaries[plan.stages[1].start].bytes_per_sample * samples
+    left = model.chain.boundaries[plan.stages[2].start].bytes_per_sample * samples
+    assert (sent[0], received[0]) == (entry, entry)  # activations out, gradients in
+    assert (sent[3], received[3]) == (left, left)
+    assert sent[1] + sent[2] > entry + left  # and the sum of gradients between the members
+
+
+def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool) -> None:
+    case = Case("ddp 2, shares 3:1", ((3.0, 1.0),), 1, optimizer=Sgd(momentum=0, weight_decay=0))
+    results = pool.run(2, train, case, 1)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    stage = model.stage(0, len(model.chain))
+    batch = RandomBatch(0)
+
+    def gradient(start: int, stop: int) -> Tensor:
+        loss = functional.cross_entropy(stage(batch.images(start, stop)), batch.labels(start, stop))
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(stage.parameters()))])
+
+    mean = gradient(0, 24)
+    expected = [float((gradient(a, b) - mean).norm() / mean.norm()) for a, b in ((0, 18), (18, 24))]
+    assert [reports[0].divergence for _, reports in results] == pytest.approx(expected, rel=1e-4)
+
+
+def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    group = Group(store, rank, world_size, 30.0)
+    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    before = {key: value.clone() for key, value in engine.state().items()}
+    totals = engine.evaluate([RandomBatch(step) for step in range(3)])
+    group.close()
+    assert all(torch.equal(value, before[key]) for key, value in engine.state().items())
+    return totals
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[27], CASES[-6]], ids=lambda case: case.name)
+def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, case: Case) -> None:
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    stage = model.stage(0, len(model.chain)).eval()
+    loss = correct = samples = 0.0
+    for step in range(3):
+        batch = RandomBatch(step)
+        with torch.no_grad():
+            logits = stage(batch.images(0, batch.size))
+        labels = batch.labels(0, batch.size)
+        loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        correct += float((logits.argmax(1) == labels).sum())
+        samples += batch.size
+    for totals in pool.run(case.world_size, evaluate, case):
+        assert totals.loss == pytest.approx(loss / samples, rel=1e-5)
+        assert (totals.accuracy, totals.samples) == (correct / samples, samples)
+
+
+def first_stage_without_parameters(rank: int, world_size: int, store: Store) -> float:
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, SHAPE)
+    assert model.chain.names[0] == "0"  # flatten
+    plan = Plan((Stage(0, 1, (0,), (1.0,)), Stage(1, len(model.chain), (1,), (1.0,))), micro_batches=2)
+    group = Group(store, rank, world_size, 30.0)
+    engine = Engine(plan, model, group, Sgd(), FULL)
+    losses = [engine.step(RandomBatch(0), LR, step).totals.loss for step in range(5)]
+    group.close()
+    assert losses[-1] < losses[0]
+    return losses[-1]
+
+
+def test_a_first_stage_may_have_no_parameters(pool: Pool) -> None:
+    results = pool.run(2, first_stage_without_parameters)
+    assert results[0] == results[1]
+
+
+def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
+    from horizonml.errors import Diverged
+
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    group = Group(store, rank, world_size, 30.0)
+    case = Case("x", (ONE, (1.0, 1.0)), 2)
+    engine = Engine(case.plan(len(model.chain)), model, group, Sgd(), FULL)
+    engine.step(RandomBatch(0), LR, 0)
+    before = {key: value.clone() for key, value in engine.state().items()}
+    batch = RandomBatch(1)
+    if rank == 0:
+        batch._images[3] = float("nan")
+    try:
+        engine.step(batch, LR, 1)
+    except Diverged as error:
+        return str(error), all(torch.equal(value, before[key]) for key, value in engine.state().items())
+    finally:
+        group.close()
+    return "nothing", False
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(pool: Pool) -> None:
+    results = pool.run(3, diverging)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith("step 1: the loss is nan")
+    assert all(unchanged for _, unchanged in results)
+
+
+def model_for(case: Case) -> Model:
+    return build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
