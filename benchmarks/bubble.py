@@ -40,7 +40,9 @@ def main() -> None:
         limit = micro_batches / (micro_batches + ranks - 1)
         for one in variants:
             busy = 3 * SECONDS_PER_SAMPLE * batch / one.median
-            print(f"{one.name:12} {f'P={ranks} M={micro_batches}':>14} {limit:>12.1%} {busy:>7.1%} {busy / limit:>13.1%}")
+            print(
+                f"{one.name:12} {f'P={ranks} M={micro_batches}':>14} {limit:>12.1%} {busy:>7.1%} {busy / limit:>13.1%}"
+            )
 
 
 if __name__ == "__main__":

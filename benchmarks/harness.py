@@ -121,7 +121,8 @@ def table(variants: list[Variant], reference: str) -> str:
     lines = [f"{'':34} {'median step':>12} {'min':>10} {'max':>10} {'samples/s':>10} {'ratio':>7} {'max RSS':>9}"]
     for one in variants:
         lines.append(
-            f"{one.name:34} {one.median * 1e3:>9.1f} ms {min(one.times) * 1e3:>7.1f} ms {max(one.times) * 1e3:>7.1f} ms "
+            f"{one.name:34} {one.median * 1e3:>9.1f} ms "
+            f"{min(one.times) * 1e3:>7.1f} ms {max(one.times) * 1e3:>7.1f} ms "
             f"{one.speed:>10.0f} {base.median / one.median:>6.2f}x {max(one.rss) / 2**20:>6.0f} MB"
         )
     return "\n".join(lines)
@@ -131,7 +132,9 @@ def machine() -> str:
     """What this was measured on."""
     import torch
 
-    return f"{device_name()}, {available_cores():g} usable; Python {platform.python_version()}, torch {torch.__version__}"
+    return (
+        f"{device_name()}, {available_cores():g} usable; Python {platform.python_version()}, torch {torch.__version__}"
+    )
 
 
 def _line(process: subprocess.Popen[str]) -> str:

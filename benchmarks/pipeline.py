@@ -47,7 +47,8 @@ def main() -> None:
     print(machine())
     plan = chosen_plan()
     equal = pipeline_plan(EQUAL_BLOCKS, LAYERS, 20)
-    print(f"\nResNet-18 at 32 px, 5 ranks, global batch 320, 1 thread a rank; HorizonML chose:\n{Plan.from_json(plan).describe()}")
+    print("\nResNet-18 at 32 px, 5 ranks, global batch 320, 1 thread a rank; HorizonML chose:")
+    print(Plan.from_json(plan).describe())
     variants = [
         variant("HorizonML pipeline, its own plan", "horizonml", 5, 320, plan=plan),
         variant("torch 1F1B, equal blocks, 20 micro", "torch_1f1b", 5, 320, plan=equal),
@@ -65,7 +66,9 @@ def main() -> None:
         variants = [
             variant("HorizonML 1f1b", "horizonml", world_size, batch_size, plan=same),
             variant("torch Schedule1F1B", "torch_1f1b", world_size, batch_size, plan=same),
-            variant("torch Schedule1F1B, memory kept", "torch_1f1b", world_size, batch_size, plan=same, keep_memory=True),
+            variant(
+                "torch Schedule1F1B, memory kept", "torch_1f1b", world_size, batch_size, plan=same, keep_memory=True
+            ),
         ]
         race(variants, arguments.rounds, arguments.steps)
         print(f"\nthe same cuts {cuts} and micro-batches: {name}, global batch {batch_size}")

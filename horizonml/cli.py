@@ -30,29 +30,34 @@ app = typer.Typer(
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML); see jobs/ for ready ones.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a field of the job, e.g. optimizer.lr=0.1 (repeatable)."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job, e.g. optimizer.lr=0.1 (repeatable)."),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        "--workers", "-n", min=1, help="World size; short for --set parallel.workers=N.", show_default=False
-    ),
+    typer.Option("--workers", "-n", min=1, help="World size; short for --set parallel.workers=N.", show_default=False),
 ]
 
 
 def main() -> NoReturn:
     """Entry point: errors meant for the user are printed without a traceback."""
     logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
+    code: int | str | None = 0
     try:
         app()
     except HorizonError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0)
+        code = 130
+    except SystemExit as end:
+        code = end.code
+    except Exception:  # a bug: show it all
+        logging.exception("please report this")
+        code = 70
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Unloading torch takes a quarter of a second, and threads inside it may still talk to the network.
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 @app.callback(invoke_without_command=True)
@@ -131,7 +136,7 @@ def rendezvous(
         str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines (trusted networks only).")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 29400,
-    announce: Annotated[bool, typer.Option("--announce", help="Print the port as JSON once it listens.")] = False,
+    inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Serve the rendezvous, where the ranks of a job meet.
 
@@ -139,7 +144,7 @@ def rendezvous(
     """
     from horizonml.launch import serve_rendezvous
 
-    serve_rendezvous(host, port, announce)
+    serve_rendezvous(host, port, inherited)
 
 
 @app.command()

@@ -44,9 +44,7 @@ class ModelSpec(_Section):
         "digits_cnn",
         description=f"One of {', '.join(MODELS)}; or `module:callable`, a function that returns a torch.nn.Module.",
     )
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments for the model's constructor."
-    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model's constructor.")
 
     @model_validator(mode="after")
     def _known(self) -> ModelSpec:
@@ -231,9 +229,7 @@ class RendezvousSpec(_Section):
 class CheckpointSpec(_Section):
     """When the state of the training is saved."""
 
-    every_steps: int | None = Field(
-        None, ge=1, description="Steps between two checkpoints (default: once per epoch)."
-    )
+    every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
     keep: int = Field(2, ge=1, description="How many checkpoints to keep.")
     resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
     enabled: bool = Field(True, description="Whether to save checkpoints at all.")
@@ -282,9 +278,7 @@ class Job(_Section):
         if micro is not None and micro > self.batch_size:
             raise ValueError(f"parallel.micro_batches: {micro} is more than batch_size ({self.batch_size}); lower it")
         if self.data.samples is not None and self.data.samples < self.batch_size:
-            raise ValueError(
-                f"batch_size: {self.batch_size} is more than data.samples ({self.data.samples}); lower it"
-            )
+            raise ValueError(f"batch_size: {self.batch_size} is more than data.samples ({self.data.samples}); lower it")
         return self
 
     @property

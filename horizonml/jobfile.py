@@ -63,9 +63,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 

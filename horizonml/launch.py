@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -14,7 +15,7 @@ import yaml
 
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.local import PARENT, LocalCluster
-from horizonml.cluster.network import split_address
+from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.signals import watch_parent
@@ -65,9 +66,7 @@ def _farewell(job: Job, outcome: str) -> str:
     if outcome == "already complete":
         return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
     if outcome == "stopped":
-        saved = (
-            "a checkpoint is saved, the same command goes on from it" if job.checkpoint.enabled else "nothing saved"
-        )
+        saved = "a checkpoint is saved, the same command goes on from it" if job.checkpoint.enabled else "nothing saved"
         return f"stopped as asked: {saved}"
     return f"done: records and checkpoints are in {job.run_folder}"
 
@@ -89,20 +88,18 @@ def train_here(job: Job, fresh: bool) -> bool:
             return not cluster.interrupted
 
 
-def serve_rendezvous(host: str, port: int, announce: bool) -> None:
-    """Serve until SIGTERM or SIGINT."""
-    from horizonml.cluster.rendezvous import Service
-
-    if PARENT in os.environ:
-        watch_parent()
-    service = Service(host, port)
+def serve_rendezvous(host: str, port: int, inherited: int | None) -> None:
+    """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if announce:
-        print(json.dumps({"port": service.port}), flush=True)
-    else:
-        print(f"rendezvous service on {host}:{service.port}", flush=True)
+    if PARENT in os.environ:
+        watch_parent()
+    listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
+    from horizonml.cluster.rendezvous import Service
+
+    service = Service(listener)
+    print(f"rendezvous service on {host}:{service.port}", flush=True)
     service.run(stop)
 
 
@@ -134,7 +131,9 @@ def show_plan(job: Job, as_json: bool) -> None:
         plan = fixed_plan(job, len(model.chain), world_size)
         prediction = predict(plan, profile, job.batch_size, hosts, network, copies)
     if as_json:
-        print(json.dumps({"plan": plan.to_json(), "seconds": prediction.seconds, "profile": profile.to_json()}, indent=2))
+        print(
+            json.dumps({"plan": plan.to_json(), "seconds": prediction.seconds, "profile": profile.to_json()}, indent=2)
+        )
         return
     size = profile.sizes[-1]
     print(f"{job.model.name} on {profile.device}, forward and backward for {size} samples:\n")
@@ -145,7 +144,8 @@ def show_plan(job: Job, as_json: bool) -> None:
             f"{human_seconds(layer.backward[-1]):>10} {human_bytes(layer.parameter_bytes):>11} "
             f"{human_bytes(layer.output_bytes):>14}"
         )
-    print(f"\nplan for {world_size} rank{'s' if world_size > 1 else ''} on this machine:\n{plan.describe(model.chain.names)}")
+    print(f"\nplan for {world_size} rank{'s' if world_size > 1 else ''} on this machine:")
+    print(plan.describe(model.chain.names))
     memory = max(prediction.memory.values())
     print(
         f"\npredicted: {human_seconds(prediction.seconds)} a step of {job.batch_size} samples "

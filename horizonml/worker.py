@@ -64,14 +64,14 @@ def _in_group(
     job: Job, identity: Identity, membership: Membership | None, fresh: bool, idle: int, say: Callable[[str], None]
 ) -> Outcome:
     store = membership.store if membership else None
-    group = Group(store, identity.rank, identity.world_size, job.rendezvous.step_timeout)
-    machines = group.gather_json([socket.gethostname(), available_cores(), memory_limit()])
-    names = [str(name) for name, _, _ in machines]
+    names = [member.host for member in membership.members] if membership else [socket.gethostname()]
+    group = Group(store, identity.rank, identity.world_size, job.rendezvous.step_timeout, names)
+    limits = group.gather_json([available_cores(), memory_limit()])
     hosts = [
         Host(
             tuple(rank for rank, other in enumerate(names) if other == name),
-            float(next(cores for other, cores, _ in machines if other == name)),
-            float(next(memory for other, _, memory in machines if other == name)) / names.count(name),
+            float(limits[names.index(name)][0]),
+            float(limits[names.index(name)][1]) / names.count(name),
         )
         for name in dict.fromkeys(names)
     ]

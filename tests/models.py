@@ -41,7 +41,13 @@ def normed(num_classes: int = 10) -> nn.Sequential:
 def dropping(num_classes: int = 10) -> nn.Sequential:
     """With dropout. Takes `[b, 1, 8, 8]`."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_classes)
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.Dropout(0.5),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, num_classes),
     )
 
 

@@ -7,9 +7,7 @@ that fails ends the others.
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from horizonml.cluster.network import listen
 from horizonml.errors import HorizonError, PeerLost
 
-_SERVICE_SECONDS = 60.0
 _GRACE_SECONDS = 5.0  # for the others, once a rank has failed
 _STOP_SECONDS = 60.0  # for all, once asked to stop
 PARENT = "HORIZONML_LAUNCHER"  # set for ranks that must not outlive the process that started them
@@ -81,7 +79,7 @@ class LocalCluster:
         env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), PARENT: str(os.getpid())}
         env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
         if self._world_size > 1:
-            env["HORIZONML_RENDEZVOUS"] = f"127.0.0.1:{self._start_service(env)}"
+            env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
         for rank in range(self._world_size):
             log = self._logs / f"rank-{rank}.log"
             file = log.open("wb")
@@ -96,20 +94,22 @@ class LocalCluster:
             )
             self._ranks.append(_Rank(rank, process, log))
 
-    def _start_service(self, env: dict[str, str]) -> int:
+    def _start_service(self, env: dict[str, str]) -> str:
+        """Start the rendezvous service on a socket that listens already, so that nobody need wait for it."""
         log = (self._logs / "rendezvous.log").open("wb")
         self._files.append(log)
-        command = [sys.executable, "-m", "horizonml", "rendezvous", "--port", "0", "--announce"]
-        self._service = subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
-        )
-        assert self._service.stdout is not None
-        ready, _, _ = select.select([self._service.stdout], [], [], _SERVICE_SECONDS)
-        line = self._service.stdout.readline() if ready else b""
-        try:
-            return int(json.loads(line)["port"])
-        except (ValueError, KeyError) as error:
-            raise RankFailed(f"the rendezvous service did not start; see {log.name}") from error
+        with listen("127.0.0.1", 0) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            self._service = subprocess.Popen(
+                [sys.executable, "-m", "horizonml", "rendezvous", "--inherited", str(listener.fileno())],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
+            )
+        return address
 
     def wait(self) -> None:
         """Wait until all ranks have ended. Raises RankFailed with the reason of the one that failed first."""
@@ -121,6 +121,9 @@ class LocalCluster:
                 if rank.ended is None and rank.process.poll() is not None:
                     rank.ended = now
             failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
+            if self._service is not None and self._service.poll() is not None:
+                said = (self._logs / "rendezvous.log").read_text(errors="replace").strip()
+                raise RankFailed(f"the rendezvous service ended with code {self._service.returncode}: {said[-1000:]}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
             if self.interrupted:
@@ -157,8 +160,6 @@ class LocalCluster:
         for process in processes:
             _signal(process, signal.SIGKILL)
             process.wait()
-        if self._service is not None and self._service.stdout is not None:
-            self._service.stdout.close()
         for file in self._files:
             file.close()
         for number, handler in self._before.items():

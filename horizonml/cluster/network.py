@@ -6,11 +6,27 @@ import socket
 
 import psutil
 
+from horizonml.errors import RendezvousError
+
 
 def split_address(address: str) -> tuple[str, int]:
     """ "host:port" or "[::1]:port" -> (host, port)."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket (port 0: any free one). Raises RendezvousError if the address cannot be had."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RendezvousError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+    return listener
 
 
 def route_to(host: str, port: int) -> tuple[str, str]:

@@ -41,21 +41,9 @@ _BEAT_WAITING, _BEAT_RUNNING = 0.5, 1.0
 class Service:
     """Holds the store and judges joins, until stopped."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """Listen on an address (port 0: any free one). Raises RendezvousError if it is taken."""
-        try:
-            family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            listener.listen(1024)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise RendezvousError(
-                f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
-            ) from error
-        self.port = int(listener.getsockname()[1])
-        # The store owns the socket from here on.
+    def __init__(self, listener: socket.socket) -> None:
+        """Serve on a listening socket, which the service takes over (see `listen`)."""
+        host, self.port = listener.getsockname()[:2]
         self._store = TCPStore(
             host, self.port, None, True, _STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
         )

@@ -81,9 +81,7 @@ def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
 class Split:
     """Training or held-out samples, addressed by indices from 0."""
 
-    def __init__(
-        self, source: Source, members: Tensor, info: DataInfo, mean: float, std: float, mirror: bool
-    ) -> None:
+    def __init__(self, source: Source, members: Tensor, info: DataInfo, mean: float, std: float, mirror: bool) -> None:
         self._source, self._members, self._info = source, members, info
         self._mean, self._std, self._mirror = mean, std, mirror
 

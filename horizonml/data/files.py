@@ -44,11 +44,11 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
         ) from error
     except ImportError as error:
         raise DataError(f"data: {name} needs a package that is not installed: {error}") from error
-    except Exception as error:  # noqa: BLE001  (torchvision's parsers fail on damaged files in any way, asserts included)
+    except Exception as error:  # torchvision fails on damaged files in any way, asserts included
         wish = "could not be downloaded" if download else "is missing or corrupt"
         raise DataError(
-            f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, or put the archive there "
-            "yourself and set data.folder and data.download: false"
+            f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
+            "or put the archive there yourself and set data.folder and data.download: false"
         ) from error
 
 

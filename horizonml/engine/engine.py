@@ -18,7 +18,7 @@ from torch.nn import functional
 from horizonml.engine.clock import Clock, Span
 from horizonml.engine.group import Group, TreeSum
 from horizonml.engine.link import Link
-from horizonml.engine.optim import build_optimizer
+from horizonml.engine.optim import Optimizer
 from horizonml.engine.reduce import Reducer
 from horizonml.engine.schedule import SCHEDULES, Action, evaluation
 from horizonml.errors import Diverged
@@ -109,7 +109,7 @@ class Engine:
         self.is_first = self.stage_number == 0
         self.is_last = self.stage_number == len(plan.stages) - 1
         self.module = model.stage(self._stage.start, self._stage.stop)
-        self.optimizer = build_optimizer(optimizer, self.module.parameters())
+        self.optimizer = Optimizer(optimizer, self.module)
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
         self._entry = entry
         self._inputs = Link(group, self.clock, entry, 0)
@@ -148,10 +148,7 @@ class Engine:
             )
         self.clock.switch("compute", "update")
         divergence = self._reducer.finish(weight)
-        if self.optimizer is not None:
-            for settings in self.optimizer.param_groups:
-                settings["lr"] = lr
-            self.optimizer.step()
+        self.optimizer.step(lr)
         self.clock.switch("transfer", "send")
         for link in self._links:
             link.flush()
@@ -185,16 +182,14 @@ class Engine:
         return Totals(totals.loss / totals.samples, totals.accuracy, totals.samples)
 
     def try_smallest(self, size: int) -> str | None:
-        """Whether a batch of `size` leaves this rank a single sample that its layers cannot train on; if so, why.
-
-        Tried on the meta device, which has shapes but computes nothing.
-        """
+        """Whether a batch of `size` leaves this rank a single sample that its layers cannot train on; if so, why."""
         if all(micro.rows != 1 for micro in self._cut(size)):
             return None
-        tensors = {key: value.detach().to("meta") for key, value in self.module.state_dict(keep_vars=True).items()}
-        sample = torch.empty(1, *self._entry.shape, dtype=self._entry.dtype, device="meta")
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        sample = torch.zeros(1, *self._entry.shape, dtype=self._entry.dtype)
         try:
-            torch.func.functional_call(self.module.train(), tensors, sample)
+            with torch.no_grad():
+                torch.func.functional_call(self.module.train(), buffers, sample)
         except ValueError as error:
             return str(error)
         return None
@@ -204,13 +199,9 @@ class Engine:
 
         The tensors are the engine's own, not copies. All members of a stage hold the same values.
         """
-        tensors = {
-            f"model/{name}": tensor.detach() for name, tensor in self.module.state_dict(keep_vars=True).items()
-        }
-        for name, parameter in self.module.named_parameters():
-            for key, value in (self.optimizer.state.get(parameter, {}) if self.optimizer else {}).items():
-                if value is not None:
-                    tensors[f"optimizer/{name}/{key}"] = value.detach()
+        tensors = {f"model/{name}": tensor.detach() for name, tensor in self.module.state_dict(keep_vars=True).items()}
+        for name, state in self.optimizer.state.items():
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
         return tensors
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
@@ -226,14 +217,12 @@ class Engine:
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {list(value.shape)}, the model wants {list(tensor.shape)}")
             tensor.detach().copy_(value)
-        if self.optimizer is None:
-            return
         self.optimizer.state.clear()
-        for name, parameter in self.module.named_parameters():
+        for name, _ in self.module.named_parameters():
             prefix = f"optimizer/{name}/"
             found = {key.removeprefix(prefix): read(key) for key in sorted(available) if key.startswith(prefix)}
             if found:
-                self.optimizer.state[parameter] = found
+                self.optimizer.state[name] = found
 
     def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
         vector = torch.tensor([loss, correct, samples, float(stop)], dtype=torch.float64)

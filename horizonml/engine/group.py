@@ -28,11 +28,14 @@ class Work(Protocol):
 class Group:
     """This rank's connections to all others. With a world size of 1 there are none."""
 
-    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self, store: Store | None, rank: int, world_size: int, timeout: float, hosts: Sequence[str] | None = None
+    ) -> None:
         """Connect to the other ranks through `store`, within `timeout` seconds. Raises PeerLost.
 
-        The network interface is the one named by GLOO_SOCKET_IFNAME.
+        The network interface is the one named by GLOO_SOCKET_IFNAME. `hosts[r]`, if known, is the machine of rank r.
         """
+        self._hosts = hosts
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
         self._world = self._connect("world", tuple(range(world_size)))
@@ -47,6 +50,10 @@ class Group:
             return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
         except RuntimeError as error:
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
+
+    def on_one_host(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks are known to share a machine."""
+        return self._hosts is not None and len({self._hosts[rank] for rank in ranks}) == 1
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
@@ -127,7 +134,7 @@ class TreeSum:
     """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
 
     gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the
-    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers on a slow link.
+    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers.
     The order of summation is fixed, so the result is the same bit for bit on every run and on every rank.
     """
 

@@ -21,7 +21,10 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.group import Group, TreeSum, Work
 
 BUCKET_BYTES = 25 << 20
-TREE_BYTES = 256 << 10
+# Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one
+# machine, where only the number of messages counts.
+TREE_BYTES = 128 << 10
+TREE_BYTES_ON_ONE_HOST = 4 << 20
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Reducer:
             self._buckets[-1] = _Bucket(last.parameters, extra)
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
         self._tree = None
-        if total <= TREE_BYTES:
+        if total <= (TREE_BYTES_ON_ONE_HOST if group.on_one_host(ranks) else TREE_BYTES):
             assert len(self._buckets) == 1
             self._tree = TreeSum(group, ranks, tag, self._buckets[0].flat)
             self.bytes_per_step = total * self._tree.messages

@@ -83,20 +83,20 @@ class Chain:
             start = point
 
     def _measure(self, sample_shape: tuple[int, ...]) -> list[Boundary]:
-        """Run every layer on the meta device; merge layers between which the batch is not the first dimension."""
+        """Run every layer on a few zeros; merge layers between which the batch is not the first dimension."""
         training = self._model.training
         self._model.eval()
         try:
-            shapes = [self._run_on_meta(batch, sample_shape) for batch in (2, 3)]
+            shapes = [self._run_on_zeros(batch, sample_shape) for batch in (1, 2)]
         finally:
             self._model.train(training)
         boundaries, segments, pending = [], [], []
         boundaries.append(Boundary(tuple(sample_shape), torch.float32))
-        for segment, two, three in zip(self._segments, *shapes, strict=True):
+        for segment, one, two in zip(self._segments, *shapes, strict=True):
             pending += segment
-            if _batch_first(two, three):
+            if _batch_first(one, two):
                 segments.append(pending)
-                boundaries.append(Boundary(tuple(two.shape[1:]), two.dtype))
+                boundaries.append(Boundary(tuple(one.shape[1:]), one.dtype))
                 pending = []
         if pending:
             raise ModelError(
@@ -105,15 +105,22 @@ class Chain:
         self._segments = segments
         return boundaries
 
-    def _run_on_meta(self, batch: int, sample_shape: tuple[int, ...]) -> list[Tensor]:
-        value = torch.empty(batch, *sample_shape, device="meta")
+    def _run_on_zeros(self, batch: int, sample_shape: tuple[int, ...]) -> list[Tensor]:
+        """The outputs of all layers. One layer's parameters are in memory at a time.
+
+        Not on the meta device: its Python kernels would load torch's compiler into every rank (70 MB).
+        """
+        value = torch.zeros(batch, *sample_shape)
         outputs = []
         for index in range(len(self)):
             layer = self.slice(index, index + 1)
-            tensors = {name: tensor.to("meta") for name, tensor in layer.state_dict(keep_vars=True).items()}
+            tensors = {
+                name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+                for name, tensor in layer.state_dict(keep_vars=True).items()
+            }
             try:
                 with torch.no_grad():
-                    value = torch.func.functional_call(layer, tensors, value)
+                    value = torch.func.functional_call(layer, tensors, (value,))
             except Exception as error:
                 where = self._segments[index][-1]
                 raise ModelError(
@@ -124,16 +131,16 @@ class Chain:
         return outputs
 
 
-def _batch_first(two: object, three: object) -> bool:
-    """Whether these outputs for batches of 2 and 3 differ in their first dimension and nowhere else."""
+def _batch_first(one: object, two: object) -> bool:
+    """Whether these outputs for batches of 1 and 2 differ in their first dimension and nowhere else."""
     return (
-        isinstance(two, Tensor)
-        and isinstance(three, Tensor)
-        and two.dim() > 0
-        and two.dtype == three.dtype
-        and two.dtype.is_floating_point
-        and (two.shape[0], three.shape[0]) == (2, 3)
-        and two.shape[1:] == three.shape[1:]
+        isinstance(one, Tensor)
+        and isinstance(two, Tensor)
+        and one.dim() > 0
+        and one.dtype == two.dtype
+        and one.dtype.is_floating_point
+        and (one.shape[0], two.shape[0]) == (1, 2)
+        and one.shape[1:] == two.shape[1:]
     )
 
 

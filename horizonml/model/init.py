@@ -60,6 +60,11 @@ class Tape(TorchDispatchMode):
         self._storages: dict[int, int] = {}
         self._alive: list[Tensor] = []  # a storage's address must not be given to another while we record
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; saying so keeps torch from importing its compiler (70 MB) to switch it off."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -98,9 +103,7 @@ class Tape(TorchDispatchMode):
         if address not in self._storages:
             self._storages[address] = len(self._storages)
             self._alive.append(tensor.detach())
-        return _View(
-            self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
-        )
+        return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def replay(self, target: Tensor, seed: int) -> Tensor:
         """A real tensor with the first value of `target`, a meta tensor of the recording."""

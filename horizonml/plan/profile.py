@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
+from horizonml.job import Sgd
 from horizonml.model.zoo import Model
 from horizonml.seeds import name_seed
 
@@ -136,10 +138,10 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
             if size != sizes[-1] and sum(best) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
                 break
         rows.append(times)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        layers.append((sum(p.nbytes for p in module.parameters()), _saved_bytes(module, boundary.shape, index > 0)))
-        if sum(p.nbytes for p in parameters) > largest:
-            largest, update = sum(p.nbytes for p in parameters), _update_seconds_per_byte(parameters)
+        size = sum(parameter.nbytes for parameter in module.parameters())
+        if size > largest:
+            largest, update = size, _update_seconds_per_byte(module)
+        layers.append((size, _saved_bytes(module, boundary.shape, index > 0)))
         del module
     # All layers must know the same sizes.
     known = min(len(times) for times in rows)
@@ -187,12 +189,12 @@ def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient
     return (sum(kept.values()) + int(left.nbytes)) // samples
 
 
-def _update_seconds_per_byte(parameters: list[torch.nn.Parameter]) -> float:
-    optimizer = torch.optim.SGD(parameters, lr=1e-9, momentum=0.9, fused=True)
-    optimizer.step()
+def _update_seconds_per_byte(module: torch.nn.Module) -> float:
+    """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
+    optimizer = Optimizer(Sgd(), module)
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(1 + _REPEATS):
         start = perf_counter()
-        optimizer.step()
+        optimizer.step(lr=1e-9)
         times.append(perf_counter() - start)
-    return min(times) / sum(parameter.nbytes for parameter in parameters)
+    return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())

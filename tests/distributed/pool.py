@@ -44,7 +44,9 @@ class Pool:
         assert not failures, "\n".join(failures)
         return [value for _, value in results]
 
-    def run_each(self, calls: list[tuple[Callable[..., Any], tuple[int, int], tuple[Any, ...]]]) -> list[tuple[bool, Any]]:
+    def run_each(
+        self, calls: list[tuple[Callable[..., Any], tuple[int, int], tuple[Any, ...]]]
+    ) -> list[tuple[bool, Any]]:
         """Different calls on different ranks; for each (True, result) or (False, traceback)."""
         self._runs += 1
         used = self._connections[: len(calls)]
@@ -79,5 +81,5 @@ def _serve(connection: Connection, port: int) -> None:
             return
         try:
             connection.send((True, function(*place, PrefixStore(name, store), *arguments)))
-        except BaseException:  # reported to the test, whatever it is
+        except BaseException:  # noqa: BLE001  (reported to the test, whatever it is)
             connection.send((False, traceback.format_exc()))

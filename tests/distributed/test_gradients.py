@@ -14,7 +14,7 @@ from torch.nn import functional
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.job import Adam, ModelSpec, Sgd
-from horizonml.model.zoo import Model, build
+from horizonml.model.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from tests.distributed.pool import Pool
 
@@ -156,7 +156,10 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
         optimizer.step()
         losses.append(float(total.detach() / batch.size))
         for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
-            rows = [sum(b - a for a, b in parts) for parts in zip(*map(spec.rows, plan.micro_sizes(batch.size, FULL)))]
+            rows = [
+                sum(b - a for a, b in parts)
+                for parts in zip(*map(spec.rows, plan.micro_sizes(batch.size, FULL)), strict=True)
+            ]
             for key, buffer in stage.named_buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(sum(values[key] * n / batch.size for values, n in zip(own, rows, strict=True)))
@@ -324,7 +327,3 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(pool: Pool)
     assert len({message for message, _ in results}) == 1
     assert results[0][0].startswith("step 1: the loss is nan")
     assert all(unchanged for _, unchanged in results)
-
-
-def model_for(case: Case) -> Model:
-    return build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)

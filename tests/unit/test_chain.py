@@ -66,7 +66,9 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
         if entered.grad is not None:
             gradient = entered.grad
     for key, parameter in original.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, gradients[key], rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,7 +138,10 @@ def test_models_that_cannot_be_chains_are_refused(
         (ModelSpec(name="tests.models:__doc__"), "is a str, not a function"),
         (ModelSpec(name="builtins:dict"), "returned a dict"),
         (ModelSpec(name="resnet18", options={"with": 3}), "cannot be built with options"),
-        (ModelSpec(name="resnet18", options={"num_classes": 7}), r"returns \[7\] values per sample, but the data has 10"),
+        (
+            ModelSpec(name="resnet18", options={"num_classes": 7}),
+            r"returns \[7\] values per sample, but the data has 10",
+        ),
         (ModelSpec(name="vit_b_16", options={"image_size": 33}), "cannot be built"),
     ],
 )

@@ -97,7 +97,7 @@ def test_ranks_must_see_the_same_data() -> None:
     one, other = DataInfo(2, (3, 8, 8), 10, 2), DataInfo(2, (3, 8, 8), 11, 2)
     spec = DataSpec(name="folder", folder="/data")
     assert agree([None, one, one], spec) == one
-    with pytest.raises(DataError, match="rank 1 sees classes 2.*train 11"):
+    with pytest.raises(DataError, match=r"rank 1 sees classes 2.*train 11"):
         agree([one, other], spec)
     with pytest.raises(DataError, match="not a directory on any rank"):
         agree([None, None], spec)
@@ -182,7 +182,9 @@ def test_cifar10_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
         sums[name] = hashlib.md5((base / name).read_bytes()).hexdigest()
 
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        write(name, {"data": numpy.full((10_000, 3072), 7, dtype=numpy.uint8), "labels": [i % 10 for i in range(10_000)]})
+        write(
+            name, {"data": numpy.full((10_000, 3072), 7, dtype=numpy.uint8), "labels": [i % 10 for i in range(10_000)]}
+        )
     write("batches.meta", {"label_names": list("abcdefghij")})
     for attribute in ("train_list", "test_list"):
         monkeypatch.setattr(cifar, attribute, [[name, sums[name]] for name, _ in getattr(cifar, attribute)])
@@ -223,7 +225,7 @@ def test_a_corrupt_archive_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_missing_data_without_download_names_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"missing or corrupt in {tmp_path}.*data.folder"):
+    with pytest.raises(DataError, match=rf"missing or corrupt in {tmp_path}.*data\.folder"):
         loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
 
 

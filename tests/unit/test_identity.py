@@ -15,7 +15,9 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "env"), SOURCES, ids=[f"{name}-{len(env)}-{i}" for i, (name, env) in enumerate(SOURCES)])
+@pytest.mark.parametrize(
+    ("source", "env"), SOURCES, ids=[f"{name}-{len(env)}-{i}" for i, (name, env) in enumerate(SOURCES)]
+)
 def test_each_source_gives_rank_and_world_size(source: str, env: dict[str, str]) -> None:
     found = identify({**env, "HOME": "/root"})
     assert found is not None
@@ -26,7 +28,10 @@ def test_each_source_gives_rank_and_world_size(source: str, env: dict[str, str])
 def test_the_first_source_wins(first: int) -> None:
     env: dict[str, str] = {}
     for name, other in reversed(SOURCES[first:]):
-        rank_of = {key: "1" if key not in ("WORLD_SIZE",) and "SIZE" not in key and "NTASKS" not in key else "9" for key in other}
+        rank_of = {
+            key: "1" if key not in ("WORLD_SIZE",) and "SIZE" not in key and "NTASKS" not in key else "9"
+            for key in other
+        }
         env.update(rank_of if name != SOURCES[first][0] else {})
     env.pop("HOSTNAME", None)
     env.update(SOURCES[first][1])
@@ -43,7 +48,12 @@ def test_a_pod_index_comes_before_the_host_name() -> None:
 
 @pytest.mark.parametrize(
     "env",
-    [{}, {"HOSTNAME": "worker-2"}, {"WORLD_SIZE": "5", "HOSTNAME": "laptop"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}],
+    [
+        {},
+        {"HOSTNAME": "worker-2"},
+        {"WORLD_SIZE": "5", "HOSTNAME": "laptop"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+    ],
 )
 def test_nothing_found_is_alone(env: dict[str, str]) -> None:
     assert identify(env) is None

@@ -15,7 +15,11 @@ ERRORS = [
     ("epochs: '5'", [], "epochs: '5' must be a valid integer"),
     ("parallel: {strategy: pipline}", [], "parallel.strategy: 'pipline' is not one of"),
     ("parallel: {strategy: pipline}", [], "did you mean 'pipeline'?"),
-    ("parallel: {stages: [{ranks: [0], share: [1]}]}", [], "parallel.stages.0.share: unknown key; did you mean 'shares'?"),
+    (
+        "parallel: {stages: [{ranks: [0], share: [1]}]}",
+        [],
+        "parallel.stages.0.share: unknown key; did you mean 'shares'?",
+    ),
     ("parallel: {stages: [{ranks: [0, 1], shares: [1]}]}", [], "shares: 1 shares for 2 ranks"),
     ("parallel: {stages: [{ranks: [0, 1], shares: [1, 0]}]}", [], "must all be above 0"),
     ("parallel: {stages: [{ranks: [0, 2]}]}", [], "ranks [0, 2] must be 0 to 1"),
@@ -62,7 +66,9 @@ def test_all_errors_are_told_at_once() -> None:
 
 def test_overrides_win_and_keep_their_types() -> None:
     job = parse(
-        "optimizer: {lr: 1e-3}", "job.yaml", ["parallel.strategy=pipeline", "parallel.workers=5", "optimizer.momentum=0.5"]
+        "optimizer: {lr: 1e-3}",
+        "job.yaml",
+        ["parallel.strategy=pipeline", "parallel.workers=5", "optimizer.momentum=0.5"],
     )
     assert (job.optimizer.lr, job.parallel.strategy, job.parallel.workers) == (0.001, "pipeline", 5)
     assert job.optimizer.model_dump()["momentum"] == 0.5
@@ -98,5 +104,7 @@ def test_the_schema_documents_every_field() -> None:
 def test_a_dumped_job_reads_back() -> None:
     import yaml
 
-    job = parse("parallel: {stages: [{ranks: [0], layers: [0, 1]}, {ranks: [1, 2], shares: [1, 3], layers: [2, 4]}]}", "j")
+    job = parse(
+        "parallel: {stages: [{ranks: [0], layers: [0, 1]}, {ranks: [1, 2], shares: [1, 3], layers: [2, 4]}]}", "j"
+    )
     assert parse(yaml.safe_dump(job.model_dump(exclude_none=True)), "again") == job

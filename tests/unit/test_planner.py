@@ -70,13 +70,16 @@ def test_uneven_shares_wait_for_the_slowest_member() -> None:
 def test_1f1b_needs_less_memory_than_gpipe() -> None:
     times = profile(0.001, 0.001, parameters=1000, saved=8)
     memory = {
-        name: predict(pipeline([1, 2], 10, name), times, 100, one_host(2, 2), FAST, 1).memory for name in ("gpipe", "1f1b")
+        name: predict(pipeline([1, 2], 10, name), times, 100, one_host(2, 2), FAST, 1).memory
+        for name in ("gpipe", "1f1b")
     }
     assert memory["gpipe"][0] == 3 * 1000 + 10 * 10 * 8
     assert memory["1f1b"] == {0: 3 * 1000 + 2 * 10 * 8, 1: 3 * 1000 + 1 * 10 * 8}
 
 
-@pytest.mark.parametrize("times", [[1, 2, 3, 4, 5, 6], [9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 9], [3, 1, 4, 1, 5, 9, 2, 6]])
+@pytest.mark.parametrize(
+    "times", [[1, 2, 3, 4, 5, 6], [9, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 9], [3, 1, 4, 1, 5, 9, 2, 6]]
+)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_cuts_are_as_good_as_the_best_of_all(times: list[int], stages: int) -> None:
     found = _balance(profile(*map(float, times)), 1, [1.0] * stages)
