@@ -1,0 +1,310 @@
+"""The loop: checkpoints, resuming with the same or another plan, determinism, stopping."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.checkpoint import Checkpoints, export, read_metadata
+from horizonml.data.datasets import describe, load
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.errors import CheckpointError
+from horizonml.job import Job
+from horizonml.jobfile import parse
+from horizonml.model.zoo import build
+from horizonml.plan.planner import fixed_plan
+from horizonml.signals import StopRequest
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.recorder import Recorder
+from horizonml.trainer import train
+from tests.distributed.pool import Pool
+
+LAYERS = {"plain": 10, "normed": 10}
+PIPELINE5 = [{"ranks": [rank], "layers": [2 * rank, 2 * rank + 1]} for rank in range(5)]
+HYBRID3 = [{"ranks": [0, 1], "shares": [3, 1], "layers": [0, 4]}, {"ranks": [2], "layers": [5, 9]}]
+
+
+def job(folder: Path, stages: list[dict[str, Any]] | None = None, workers: int = 1, **changes: Any) -> Job:
+    """200 digits, 3 epochs of 7 steps, the last of 8 samples."""
+    values: dict[str, Any] = {
+        "folder": str(folder),
+        "epochs": 3,
+        "batch_size": 32,
+        "model": {"name": "tests.models:plain"},
+        "data": {"name": "digits", "samples": 200},
+        "parallel": {"strategy": "ddp" if workers > 1 else "single", "workers": workers, "micro_batches": 2},
+        "checkpoint": {"every_steps": 5, "keep": 2},
+        "telemetry": {"timeline_every": 4, "divergence_every": 3},
+    }
+    if stages is not None:
+        values["parallel"] = {"stages": stages, "micro_batches": 4}
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    return parse(json.dumps(values), "job")
+
+
+class StopAfter(StopRequest):
+    """Wants to stop once it has been asked this often."""
+
+    def __init__(self, asked: int) -> None:
+        self._left = asked
+
+    @property
+    def wanted(self) -> bool:  # type: ignore[override]
+        self._left -= 1
+        return self._left < 0
+
+
+def run(
+    rank: int, world_size: int, store: Store, job: Job, stop_after: int | None = None, stopping_rank: int = 0
+) -> tuple[str, dict[str, Tensor], dict[str, Any] | None]:
+    """What a rank does after the rendezvous; its outcome, its state, and the metadata it resumed from."""
+    group = Group(store, rank, world_size, 30.0)
+    info = describe(job.data)
+    assert info is not None
+    model = build(job.model, job.seed, info.classes, info.shape)
+    engine = Engine(fixed_plan(job, len(model.chain), world_size), model, group, job.optimizer, job.batch_size)
+    data = load(job.data, info, Path("unused"), read=engine.is_first or engine.is_last)
+    hosts = ["here"] * world_size
+    compatible = {"model": job.model.name, "batch_size": job.batch_size}
+    checkpoints = Checkpoints(job.run_folder / "checkpoints", group, hosts, job.checkpoint.keep, compatible)
+    recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, job.telemetry.timeline_every)
+    try:
+        resumed = checkpoints.resume(engine)
+        stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
+        outcome = train(job, engine, data, checkpoints, recorder, resumed, stop)
+    finally:
+        recorder.close("done")
+        group.close()
+    return outcome, {key: value.clone() for key, value in engine.state().items()}, resumed
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def whole(results: list[tuple[str, dict[str, Tensor], Any]]) -> dict[str, Tensor]:
+    """The state of all stages together."""
+    return {key: value for _, state, _ in results for key, value in state.items()}
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    world_size: int
+    stages: list[dict[str, Any]] | None = None
+    model: str = "plain"
+
+    def job(self, folder: Path, **changes: Any) -> Job:
+        return job(folder, self.stages, self.world_size, model={"name": f"tests.models:{self.model}"}, **changes)
+
+
+KINDS = [
+    Kind("single", 1),
+    Kind("single, BatchNorm", 1, model="normed"),
+    Kind("ddp 2, BatchNorm", 2, model="normed"),
+    Kind("pipeline 5", 5, PIPELINE5),
+    Kind("hybrid 2+1, dropout", 3, [{"ranks": [0, 1], "layers": [0, 2]}, {"ranks": [2], "layers": [3, 6]}], "dropping"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, tmp_path: Path, kind: Kind) -> None:
+    straight = pool.run(kind.world_size, run, kind.job(tmp_path / "straight"))
+    assert {outcome for outcome, _, _ in straight} == {"complete"}
+
+    broken = kind.job(tmp_path / "broken")
+    first = pool.run(kind.world_size, run, broken, 9, kind.world_size - 1)  # in the middle of the second epoch
+    assert {outcome for outcome, _, _ in first} == {"stopped"}
+    second = pool.run(kind.world_size, run, broken)
+    assert {resumed["step"] for _, _, resumed in second} == {10}
+    for (outcome, state, _), (_, expected, _) in zip(second, straight, strict=True):
+        assert outcome == "complete"
+        assert equal(state, expected)
+
+    for rank in range(kind.world_size):
+        losses = [
+            {line["step"]: line["loss"] for line in read_lines(tmp_path / name / f"rank-{rank}.jsonl") if "loss" in line}
+            for name in ("straight", "broken")
+        ]
+        assert losses[0] == losses[1]
+
+    third = pool.run(kind.world_size, run, broken)
+    assert {outcome for outcome, _, _ in third} == {"already complete"}
+    assert equal(whole(third), whole(second))
+
+
+def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_path: Path) -> None:
+    five = pool.run(5, run, job(tmp_path, PIPELINE5), 6)
+    assert {outcome for outcome, _, _ in five} == {"stopped"}
+    state = whole(five)
+    exported = tmp_path / "model.pt"
+    export(tmp_path, exported)
+
+    # Nothing left to do at step 7: what is resumed is what was saved.
+    done = {"epochs": 1}
+    two = pool.run(2, run, job(tmp_path, workers=2, **done))
+    one = pool.run(1, run, job(tmp_path, **done))
+    for outcome, other, resumed in [*two, *one]:
+        assert (outcome, resumed["step"]) == ("already complete", 7)
+        assert equal(other, state)
+    weights = torch.load(exported, weights_only=True)
+    assert equal({f"model/{key}": value for key, value in weights.items()}, {k: v for k, v in state.items() if "model/" in k})
+
+    # And all go on to about the same place.
+    ends = []
+    for world_size, stages in ((1, None), (2, None), (3, HYBRID3), (5, PIPELINE5)):
+        import shutil
+
+        folder = tmp_path / f"on-{world_size}"
+        shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
+        results = pool.run(world_size, run, job(folder, stages, world_size))
+        assert {resumed["step"] for _, _, resumed in results} == {7}
+        ends.append(whole(results))
+    for end in ends[1:]:
+        for key, value in ends[0].items():
+            torch.testing.assert_close(end[key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpoints_are_kept_for_people_and_pruned(pool: Pool, tmp_path: Path) -> None:
+    pool.run(3, run, job(tmp_path, HYBRID3))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000020", "step-00000021"]
+    newest = tmp_path / "checkpoints" / "step-00000021"
+    assert sorted(p.name for p in newest.iterdir()) == ["checkpoint.json", "stage-0.safetensors", "stage-1.safetensors"]
+    metadata = json.loads((newest / "checkpoint.json").read_text())
+    assert (metadata["step"], metadata["complete"], metadata["metrics"]["epoch"]) == (21, True, 3)
+    assert metadata["metrics"]["held_out_accuracy"] > 0.1
+    assert metadata["plan"]["stages"][0]["shares"] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("truncated", "it has 100 bytes instead of"),
+        ("flipped", "does not match its SHA-256"),
+        ("empty", "it has 0 bytes"),
+        ("missing", "are missing"),
+        ("metadata", "checkpoint.json is missing or damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
+    pool: Pool, tmp_path: Path, damage: str, words: str
+) -> None:
+    straight = pool.run(2, run, job(tmp_path / "straight", workers=2))
+    broken = job(tmp_path / "broken", workers=2)
+    pool.run(2, run, broken, 11)
+    newest = tmp_path / "broken" / "checkpoints" / "step-00000012"
+    shard = newest / "stage-0.safetensors"
+    content = bytearray(shard.read_bytes())
+    if damage == "truncated":
+        shard.write_bytes(content[:100])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "empty":
+        shard.write_bytes(b"")
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (newest / "checkpoint.json").write_text("{")
+    results = pool.run(2, run, broken)
+    assert {resumed["step"] for _, _, resumed in results} == {10}
+    assert equal(whole(results), whole(straight))
+
+    # With no intact one left, nothing is silently started over.
+    for shard in (tmp_path / "broken" / "checkpoints").glob("*/stage-0.safetensors"):
+        shard.write_bytes(b"x" * 100)
+    ((ok, text), _) = pool.run_each([(run, (rank, 2), (broken,)) for rank in range(2)])
+    assert not ok
+    assert "no checkpoint can be resumed (--fresh starts over)" in text
+    assert "step-00000021" in text
+    with pytest.raises(CheckpointError, match="damaged"):
+        export(tmp_path / "broken", tmp_path / "model.pt")
+    if damage == "missing":
+        return
+    with pytest.raises(CheckpointError, match=words):
+        path = tmp_path / "one"
+        export(_with_damage(straight_folder=tmp_path / "straight", path=path, damage=damage), tmp_path / "model.pt")
+
+
+def _with_damage(straight_folder: Path, path: Path, damage: str) -> Path:
+    """A checkpoint of a good run, damaged in this way."""
+    import shutil
+
+    source = straight_folder / "checkpoints" / "step-00000021"
+    target = path / "checkpoints" / "step-00000021"
+    shutil.copytree(source, target)
+    shard = target / "stage-0.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes({"truncated": bytes(content[:100]), "flipped": bytes(content), "empty": b""}.get(damage, content))
+    if damage == "metadata":
+        (target / "checkpoint.json").write_text("[]")
+    return path
+
+
+def test_a_checkpoint_of_another_run_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, run, job(tmp_path), 3)
+    ((ok, text),) = pool.run_each([(run, (0, 1), (job(tmp_path, batch_size=16),))])
+    assert not ok
+    assert "belongs to another run: batch_size was 32, now it is 16" in text
+
+
+def test_leftovers_of_a_crash_are_cleaned_and_a_full_disk_keeps_the_old_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, run, job(tmp_path), 5)
+    folder = tmp_path / "checkpoints"
+    (folder / ".step-00000099").mkdir()
+    (folder / ".step-00000099" / "stage-0.safetensors").write_bytes(b"half")
+    results = pool.run(1, without_space, job(tmp_path))
+    assert results[0] == "complete"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000006"]
+    assert read_metadata(folder / "step-00000006")["step"] == 6
+
+
+def without_space(rank: int, world_size: int, store: Store, job: Job) -> str:
+    import horizonml.checkpoint
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    original = horizonml.checkpoint.save_file
+    horizonml.checkpoint.save_file = full
+    try:
+        return run(rank, world_size, store, job)[0]
+    finally:
+        horizonml.checkpoint.save_file = original
+
+
+def test_records_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:
+    pool.run(3, run, job(tmp_path, HYBRID3))
+    for rank in range(3):
+        lines = list(read_lines(tmp_path / f"rank-{rank}.jsonl"))
+        assert lines[0]["kind"] == "run"
+        assert lines[-1]["kind"] == "end"
+        steps = [line for line in lines if line["kind"] == "step"]
+        assert [line["step"] for line in steps] == list(range(1, 22))
+        assert [line["batch"] for line in steps[:7]] == [32] * 6 + [8]
+        for line in steps:
+            assert line["compute"] + line["transfer"] + line["wait"] == pytest.approx(line["wall"], rel=0.02)
+            assert line["rss_bytes"] > 50 << 20
+            assert 0 < line["cpu_seconds"]
+            assert (line["divergence"] is not None) == (rank != 2 and (line["step"] - 1) % 3 == 0)
+        samples = {0: 24, 1: 8, 2: 32}[rank]
+        assert steps[0]["samples"] == samples
+        evaluations = [line for line in lines if line["kind"] == "evaluation"]
+        assert [line["step"] for line in evaluations] == [7, 14, 21]
+        assert {line["samples"] for line in evaluations} == {359}
+        timelines = [line for line in lines if line["kind"] == "timeline"]
+        assert [line["step"] for line in timelines] == [4, 8, 12, 16, 20]
+        kinds = {(kind, what) for kind, what, *_ in timelines[0]["spans"]}
+        assert {("compute", "forward"), ("compute", "backward"), ("compute", "update")} <= kinds
