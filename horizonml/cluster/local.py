@@ -19,7 +19,7 @@ from types import FrameType
 from typing import IO, Any
 
 from horizonml.cluster.network import listen
-from horizonml.errors import HorizonError, PeerLost
+from horizonml.errors import HorizonError, JobError, PeerLost
 
 _GRACE_SECONDS = 5.0  # for the others, once a rank has failed
 _STOP_SECONDS = 60.0  # for all, once asked to stop
@@ -27,7 +27,11 @@ PARENT = "HORIZONML_LAUNCHER"  # set for ranks that must not outlive the process
 
 
 class RankFailed(HorizonError):
-    """A rank of a local run failed."""
+    """A rank of a local run failed; the exit code tells whether the job was wrong (2) or something else happened."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -132,7 +136,8 @@ class LocalCluster:
                     break
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
         if failed and not self.interrupted:
-            raise RankFailed(self._blame(failed).error())
+            rank = self._blame(failed)
+            raise RankFailed(rank.error(), JobError.exit_code if rank.process.returncode == JobError.exit_code else 1)
 
     def _blame(self, failed: list[_Rank]) -> _Rank:
         """The rank that failed by itself rather than for the loss of another."""

@@ -17,6 +17,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket (port 0: any free one). Raises RendezvousError if the address cannot be had."""
+    listener = None
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -24,6 +25,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(target)
         listener.listen(1024)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         reason = error.strerror or str(error)
         raise RendezvousError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener

@@ -133,7 +133,11 @@ def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, 
 
     for rank in range(kind.world_size):
         losses = [
-            {line["step"]: line["loss"] for line in read_lines(tmp_path / name / f"rank-{rank}.jsonl") if "loss" in line}
+            {
+                line["step"]: line["loss"]
+                for line in read_lines(tmp_path / name / f"rank-{rank}.jsonl")
+                if "loss" in line
+            }
             for name in ("straight", "broken")
         ]
         assert losses[0] == losses[1]
@@ -158,7 +162,9 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
         assert (outcome, resumed["step"]) == ("already complete", 7)
         assert equal(other, state)
     weights = torch.load(exported, weights_only=True)
-    assert equal({f"model/{key}": value for key, value in weights.items()}, {k: v for k, v in state.items() if "model/" in k})
+    assert equal(
+        {f"model/{key}": value for key, value in weights.items()}, {k: v for k, v in state.items() if "model/" in k}
+    )
 
     # And all go on to about the same place.
     ends = []

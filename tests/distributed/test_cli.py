@@ -1,0 +1,311 @@
+"""The command line as a user meets it: real processes, signals and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from horizonml.model.vision import import_torchvision
+
+JOB = """
+name: test
+epochs: 2
+batch_size: 32
+data: {name: digits, samples: 300}
+parallel: {strategy: ddp, workers: 3}
+"""
+ENDLESS = ["--set", "epochs=10000"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small job."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    return {**kept, "PYTHONPATH": str(Path.cwd()), **extra}
+
+
+def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "horizonml", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a command in the background; whatever it leaves behind is ended and fails the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **extra: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "horizonml", *arguments],
+            cwd=folder,
+            env=environment(HORIZONML_TEST=str(folder), **extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+    left = ours(folder)
+    for other in left:
+        other.kill()
+    assert not left
+
+
+def ours(folder: Path) -> list[psutil.Process]:
+    """The living processes that were started for this test."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HORIZONML_TEST") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def rank_process(folder: Path, rank: int) -> psutil.Process:
+    """The process of a rank."""
+    return next(process for process in ours(folder) if process.environ().get("RANK") == str(rank))
+
+
+def steps(folder: Path, rank: int = 0) -> int:
+    """How many steps a rank has recorded."""
+    path = folder / "runs" / "test" / f"rank-{rank}.jsonl"
+    return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+def test_training_here_ends_well_and_can_be_exported(folder: Path) -> None:
+    result = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=pipeline")
+    assert result.returncode == 0, result.stderr
+    assert "epoch 2/2: held-out loss" in result.stdout
+    assert "done: records and checkpoints are in runs/test" in result.stdout
+    assert result.stderr == ""
+    again = horizonml(folder, "train", "job.yaml", "--workers", "2")
+    assert again.returncode == 0
+    assert "trained to the end already" in again.stdout
+    fresh = horizonml(folder, "train", "job.yaml", "--fresh", "--set", "epochs=1", "--set", "parallel.strategy=hybrid")
+    assert fresh.returncode == 0, fresh.stderr
+    assert "epoch 1/1" in fresh.stdout
+    assert (folder / "runs" / "test.previous" / "checkpoints").is_dir()
+    exported = horizonml(folder, "export", "runs/test", "model.pt")
+    assert exported.returncode == 0
+    assert "held-out accuracy" in exported.stdout
+    assert "conv1a.weight" in torch.load(folder / "model.pt", weights_only=True)
+
+
+def test_an_exported_torchvision_model_loads_into_torchvision(folder: Path) -> None:
+    options = ["--set", "model.name=resnet18", "--set", "data.image_size=32", "--set", "data.samples=64"]
+    result = horizonml(
+        folder, "train", "job.yaml", "--set", "parallel.strategy=pipeline", "--set", "epochs=1", *options
+    )
+    assert result.returncode == 0, result.stderr
+    assert horizonml(folder, "export", "runs/test", "model.pt").returncode == 0
+    model = import_torchvision().models.resnet18(num_classes=10)
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    assert int(model.bn1.num_batches_tracked) > 0
+    assert bool(torch.isfinite(model.eval()(torch.randn(2, 3, 32, 32))).all())
+
+
+def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
+    folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start("train", "job.yaml", *ENDLESS)
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped as asked: a checkpoint is saved" in output
+    assert ours(folder) == []
+    (saved,) = sorted((folder / "runs" / "test" / "checkpoints").iterdir())[-1:]
+    step = json.loads((saved / "checkpoint.json").read_text())["step"]
+    again = start("train", "job.yaml", "--set", f"epochs={step // 10 + 2}")
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert f"resumed from step {step} of" in output
+
+
+def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("train", "job.yaml", *ENDLESS)
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    rank_process(folder, 2).kill()
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - killed < 15
+    assert process.returncode == 1
+    assert "error: rank 2 was killed by SIGKILL" in output
+    assert "Traceback" not in output
+
+
+def test_a_killed_launcher_leaves_no_process_behind(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start("train", "job.yaml", *ENDLESS)
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    assert len(ours(folder)) == 5  # the launcher, the service, three ranks
+    process.kill()
+    wait_for(lambda: ours(folder) == [], "the end of all ranks", 15)
+
+
+def test_a_rank_that_fails_by_itself_ends_all_with_its_reason(folder: Path) -> None:
+    result = horizonml(folder, "train", "job.yaml", "--set", "optimizer.lr=1e30")
+    assert result.returncode == 1
+    assert "the loss is" in result.stderr
+    assert "lower optimizer.lr" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "nothing.yaml"], 2, "nothing.yaml: No such file"),
+        (["train", "job.yaml", "--set", "epochs=x"], 2, "epochs: 'x' must be a valid integer"),
+        (["train", "job.yaml", "--set", "model.name=digits_cn"], 2, "did you mean 'digits_cnn'?"),
+        (["train", "job.yaml", "--set", "data.samples=5000"], 1, "digits has 1438 training samples"),
+        (["train", "job.yaml", "--set", "data.name=cifar10", "--set", "data.download=false"], 1, "cifar10 is missing"),
+        (["train", "job.yaml", "--set", "model.name=tests.models:two_outputs"], 1, "must return one tensor"),
+        (["train", "job.yaml", "--set", "data.samples=33", "--set", "model.name=resnet18"], 1, "with one sample"),
+        (["plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--workers", "18"], 2, "at most 17 stages"),
+        (["validate", "job.yaml", "--set", "sead=1"], 2, "sead: unknown key; did you mean 'seed'?"),
+        (["export", "nowhere", "model.pt"], 1, "no checkpoint in nowhere"),
+        (
+            ["train", "job.yaml", "-n", "1", "--set", "parallel.stages=[{ranks: [0], layers: [0, 3]}]"],
+            2,
+            "ends at layer 3",
+        ),
+    ],
+)
+def test_mistakes_are_explained_without_a_traceback(folder: Path, arguments: list[str], code: int, words: str) -> None:
+    result = horizonml(folder, *arguments, HORIZONML_CACHE=str(folder / "cache"))
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "0"}, "RANK is set (0) but WORLD_SIZE is not"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the job is for 3 ranks, but RANK says that the world size is 2"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "start `horizonml rendezvous`"),
+        ({"RANK": "0", "WORLD_SIZE": "3", "HORIZONML_RENDEZVOUS": "x"}, "'x' is not host:port"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_any_socket_opens(folder: Path, env: dict[str, str], words: str) -> None:
+    result = horizonml(folder, "train", "job.yaml", **env)
+    assert result.returncode == 2
+    assert words in result.stderr
+
+
+def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    service = start("rendezvous", "--port", "0")
+    assert service.stdout is not None
+    address = service.stdout.readline().split()[-1]
+    ranks = [
+        start("train", "job.yaml", RANK=str(rank), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=address) for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
+    assert "done: records" in outputs[0]
+    assert outputs[1:] == ["", ""]
+    service.terminate()
+    service.communicate(timeout=10)
+    assert service.returncode == 0
+
+
+def test_torchrun_starts_the_ranks(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    service = start("rendezvous", "--port", "0")
+    assert service.stdout is not None
+    address = service.stdout.readline().split()[-1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port", "0"]
+    result = subprocess.run(
+        [*torchrun, "-m", "horizonml", "train", "job.yaml"],
+        cwd=folder,
+        env=environment(HORIZONML_RENDEZVOUS=address),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "done: records" in result.stdout
+
+
+def test_a_rank_that_is_asked_to_end_makes_all_save_and_leave(
+    folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start("train", "job.yaml", *ENDLESS)
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    rank_process(folder, 1).terminate()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "stopped as asked" in output
+
+
+def test_ranks_stay_light(folder: Path) -> None:
+    """The compiler would cost every rank 70 MB and a second; --help must not load torch at all."""
+    code = (
+        "import sys; from horizonml.cli import app\ntry: app(ARGS)\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+    )
+    helped = subprocess.run(
+        [sys.executable, "-c", code.replace("ARGS", "['--help']")], capture_output=True, text=True, check=True
+    )
+    assert "'torch'" not in helped.stdout.splitlines()[-1]
+    arguments = "['train', 'job.yaml', '--workers', '1', '--set', 'parallel.strategy=single']"
+    trained = subprocess.run(
+        [sys.executable, "-c", code.replace("ARGS", arguments)],
+        cwd=folder,
+        env=environment(RANK="0", WORLD_SIZE="1"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = trained.stdout.splitlines()[-1]
+    assert "'torch'" in loaded
+    for heavy in ("torch._dynamo", "torch._inductor", "torchvision", "matplotlib", "sympy"):
+        assert f"'{heavy}'" not in loaded
+
+
+def test_the_plan_is_shown_for_people_and_for_programs(folder: Path) -> None:
+    shown = horizonml(folder, "plan", "job.yaml", "--set", "parallel.strategy=pipeline")
+    assert shown.returncode == 0, shown.stderr
+    assert "stage 2: rank 2: layers" in shown.stdout
+    assert "predicted:" in shown.stdout
+    answer = json.loads(horizonml(folder, "plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--json").stdout)
+    assert len(answer["plan"]["stages"]) == 3
+    assert len(answer["profile"]["layers"]) == 17
+
+
+def test_validate_and_schema(folder: Path) -> None:
+    shown = horizonml(folder, "validate", "job.yaml", "--set", "optimizer.lr=1e-2")
+    assert shown.returncode == 0
+    assert "lr: 0.01" in shown.stdout
+    schema = json.loads(horizonml(folder, "schema").stdout)
+    assert schema["properties"]["epochs"]["type"] == "integer"

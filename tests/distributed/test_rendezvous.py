@@ -1,0 +1,206 @@
+"""The rendezvous with a real service, real ranks and real mistakes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.distributed import Store
+
+from horizonml.cluster.identity import Identity
+from horizonml.cluster.network import interface_of, listen, route_to, split_address
+from horizonml.cluster.rendezvous import Service, meet
+from horizonml.engine.group import Group
+from horizonml.errors import PeerLost, RendezvousError
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture
+def service() -> Iterator[int]:
+    """The port of a service that runs in this process."""
+    serving, stop = Service(listen("127.0.0.1", 0)), threading.Event()
+    thread = threading.Thread(target=serving.run, args=(stop,))
+    thread.start()
+    yield serving.port
+    stop.set()
+    thread.join()
+
+
+def join(
+    rank: int,
+    world_size: int,
+    store: Store,
+    port: int,
+    me: int | None = None,
+    size: int | None = None,
+    digest: str = "d1",
+    timeout: float = 20.0,
+    delay: float = 0.0,
+) -> dict[str, Any]:
+    """Meet the others and exchange something over gloo; or the error, and the seconds it took."""
+    time.sleep(delay)
+    identity = Identity(rank if me is None else me, world_size if size is None else size, "test")
+    started, said = time.monotonic(), []
+    try:
+        membership = meet(identity, "digits", digest, ("127.0.0.1", port), timeout, said.append)
+    except RendezvousError as error:
+        return {"error": str(error), "seconds": time.monotonic() - started, "said": said}
+    group = Group(membership.store, identity.rank, identity.world_size, 20.0)
+    ranks = group.gather_json(identity.rank)
+    group.close()
+    membership.leave("done")
+    return {"ranks": ranks, "generation": membership.generation, "interface": os.environ["GLOO_SOCKET_IFNAME"]}
+
+
+def test_ranks_meet_and_meet_again_in_the_next_generation(pool: Pool, service: int) -> None:
+    for generation in (1, 2, 3):
+        for result in pool.run(4, join, service):
+            assert result == {"ranks": [0, 1, 2, 3], "generation": generation, "interface": "lo"}
+
+
+def refused(pool: Pool, calls: list[dict[str, Any]], world_size: int, port: int, words: list[str]) -> None:
+    """Every rank must be told within 5 s, with these words."""
+    results = pool.run_each(
+        [
+            (join, (number, world_size), (port, call.get("me"), call.get("size"), call.get("digest", "d1"), 20.0))
+            for number, call in enumerate(calls)
+        ]
+    )
+    for ok, result in results:
+        assert ok, result
+        assert "error" in result, result
+        assert result["seconds"] < 5
+        for word in words:
+            assert word in result["error"]
+
+
+def test_a_duplicate_rank_is_refused_on_every_rank(pool: Pool, service: int) -> None:
+    refused(pool, [{}, {}, {"me": 1}], 3, service, ["rank 1 is there twice", "process "])
+
+
+def test_a_wrong_world_size_is_refused_on_every_rank(pool: Pool, service: int) -> None:
+    refused(pool, [{}, {}, {"size": 4}], 3, service, ["world size 3", "world size 4", "rank 2"])
+
+
+def test_another_job_is_refused_on_every_rank(pool: Pool, service: int) -> None:
+    refused(pool, [{}, {"digest": "d2"}, {}, {}], 4, service, ["job digest d1", "job digest d2", "rank 1"])
+
+
+def test_after_a_refusal_the_right_ranks_can_meet(pool: Pool, service: int) -> None:
+    refused(pool, [{}, {"digest": "d2"}], 2, service, ["rank 1"])
+    time.sleep(5.5)  # until then latecomers of the refused group are told so
+    assert [result["ranks"] for result in pool.run(2, join, service)] == [[0, 1], [0, 1]]
+
+
+def test_missing_ranks_are_named_at_the_deadline(pool: Pool, service: int) -> None:
+    calls = [(join, (rank, 4), (service, None, None, "d1", 3.0)) for rank in (0, 2)]
+    for _, result in pool.run_each(calls):
+        assert "gave up after 3 s" in result["error"]
+        assert "waiting for rank 1, 3 to join" in result["error"]
+        assert 2.5 < result["seconds"] < 8
+
+
+def test_no_service_is_a_clear_error_at_the_deadline(pool: Pool) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    (result,) = pool.run(1, join, port, None, 2, "d1", 2.0)
+    assert f"no rendezvous service at 127.0.0.1:{port} within 2 s" in result["error"]
+    assert "connection refused" in result["error"]
+    assert result["seconds"] < 4
+
+
+def test_a_name_that_does_not_resolve_is_told() -> None:
+    with pytest.raises(RendezvousError, match=r"the name no-such-host\.invalid does not resolve"):
+        meet(Identity(0, 2, "test"), "digits", "d1", ("no-such-host.invalid", 29400), 1.0, print)
+
+
+def test_a_mute_listener_does_not_hang_a_rank(pool: Pool) -> None:
+    """PyTorch's own client would wait for ever."""
+    with listen("127.0.0.1", 0) as mute:
+        (result,) = pool.run(1, join, mute.getsockname()[1], None, 2, "d1", 3.0)
+    assert "accepts connections but does not answer" in result["error"]
+    assert result["seconds"] < 5
+
+
+def test_a_service_that_comes_late_is_waited_for(pool: Pool) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    stop = threading.Event()
+
+    def serve_later() -> None:
+        time.sleep(1.5)
+        Service(listen("127.0.0.1", port)).run(stop)
+
+    thread = threading.Thread(target=serve_later)
+    thread.start()
+    try:
+        assert [result["ranks"] for result in pool.run(2, join, port)] == [[0, 1], [0, 1]]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_rubbish_on_the_store_is_harmless(pool: Pool, service: int) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", service, None, False, wait_for_workers=False)
+    for value in ("{", "[]", '{"rank": 1}', '{"leave": "x"}'):
+        number = store.add("events", 1)
+        store.set(f"event/{number}", value)
+    with socket.create_connection(("127.0.0.1", service)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
+    assert [result["ranks"] for result in pool.run(2, join, service)] == [[0, 1], [0, 1]]
+
+
+def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
+    """Rank 1 stops without a word; the others must learn its name."""
+    membership = meet(Identity(rank, world_size, "test"), "digits", "d1", ("127.0.0.1", port), 20.0, print)
+    group = Group(membership.store, rank, world_size, 5.0)
+    try:
+        if rank == 1:
+            membership._stop.set()  # its heart stops
+            return "gone"
+        group.gather_json(None)
+    except PeerLost as error:
+        named = membership.name_lost(error)
+        membership.leave(f"lost a peer: {named}")
+        return str(named)
+    finally:
+        group.close()
+    return "nothing happened"
+
+
+def test_a_lost_peer_is_named(pool: Pool, service: int) -> None:
+    messages = pool.run(3, lose_a_peer, service)
+    for message in (messages[0], messages[2]):
+        assert "rank 1 on " in message
+        assert "gives no sign of life" in message
+
+
+def test_a_taken_port_is_a_clear_error() -> None:
+    with (
+        listen("127.0.0.1", 0) as taken,
+        pytest.raises(RendezvousError, match="in use; choose another --host or --port"),
+    ):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_the_route_leads_to_the_interface_of_the_service() -> None:
+    assert route_to("127.0.0.1", 29400) == ("127.0.0.1", "lo")
+    own = socket.gethostbyname(socket.gethostname())
+    if not own.startswith("127."):
+        assert route_to(own, 29400) == (own, interface_of(own))
+        assert interface_of(own) != "lo"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("host:29400", ("host", 29400)), ("10.0.0.1:1", ("10.0.0.1", 1)), ("[fe80::1]:2", ("fe80::1", 2))],
+)
+def test_addresses_are_split(text: str, expected: tuple[str, int]) -> None:
+    assert split_address(text) == expected
