@@ -27,6 +27,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure and compare ways of training.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML); see jobs/ for ready ones.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -163,6 +166,50 @@ def export(
         f"wrote {output} (step {metadata['step']}"
         + (f", held-out accuracy {accuracy:.2%})" if accuracy is not None else ")")
     )
+
+
+@bench.command()
+def compare(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="World size of the parallel runs.")] = 5,
+    strategies: Annotated[
+        str, typer.Option(help="Which ways of training to compare, separated by commas.")
+    ] = "single,ddp,pipeline,hybrid",
+    out: Annotated[Path, typer.Option(help="Folder for records, tables and pictures.")] = Path("runs/compare"),
+) -> None:
+    """Train a job in several ways on this machine, on the same samples and updates, and compare them."""
+    from typing import get_args
+
+    from horizonml.bench.compare import COLUMNS
+    from horizonml.bench.compare import compare as compare_strategies
+    from horizonml.errors import JobError
+    from horizonml.job import Strategy
+    from horizonml.text import nearest
+
+    job, chosen = _load(job_file, overrides, None), [name.strip() for name in strategies.split(",") if name.strip()]
+    for name in chosen:
+        if name not in get_args(Strategy):
+            known = get_args(Strategy)
+            raise JobError(f"--strategies: {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
+    comparison = compare_strategies(job, chosen, workers, out, lambda text: print(text, flush=True))  # type: ignore[arg-type]
+    if comparison is None:
+        raise typer.Exit(130)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{job.model.name} on {job.data.name}, batch size {job.batch_size}, {job.epochs} epochs")
+    table.add_column("")
+    for summary in comparison.summaries:
+        table.add_column(summary.name, justify="right")
+    for title, column in COLUMNS.items():
+        if title:
+            table.add_row(title, *(column(summary) for summary in comparison.summaries))
+    print()
+    Console().print(table)
+    print("\ncompute, transfer and wait are shares of all ranks' time; accuracy and loss are on held-out data.\n")
+    for path in comparison.files:
+        print(path)
 
 
 def _load(path: Path, overrides: list[str] | None, workers: int | None) -> Job:

@@ -76,12 +76,14 @@ def train(
             started = time.perf_counter()
             totals = engine.evaluate(held_out_batches(job, data))
             recorder.evaluation(totals, done, epoch + 1, time.perf_counter() - started)
+            recorder.skip()
             history = {"epoch": epoch + 1, "held_out_loss": totals.loss, "held_out_accuracy": totals.accuracy}
         stopping = step.totals.stop and done < total
         if checkpoints is not None and (done % every == 0 or done == total or stopping):
-            engine.clock.pause()
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
             checkpoints.save(engine, done, {"job": job.model_dump(), **details})
+            engine.clock.pause()
+            recorder.skip()
         if stopping:
             return "stopped"
     return "complete"

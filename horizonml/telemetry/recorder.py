@@ -60,7 +60,10 @@ class Recorder:
         record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.accuracy, totals.samples)
         self._lines.write(record.to_json())
         self._display.evaluation(record)
-        self._cpu = cpu_seconds()  # evaluating is not part of the next step
+
+    def skip(self) -> None:
+        """What happened since the last step (an evaluation, a checkpoint) belongs to no step."""
+        self._cpu = cpu_seconds()
 
     def close(self, outcome: str) -> None:
         """End the file with how the run ended."""

@@ -238,9 +238,9 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
         export(tmp_path / "broken", tmp_path / "model.pt")
     if damage == "missing":
         return
+    damaged = _with_damage(straight_folder=tmp_path / "straight", path=tmp_path / "one", damage=damage)
     with pytest.raises(CheckpointError, match=words):
-        path = tmp_path / "one"
-        export(_with_damage(straight_folder=tmp_path / "straight", path=path, damage=damage), tmp_path / "model.pt")
+        export(damaged, tmp_path / "model.pt")
 
 
 def _with_damage(straight_folder: Path, path: Path, damage: str) -> Path:
@@ -303,7 +303,7 @@ def test_records_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:
         for line in steps:
             assert line["compute"] + line["transfer"] + line["wait"] == pytest.approx(line["wall"], rel=0.02)
             assert line["rss_bytes"] > 50 << 20
-            assert 0 < line["cpu_seconds"]
+            assert line["cpu_seconds"] > 0
             assert (line["divergence"] is not None) == (rank != 2 and (line["step"] - 1) % 3 == 0)
         samples = {0: 24, 1: 8, 2: 32}[rank]
         assert steps[0]["samples"] == samples
