@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -30,7 +30,7 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"kind": "step", **asdict(self)}
+        return {"kind": "step", **vars(self)}
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,4 @@ class EvaluationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"kind": "evaluation", **asdict(self)}
+        return {"kind": "evaluation", **vars(self)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from pathlib import Path
 
 import psutil
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_STATM = Path("/proc/self/statm")
 
 
 def cpu_seconds() -> float:
@@ -19,7 +18,16 @@ def cpu_seconds() -> float:
 
 def rss_bytes() -> int:
     """Resident memory of this process."""
-    try:
-        return int(_STATM.read_text().split()[1]) * _PAGE
-    except OSError:  # not Linux
+    statm = _open_statm()
+    if statm is None:
         return int(psutil.Process().memory_info().rss)
+    return int(os.pread(statm, 128, 0).split()[1]) * _PAGE
+
+
+@functools.cache
+def _open_statm() -> int | None:
+    """The kernel's account of this process, kept open because it is read after every step; None if not on Linux."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY)
+    except OSError:
+        return None
