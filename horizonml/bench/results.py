@@ -98,7 +98,7 @@ def summarise(run: Run) -> Summary:
     return Summary(
         name=run.name,
         ranks=len(run.ranks),
-        plan=" + ".join(str(len(stage["ranks"])) for stage in plan["stages"]),
+        plan="+".join(str(len(stage["ranks"])) for stage in plan["stages"]),
         micro_batches=plan["micro_batches"],
         updates=len(lead.steps),
         samples=sum(step["batch"] for step in lead.steps),

@@ -52,12 +52,15 @@ class _Window:
     def add(self, record: StepRecord) -> None:
         self._records = [*self._records[1 - _WINDOW :], record]
 
-    def words(self) -> str:
+    def words(self, short: bool = False) -> str:
         wall = sum(record.wall for record in self._records)
         parts = {
             name: sum(getattr(record, name) for record in self._records) / wall
             for name in ("compute", "transfer", "wait")
         }
+        if short:
+            split = "/".join(f"{100 * part:.0f}" for part in parts.values())
+            return f"{sum(record.batch for record in self._records) / wall:,.0f}/s, {split}%"
         split = " ".join(f"{name} {part:.0%}" for name, part in parts.items())
         return f"{sum(record.batch for record in self._records) / wall:,.0f} samples/s | {split}"
 
@@ -97,14 +100,15 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with the current loss, accuracy, speed and time split."""
+    """A progress bar with the current loss, accuracy, speed and time split (compute/transfer/wait)."""
 
     def __init__(self, epochs: int, steps: int, done: int) -> None:
         self._epochs, self._window = epochs, _Window()
         self._console = Console()
+        self._wide = self._console.width >= 120
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/" + str(epochs)),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if self._wide else 8),
             TextColumn("{task.percentage:>3.0f}%"),
             TextColumn("{task.fields[words]}"),
             TimeRemainingColumn(compact=True),
@@ -119,7 +123,7 @@ class Bar:
 
     def step(self, record: StepRecord) -> None:
         self._window.add(record)
-        words = f"loss {record.loss:.4f} acc {record.accuracy:.1%} | {self._window.words()}"
+        words = f"loss {record.loss:.4f} acc {record.accuracy:.1%} {self._window.words(short=not self._wide)}"
         self._progress.update(self._task, completed=record.step, epoch=record.epoch, words=words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
