@@ -144,9 +144,8 @@ def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
-    """The data for this rank; ranks between the first and the last stage read none."""
-    wanted = engine.is_first or engine.is_last
-    return load(job.data, info, cache_folder() / "data", read=wanted)
+    """The data for this rank: images for the first stage, labels for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", images=engine.is_first, labels=engine.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:

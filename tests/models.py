@@ -30,6 +30,12 @@ def wide(num_classes: int = 10) -> nn.Sequential:
     )
 
 
+def heavy(num_classes: int = 10) -> nn.Sequential:
+    """1.3 GB of parameters, 64 MB a layer. Takes `[b, 1, 8, 8]`."""
+    body = [nn.Linear(4096, 4096, bias=False) for _ in range(20)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4096), *body, nn.Linear(4096, num_classes))
+
+
 def normed(num_classes: int = 10) -> nn.Sequential:
     """With BatchNorm. Takes `[b, 1, 8, 8]`."""
     layers: list[nn.Module] = []

@@ -129,16 +129,17 @@ class Data:
     held_out: Split
 
 
-def load(spec: DataSpec, info: DataInfo, cache: Path, read: bool = True) -> Data:
-    """Read the data set that `info` describes; downloads go to `cache`. Raises DataError.
+def load(spec: DataSpec, info: DataInfo, cache: Path, images: bool = True, labels: bool = True) -> Data:
+    """Read what is wanted of the data set that `info` describes; downloads go to `cache`. Raises DataError.
 
-    With `read` false nothing is read: the splits must then not be asked for images or labels.
+    The splits must not be asked for images without `images`, nor for labels without `labels`: those are not kept in
+    memory. Without either nothing is read.
     """
     _, _, _, _, mean, std = _KNOWN.get(spec.name, (0, (0, 0, 0), 0, 0, 0.0, 1.0))
     train: Source
     test: Source
-    if not read:
-        train = test = ArraySource(torch.empty(0), torch.empty(0))
+    if not images and not labels:
+        train = test = ArraySource(None, None)
         train_members = test_members = torch.empty(0, dtype=torch.int64)
     elif spec.name == "synthetic":
         train = test = _synthetic(info)
@@ -160,6 +161,9 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, read: bool = True) -> Data
         train = load_torchvision(spec.name, folder, train=True, download=spec.download)
         test = load_torchvision(spec.name, folder, train=False, download=spec.download)
         train_members, test_members = _subset(len(train), info.train), torch.arange(info.held_out)
+    for source in (train, test):
+        if isinstance(source, ArraySource):
+            source.keep(images, labels)
     mirror = spec.name in _MIRROR
     return Data(
         info,

@@ -22,15 +22,23 @@ class Source(Protocol):
 class ArraySource:
     """A data set in memory. With `wrap`, indices beyond its end start over."""
 
-    def __init__(self, images: Tensor, labels: Tensor, wrap: bool = False) -> None:
-        assert len(images) == len(labels)
+    def __init__(self, images: Tensor | None, labels: Tensor | None, wrap: bool = False) -> None:
+        assert images is None or labels is None or len(images) == len(labels)
         self._images, self._labels, self._wrap = images, labels, wrap
+        self._length = len(images) if images is not None else 0
+
+    def keep(self, images: bool, labels: bool) -> None:
+        """Let go of what is not wanted."""
+        self._images = self._images if images else None
+        self._labels = self._labels if labels else None
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return self._length
 
     def images(self, indices: Tensor) -> Tensor:
+        assert self._images is not None, "this rank has no images"
         return self._images[indices % len(self) if self._wrap else indices]
 
     def labels(self, indices: Tensor) -> Tensor:
+        assert self._labels is not None, "this rank has no labels"
         return self._labels[indices % len(self) if self._wrap else indices]

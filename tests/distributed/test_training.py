@@ -73,7 +73,7 @@ def run(
     assert info is not None
     model = build(job.model, job.seed, info.classes, info.shape)
     engine = Engine(fixed_plan(job, len(model.chain), world_size), model, group, job.optimizer, job.batch_size)
-    data = load(job.data, info, Path("unused"), read=engine.is_first or engine.is_last)
+    data = load(job.data, info, Path("unused"), images=engine.is_first, labels=engine.is_last)
     hosts = ["here"] * world_size
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, hosts, job.checkpoint.keep, compatible)

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -202,6 +204,28 @@ def test_a_stage_holds_its_own_layers_only() -> None:
     rest = [p for index in range(4, len(model.chain)) for p in model.chain.slice(index, index + 1).parameters()]
     assert {p.device.type for p in rest} == {"meta"}
     assert all(value.device.type == "cpu" for value in stage.state_dict().values())
+
+
+HEAVY = """
+import resource
+from torch import nn
+from horizonml.job import ModelSpec
+from horizonml.model.zoo import build
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+build(ModelSpec(), 0, 10, (1, 8, 8)).stage(0, 3)
+before = peak()
+model = build(ModelSpec(name="tests.models:heavy"), 0, 10, (1, 8, 8))
+stage = model.stage(2, 4)
+print(peak() - before, sum(p.nbytes for p in stage.parameters()) >> 20)
+"""
+
+
+def test_a_model_larger_than_the_memory_can_be_started() -> None:
+    """A model of 1.3 GB: a rank that holds 128 MB of it never needs much more."""
+    result = subprocess.run([sys.executable, "-c", HEAVY], capture_output=True, text=True, check=True)
+    grown, own = map(int, result.stdout.split())
+    assert own == 128
+    assert grown < 2 * own + 64
 
 
 def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,6 +43,19 @@ def test_training_and_held_out_samples_do_not_overlap(tmp_path: Path) -> None:
     assert sorted(members) == list(range(1797))
 
 
+def test_a_rank_keeps_only_what_its_stage_needs(tmp_path: Path) -> None:
+    for images, labels in ((True, False), (False, True), (False, False)):
+        info = describe(DataSpec())
+        assert info is not None
+        data = load(DataSpec(), info, tmp_path, images=images, labels=labels)
+        for wanted, read in ((images, data.train.images), (labels, data.held_out.labels)):
+            if wanted:
+                assert len(read(torch.arange(3))) == 3
+            else:
+                with pytest.raises((AssertionError, IndexError)):
+                    read(torch.arange(3))
+
+
 def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
     data = loaded(DataSpec(samples=100, image_size=12), tmp_path, channels=3)
     assert data.info == DataInfo(10, (3, 12, 12), 100, 359)
