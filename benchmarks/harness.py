@@ -19,8 +19,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from horizonml.cluster.device import available_cores
+from horizonml.engine.measure import device_name
 from horizonml.plan.plan import Plan, Stage
-from horizonml.plan.profile import device_name
 
 
 @dataclass

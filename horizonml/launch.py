@@ -107,15 +107,14 @@ def show_plan(job: Job, as_json: bool) -> None:
     """Print the layers of a job's model, their times here, and the plan for this machine. Raises HorizonError."""
     import torch
 
+    from horizonml.agreement import describe_together, optimizer_copies, profile_key
     from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
     from horizonml.engine.group import Group
+    from horizonml.engine.measure import cached_profile
     from horizonml.engine.memory import keep_freed_memory
-    from horizonml.plan.make import optimizer_copies, profile_key
     from horizonml.plan.planner import choose, fixed_plan, needs_profile
-    from horizonml.plan.profile import cached_profile
     from horizonml.plan.simulate import Host, Network, predict
     from horizonml.text import human_bytes, human_seconds
-    from horizonml.worker import describe_together
 
     keep_freed_memory()
     world_size, cores = job.parallel.world_size(), available_cores()

@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from horizonml import __version__
+from horizonml.agreement import describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
 from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.rendezvous import Membership, meet
-from horizonml.data.datasets import Data, DataInfo, agree, describe, load
+from horizonml.data.datasets import Data, DataInfo, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
-from horizonml.errors import DataError, HorizonError, PeerLost
+from horizonml.errors import DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
-from horizonml.model.zoo import Model, build, channels_of
-from horizonml.plan.make import make_plan
 from horizonml.plan.simulate import Host
 from horizonml.signals import stop_on_signal
 from horizonml.telemetry.progress import display_for
@@ -120,27 +119,6 @@ def _in_group(
     finally:
         recorder.close(outcome)
         group.close()
-
-
-def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
-    """The data as all ranks see it, and the model for it."""
-    found: list[DataInfo | None] = []
-    info: dict[str, Any] | None = None
-    problem = None
-    try:
-        described = describe(job.data)
-        if described is not None:
-            channels = channels_of(job.model, described.shape[0])
-            described = describe(job.data, channels)
-        info = vars(described) if described is not None else None
-    except HorizonError as error:
-        problem = str(error)
-    for rank, (value, trouble) in enumerate(group.gather_json([info, problem])):
-        if trouble is not None:
-            raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
-        found.append(None if value is None else DataInfo(**{**value, "shape": tuple(value["shape"])}))
-    agreed = agree(found, job.data)
-    return agreed, build(job.model, job.seed, agreed.classes, agreed.shape)
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:

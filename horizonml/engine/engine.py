@@ -20,11 +20,11 @@ from horizonml.engine.group import Group, TreeSum
 from horizonml.engine.link import Link
 from horizonml.engine.optim import Optimizer
 from horizonml.engine.reduce import Reducer
-from horizonml.engine.schedule import SCHEDULES, Action, evaluation
 from horizonml.errors import Diverged
 from horizonml.job import Adam, Sgd
 from horizonml.model.zoo import Model
 from horizonml.plan.plan import Plan, Route, routes
+from horizonml.plan.schedule import SCHEDULES, Action, evaluation
 from horizonml.seeds import name_seed
 
 _POSTED_AHEAD = 2

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from horizonml.engine.schedule import SCHEDULES, Action, in_flight
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
+from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 import pytest
 
-from horizonml.engine.schedule import SCHEDULES, Action, in_flight
+from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 
 SHAPES = [(stages, micros) for stages in (1, 2, 3, 5) for micros in (1, 2, 5, 8)]
 

@@ -1,4 +1,7 @@
-"""Makes the plan of a job together with the other ranks: rank 0 measures and decides, all follow."""
+"""What the ranks of a group agree on before they train: what the data looks like, and the plan.
+
+For the plan rank 0 measures and decides, and all follow.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,39 @@ from typing import Any
 
 import torch
 
-from horizonml.data.datasets import DataInfo
+from horizonml.data.datasets import DataInfo, agree, describe
 from horizonml.engine.group import Group
-from horizonml.errors import HorizonError, PlanError
+from horizonml.engine.measure import cached_profile
+from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
-from horizonml.model.zoo import Model
+from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile
-from horizonml.plan.profile import cached_profile
 from horizonml.plan.simulate import Host, Network
 
 _PROBE_TAG = (1 << 30) + 100
 _PROBE_BYTES = 256 << 10
+
+
+def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
+    """The data as all ranks see it, and the model for it."""
+    found: list[DataInfo | None] = []
+    info: dict[str, Any] | None = None
+    problem = None
+    try:
+        described = describe(job.data)
+        if described is not None:
+            channels = channels_of(job.model, described.shape[0])
+            described = describe(job.data, channels)
+        info = vars(described) if described is not None else None
+    except HorizonError as error:
+        problem = str(error)
+    for rank, (value, trouble) in enumerate(group.gather_json([info, problem])):
+        if trouble is not None:
+            raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
+        found.append(None if value is None else DataInfo(**{**value, "shape": tuple(value["shape"])}))
+    agreed = agree(found, job.data)
+    return agreed, build(job.model, job.seed, agreed.classes, agreed.shape)
 
 
 def make_plan(

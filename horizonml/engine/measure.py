@@ -1,0 +1,150 @@
+"""Measures the layers of a model on this device, once, and keeps the profile.
+
+Cuts and micro-batches that fit the measured times are worth far more than any schedule, and layer counts say little
+about times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horizonml.engine.optim import Optimizer
+from horizonml.files import cache_folder, write_atomically
+from horizonml.job import Sgd
+from horizonml.model.zoo import Model
+from horizonml.plan.profile import LayerProfile, Profile
+from horizonml.seeds import name_seed
+
+_FORMAT = 1
+_SIZES = (4, 16, 64)
+_REPEATS = 3
+_BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
+
+
+def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Callable[[str], None]) -> Profile:
+    """The profile of a model on this device, from the cache if it was measured before.
+
+    `key` names the model and its options. Sizes above `batch_size` are of no use and are not measured. `say` is told
+    if this takes time.
+    """
+    sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
+    key = {
+        "format": _FORMAT,
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "layers": model.chain.names,
+        "shapes": [boundary.shape for boundary in model.chain.boundaries],
+        "sizes": sizes,
+        **key,
+    }
+    path = cache_folder() / "profiles" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
+    try:
+        return Profile.from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError):
+        say("measuring the layers, once for this model and device ...")
+        profile = measure(model, sizes)
+    write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
+    return profile
+
+
+def device_name() -> str:
+    """The processor's name, for people and for the cache."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model\t", "Hardware")):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+    except OSError:
+        pass  # not Linux
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
+    """Run every layer forward and backward, one layer in memory at a time.
+
+    Times are the best of a few runs, with gradients accumulated as in training.
+    """
+    rows: list[list[tuple[float, float]]] = []
+    layers: list[tuple[int, int]] = []
+    update, largest = 0.0, 0
+    for index in range(len(model.chain)):
+        module = model.stage(index, index + 1).train()
+        boundary = model.chain.boundaries[index]
+        times = []
+        for size in sizes:
+            entered = torch.randn(size, *boundary.shape, requires_grad=index > 0)
+            runs = [_once(module, entered) for _ in range(1 + _REPEATS)][1:]  # the first one warms up
+            best = min(forward for forward, _ in runs), min(backward for _, backward in runs)
+            times.append(best)
+            if size != sizes[-1] and sum(best) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
+                break
+        rows.append(times)
+        size = sum(parameter.nbytes for parameter in module.parameters())
+        if size > largest:
+            largest, update = size, _update_seconds_per_byte(module)
+        layers.append((size, _saved_bytes(module, boundary.shape, index > 0)))
+        del module
+    # All layers must know the same sizes.
+    known = min(len(times) for times in rows)
+    found = tuple(
+        LayerProfile(
+            model.chain.names[index],
+            tuple(forward for forward, _ in times[:known]),
+            tuple(backward for _, backward in times[:known]),
+            *layers[index],
+            model.chain.boundaries[index + 1].bytes_per_sample,
+        )
+        for index, times in enumerate(rows)
+    )
+    return Profile(device_name(), sizes[:known], update, found)
+
+
+def _once(module: torch.nn.Module, entered: Tensor) -> tuple[float, float]:
+    start = perf_counter()
+    left = module(entered)
+    middle = perf_counter()
+    if not left.requires_grad:
+        return middle - start, 0.0
+    gradient = torch.ones_like(left)
+    entered.grad = None
+    begin = perf_counter()
+    torch.autograd.backward(left, gradient)
+    return middle - start, perf_counter() - begin
+
+
+def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> int:
+    """Bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+    samples = 2
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    entered = torch.randn(samples, *shape, requires_grad=needs_gradient)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        left = module(entered)  # keeps all saved tensors, and so their addresses, until they are counted
+    return (sum(kept.values()) + int(left.nbytes)) // samples
+
+
+def _update_seconds_per_byte(module: torch.nn.Module) -> float:
+    """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
+    optimizer = Optimizer(Sgd(), module)
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = perf_counter()
+        optimizer.step(lr=1e-9)
+        times.append(perf_counter() - start)
+    return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
