@@ -80,6 +80,24 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the run before is kept beside it as NAME.previous.")
     ] = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            envvar="HORIZONML_METRICS",
+            help="Serve Prometheus metrics at /metrics, with /healthz and /readyz. HOST is 127.0.0.1 if not given, "
+            "0.0.0.0 for other machines; further ranks on a machine take the ports after it.",
+            show_default=False,
+        ),
+    ] = None,
+    stay: Annotated[
+        bool,
+        typer.Option(
+            "--stay",
+            envvar="HORIZONML_STAY",
+            help="As a rank, go on serving metrics when the job is done, until SIGTERM.",
+        ),
+    ] = False,
 ) -> None:
     """Train a job.
 
@@ -91,15 +109,31 @@ def train(
 
     job = _load(job_file, overrides, workers)
     identity = identify(os.environ)
+    metrics_at = _metrics_address(metrics)
     if identity is None:
         from horizonml.launch import train_here
 
-        if not train_here(job, fresh):
+        if not train_here(job, fresh, metrics_at):
             sys.exit(130)
         return
     from horizonml.launch import train_as_rank
 
-    train_as_rank(job, identity, fresh)
+    train_as_rank(job, identity, fresh, metrics_at, stay)
+
+
+def _metrics_address(text: str | None) -> tuple[str, int] | None:
+    from horizonml.cluster.network import split_address
+    from horizonml.errors import JobError
+
+    if not text:
+        return None
+    try:
+        host, port = split_address(text)
+        if not 0 <= port <= 65535:
+            raise ValueError
+    except ValueError:
+        raise JobError(f"--metrics: {text!r} is not [HOST:]PORT, for example 9400 or 0.0.0.0:9400") from None
+    return host or "127.0.0.1", port
 
 
 @app.command()
@@ -158,7 +192,7 @@ def export(
     output: Annotated[Path, typer.Argument(help="The file to write, e.g. model.pt.", show_default=False)],
 ) -> None:
     """Write a checkpoint's weights as a plain PyTorch state dict."""
-    from horizonml.checkpoint import export as export_checkpoint
+    from horizonml.shards import export as export_checkpoint
 
     metadata = export_checkpoint(checkpoint, output)
     accuracy = metadata.get("metrics", {}).get("held_out_accuracy")

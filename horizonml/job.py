@@ -204,6 +204,12 @@ class Parallel(_Section):
                 expected = layers[1] + 1
         return self
 
+    def fewest(self) -> int:
+        """With how many ranks at least the job can go on when others are lost."""
+        if self.stages is not None:
+            return self.world_size()
+        return 3 if self.strategy == "hybrid" else 1
+
     def world_size(self) -> int:
         """The number of ranks this job asks for when the environment does not say."""
         if self.stages is not None:
@@ -223,6 +229,18 @@ class RendezvousSpec(_Section):
     timeout: float = Field(120.0, gt=0, description="Seconds to wait for the service and for all ranks.")
     step_timeout: float = Field(
         300.0, gt=0, description="Seconds to wait for a peer within a step before it counts as lost."
+    )
+    replace_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that the others wait for the replacement of a lost rank; then they go on without it, "
+        "until it comes (0: never without it).",
+    )
+    max_attempts: int = Field(
+        5,
+        ge=0,
+        description="How often in a row ranks meet again after losing one, without finishing a step in between, "
+        "before they give up (0: the first lost rank ends the job).",
     )
 
 

@@ -9,24 +9,54 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import yaml
 
-from horizonml.cluster.identity import Identity
+from horizonml.cluster.identity import Identity, local_rank
 from horizonml.cluster.local import PARENT, LocalCluster
 from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
-from horizonml.signals import watch_parent
+from horizonml.signals import stop_on_signal, watch_parent
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
+METRICS = "HORIZONML_METRICS"
 
 
-def train_as_rank(job: Job, identity: Identity, fresh: bool) -> None:
-    """Be one rank of a job. Raises HorizonError."""
-    if PARENT in os.environ:
+def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
+    """Be one rank of a job. Raises HorizonError.
+
+    `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
+    """
+    launched = PARENT in os.environ
+    if launched:
         watch_parent()
+    _check_world_size(job, identity)
+    address = _rendezvous_address(job) if identity.world_size > 1 else None
+    with stop_on_signal() as stop:
+        from horizonml.telemetry.metrics import Metrics
+        from horizonml.telemetry.server import Server
+        from horizonml.worker import Worker
+
+        own = Metrics(identity.rank)
+        if metrics is not None:
+            host, port = metrics
+            Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
+        # The launcher ends all ranks when one is lost; elsewhere something will start it again.
+        outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=not launched)
+        if identity.rank == 0:
+            print(_farewell(job, outcome), flush=True)
+        if outcome in ("complete", "already complete"):
+            own.completed()
+            if stay and not stop.wanted:
+                print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
+                while not stop.wanted:
+                    time.sleep(0.2)
+
+
+def _check_world_size(job: Job, identity: Identity) -> None:
     if job.parallel.stages is not None or job.parallel.workers is not None:
         wanted = job.parallel.world_size()
         if wanted != identity.world_size:
@@ -39,14 +69,6 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool) -> None:
             f"parallel.strategy: single trains on 1 rank, but {identity.source} says that the world size is "
             f"{identity.world_size}; choose ddp, pipeline or hybrid"
         )
-    address = None
-    if identity.world_size > 1:
-        address = _rendezvous_address(job)
-    from horizonml.worker import run
-
-    outcome = run(job, identity, address, fresh)
-    if identity.rank == 0:
-        print(_farewell(job, outcome), flush=True)
 
 
 def _rendezvous_address(job: Job) -> tuple[str, int]:
@@ -71,8 +93,10 @@ def _farewell(job: Job, outcome: str) -> str:
     return f"done: records and checkpoints are in {job.run_folder}"
 
 
-def train_here(job: Job, fresh: bool) -> bool:
+def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:
     """Run all ranks of a job on this machine. True if they came to their end, False if interrupted.
+
+    `metrics` is where rank 0 serves its metrics; the other ranks take the ports after it.
 
     Raises RankFailed.
     """
@@ -83,7 +107,8 @@ def train_here(job: Job, fresh: bool) -> bool:
         command = [sys.executable, "-m", "horizonml", "train", str(resolved)]
         if fresh:
             command.append("--fresh")
-        with LocalCluster(world_size, command, Path(scratch), {}) as cluster:
+        env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
+        with LocalCluster(world_size, command, Path(scratch), env) as cluster:
             cluster.wait()
             return not cluster.interrupted
 

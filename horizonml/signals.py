@@ -11,6 +11,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class Cancelled(Exception):
+    """A wait was ended because the process was asked to end."""
+
+
 class StopRequest:
     """Set by a signal: the run is to end after the current step."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from horizonml.seeds import name_seed
 from horizonml.signals import StopRequest
 from horizonml.telemetry.recorder import Recorder
 
-Outcome = Literal["complete", "already complete", "stopped"]
+Outcome = Literal["complete", "already complete", "stopped", "re-form"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,12 @@ def train(
     recorder: Recorder,
     resumed: dict[str, Any] | None,
     stop: StopRequest,
+    newcomers: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Train to the end of the job, or until a rank is asked to stop; `resumed` is a checkpoint's metadata."""
+    """Train to the end of the job, or until a rank is asked to stop; `resumed` is a checkpoint's metadata.
+
+    If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again.
+    """
     sampler = Sampler(data.info.train, job.batch_size, job.seed)
     per_epoch, total = sampler.steps_per_epoch, sampler.steps_per_epoch * job.epochs
     every = job.checkpoint.every_steps or per_epoch
@@ -69,7 +74,7 @@ def train(
         batch = training_batch(job, data, sampler, epoch, within)
         lr = learning_rate(job.lr_schedule, job.optimizer.lr, done, per_epoch, job.epochs)
         measure = job.telemetry.divergence_every > 0 and done % job.telemetry.divergence_every == 0
-        step = engine.step(batch, lr, done, measure_divergence=measure, stop=stop.wanted)
+        step = engine.step(batch, lr, done, measure_divergence=measure, stop=stop.wanted or newcomers())
         done += 1
         recorder.step(step, done, epoch + 1, batch.size, lr)
         if done % per_epoch == 0:
@@ -81,11 +86,13 @@ def train(
         stopping = step.totals.stop and done < total
         if checkpoints is not None and (done % every == 0 or done == total or stopping):
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
-            checkpoints.save(engine, done, {"job": job.model_dump(), **details})
+            started = time.perf_counter()
+            saved = checkpoints.save(engine, done, {"job": job.model_dump(), **details}) is not None
+            recorder.checkpoint(done, saved, time.perf_counter() - started)
             engine.clock.pause()
             recorder.skip()
         if stopping:
-            return "stopped"
+            return "stopped" if stop.wanted else "re-form"
     return "complete"
 
 

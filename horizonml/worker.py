@@ -1,11 +1,13 @@
-"""The life of one rank: meet the others, agree on a plan, train, leave."""
+"""The life of one rank: meet the others, agree on a plan, train, leave; or meet again when one of them is lost."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import shutil
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from horizonml.agreement import describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
 from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
 from horizonml.cluster.identity import Identity
-from horizonml.cluster.rendezvous import Membership, meet
+from horizonml.cluster.rendezvous import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
@@ -26,99 +28,174 @@ from horizonml.errors import DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
 from horizonml.plan.simulate import Host
-from horizonml.signals import stop_on_signal
+from horizonml.shards import completed
+from horizonml.signals import Cancelled, StopRequest
+from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.usage import rss_bytes
 from horizonml.trainer import Outcome, train
 
 
-def run(job: Job, identity: Identity, address: tuple[str, int] | None, fresh: bool) -> Outcome:
-    """Train a job as one of its ranks. `address` is the rendezvous service's; None for a world of one.
+class Worker:
+    """One rank of a job, through all the groups it is a member of."""
 
-    Raises HorizonError.
-    """
-    idle = rss_bytes()
-    keep_freed_memory()
-    say = _speaker(identity)
-    membership = None
-    if identity.world_size > 1:
-        assert address is not None
-        membership = meet(identity, job.name, job.digest(), address, job.rendezvous.timeout, say)
-    reason = "done"
-    try:
-        return _in_group(job, identity, membership, fresh, idle, say)
-    except PeerLost as error:
-        reason = f"lost a peer: {error}"
-        raise membership.name_lost(error) if membership else error from error
-    except BaseException as error:
-        reason = str(error) or type(error).__name__
-        raise
-    finally:
-        if membership is not None:
-            membership.leave(reason)
+    def __init__(
+        self, job: Job, identity: Identity, address: tuple[str, int] | None, metrics: Metrics, stop: StopRequest
+    ) -> None:
+        """`address` is the rendezvous service's; None for a world of one."""
+        self._job, self._identity, self._address = job, identity, address
+        self._metrics, self._stop = metrics, stop
+        self._idle = rss_bytes()
+        self._steps = 0  # done by this process
+        metrics.wanted(identity.world_size)
 
+    def run(self, fresh: bool, rejoin: bool) -> Outcome:
+        """Train to the end. Raises HorizonError.
 
-def _in_group(
-    job: Job, identity: Identity, membership: Membership | None, fresh: bool, idle: int, say: Callable[[str], None]
-) -> Outcome:
-    store = membership.store if membership else None
-    names = [member.host for member in membership.members] if membership else [socket.gethostname()]
-    group = Group(store, identity.rank, identity.world_size, job.rendezvous.step_timeout, names)
-    limits = group.gather_json([available_cores(), memory_limit()])
-    hosts = [
-        Host(
-            tuple(rank for rank, other in enumerate(names) if other == name),
-            float(limits[names.index(name)][0]),
-            float(limits[names.index(name)][1]) / names.count(name),
+        With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on from the newest
+        checkpoint; otherwise that ends it, too.
+        """
+        keep_freed_memory()
+        job, identity = self._job, self._identity
+        if not fresh and completed(job.run_folder / "checkpoints", job):
+            return "already complete"
+        if identity.world_size == 1:
+            return self._train(None, fresh)
+        membership, fruitless = None, 0
+        terms = Terms(
+            job.name,
+            job.digest(),
+            job.rendezvous.timeout,
+            job.rendezvous.replace_timeout,
+            job.parallel.fewest(),
         )
-        for name in dict.fromkeys(names)
-    ]
-    here = next(host for host in hosts if identity.rank in host.ranks)
-    torch.set_num_threads(threads_per_rank(here.cores, len(here.ranks)))
-    if fresh and here.ranks[0] == identity.rank:
-        _set_aside(job.run_folder)
-    info, model = describe_together(job, group)
-    plan = make_plan(job, model, info, group, hosts, say)
-    engine = Engine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing)
-    _check_smallest_batch(job, engine, info)
-    data = load_for(job, engine, info)
-    checkpoints = resumed = None
-    if job.checkpoint.enabled:
-        checkpoints = Checkpoints(
-            job.run_folder / "checkpoints", group, names, job.checkpoint.keep, compatible_with(job, info)
-        )
-        resumed = checkpoints.resume(engine) if job.checkpoint.resume else None
-    steps = job.epochs * -(-info.train // job.batch_size)
-    done = resumed["step"] if resumed else 0
-    display = display_for(identity.rank, job.epochs, steps, done)
-    about = {
-        "rank": identity.rank,
-        "world_size": identity.world_size,
-        "generation": membership.generation if membership else 0,
-        "stage": engine.stage_number,
-        "host": names[identity.rank],
-        "job": job.model_dump(),
-        "plan": plan.to_json(),
-        "layers": model.chain.names,
-        "resumed_at": done,
-        "rss_idle_bytes": idle,
-        "threads": torch.get_num_threads(),
-        "cores": here.cores,
-        "versions": {"horizonml": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
-    recorder = Recorder(job.run_folder / f"rank-{identity.rank}.jsonl", display, about, job.telemetry.timeline_every)
-    if resumed and done < steps:
-        recorder.message(f"resumed from step {done} of {steps}")
-    outcome: str = "failed"
-    try:
-        with stop_on_signal() as stop:
-            result = train(job, engine, data, checkpoints, recorder, resumed, stop)
-        outcome = result
-        return result
-    finally:
-        recorder.close(outcome)
-        group.close()
+        while not self._stop.wanted:
+            before = self._steps
+            assert self._address is not None
+            try:
+                membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
+            except Cancelled:
+                break
+            try:
+                outcome = self._train(membership, fresh)
+            except PeerLost as error:
+                _let_go(error)
+                named = membership.name_lost(error)
+                membership.leave(f"lost a peer: {named}")
+                self._metrics.lost_peer()
+                fruitless = 0 if self._steps > before else fruitless + 1
+                if self._stop.wanted:
+                    break
+                if not rejoin or fruitless >= job.rendezvous.max_attempts:
+                    raise named from error
+                print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
+            except BaseException as error:
+                membership.leave(str(error) or type(error).__name__)
+                raise
+            else:
+                membership.leave("done" if outcome != "re-form" else "meets again")
+                if outcome != "re-form":
+                    return outcome
+                if not rejoin:
+                    break
+                self.say("another rank stops or joins; meeting again")
+            gc.collect()
+            self._metrics.waiting([])
+            fresh = False
+        return "stopped"
+
+    def say(self, text: str) -> None:
+        """Tell the user; only what is being waited for is told by every rank."""
+        rank = self._identity.rank
+        if rank == 0 or text.startswith("waiting"):
+            print(f"rank {rank}: {text}" if rank else text, file=sys.stderr if rank else sys.stdout, flush=True)
+
+    def waiting(self, ranks: list[int]) -> None:
+        """These ranks have not come yet."""
+        self._metrics.waiting(ranks)
+
+    def _train(self, membership: Membership | None, fresh: bool) -> Outcome:
+        """Train as a member of one group."""
+        rank = membership.rank if membership else 0
+        hosts = [member.host for member in membership.members] if membership else [socket.gethostname()]
+        store = membership.store if membership else None
+        group = Group(store, rank, len(hosts), self._job.rendezvous.step_timeout, hosts)
+        generation = membership.generation if membership else 0
+        self._metrics.formed(generation, group.world_size)
+        newcomers = (lambda: bool(membership.newcomers)) if membership else lambda: False
+        try:
+            return self._train_in(group, hosts, generation, newcomers, fresh)
+        finally:
+            group.close()
+
+    def _train_in(
+        self, group: Group, names: list[str], generation: int, newcomers: Callable[[], bool], fresh: bool
+    ) -> Outcome:
+        job, rank = self._job, group.rank
+        limits = group.gather_json([available_cores(), memory_limit()])
+        hosts = [
+            Host(
+                tuple(rank for rank, other in enumerate(names) if other == name),
+                float(limits[names.index(name)][0]),
+                float(limits[names.index(name)][1]) / names.count(name),
+            )
+            for name in dict.fromkeys(names)
+        ]
+        here = next(host for host in hosts if rank in host.ranks)
+        torch.set_num_threads(threads_per_rank(here.cores, len(here.ranks)))
+        if fresh:
+            _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
+        info, model = describe_together(job, group)
+        plan = make_plan(job, model, info, group, hosts, self.say)
+        engine = Engine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing)
+        _check_smallest_batch(job, engine, info)
+        data = load_for(job, engine, info)
+        checkpoints = resumed = None
+        if job.checkpoint.enabled:
+            checkpoints = Checkpoints(
+                job.run_folder / "checkpoints", group, names, job.checkpoint.keep, compatible_with(job, info)
+            )
+            resumed = checkpoints.resume(engine) if job.checkpoint.resume else None
+        steps = job.epochs * -(-info.train // job.batch_size)
+        done = resumed["step"] if resumed else 0
+        display = display_for(rank, job.epochs, steps, done)
+        about = {
+            "rank": rank,
+            "started_as_rank": self._identity.rank,
+            "world_size": group.world_size,
+            "generation": generation,
+            "stage": engine.stage_number,
+            "host": names[rank],
+            "job": job.model_dump(),
+            "plan": plan.to_json(),
+            "layers": model.chain.names,
+            "resumed_at": done,
+            "rss_idle_bytes": self._idle,
+            "threads": torch.get_num_threads(),
+            "cores": here.cores,
+            "versions": {"horizonml": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+        file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
+        recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics)
+        self._metrics.started(about, job.epochs, steps, done)
+        if resumed and done < steps:
+            recorder.message(f"resumed from step {done} of {steps}")
+        outcome: str = "failed"
+        try:
+            outcome = result = train(job, engine, data, checkpoints, recorder, resumed, self._stop, newcomers)
+            return result
+        finally:
+            self._steps += recorder.steps
+            recorder.close(outcome)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop what an error's frames hold: connections close with the last message under way, and the others wait."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+    gc.collect()
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
@@ -150,18 +227,11 @@ def _check_smallest_batch(job: Job, engine: Engine, info: DataInfo) -> None:
                 )
 
 
-def _set_aside(folder: Path) -> None:
-    """Make room for a fresh run; the one before is kept beside it."""
-    if folder.exists():
-        previous = folder.with_name(folder.name + ".previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        folder.rename(previous)
-
-
-def _speaker(identity: Identity) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        if identity.rank == 0 or text.startswith("waiting"):
-            prefix = f"rank {identity.rank}: " if identity.world_size > 1 and identity.rank else ""
-            print(prefix + text, file=sys.stderr if identity.rank else sys.stdout, flush=True)
-
-    return say
+def _set_aside(folder: Path, group: Group, first_here: bool) -> None:
+    """Make room for a fresh run; the one before is kept beside it, on every disk."""
+    for turn in (group.rank == 0, group.rank != 0 and first_here):  # where disks are shared, rank 0 does it for all
+        if turn and folder.exists():
+            previous = folder.with_name(folder.name + ".previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
+        group.gather_json(None)

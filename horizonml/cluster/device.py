@@ -31,6 +31,29 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
     return total
 
 
+def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Bytes that count against the container's limit (cgroup v2 or v1), file cache included; None without a cgroup."""
+    for name in ("memory.current", "memory/memory.usage_in_bytes"):
+        used = _words(root / name, 1)
+        if used is not None:
+            return float(used[0])
+    return None
+
+
+def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Seconds for which the container's CPU quota held it up so far (cgroup v2 or v1); None without a cgroup."""
+    for name, field, unit in (("cpu.stat", "throttled_usec", 1e-6), ("cpu/cpu.stat", "throttled_time", 1e-9)):
+        try:
+            lines = (root / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == field:
+                return float(value) * unit
+    return None
+
+
 def threads_per_rank(cores: float, ranks_here: int) -> int:
     """OpenMP threads for each of the ranks on a machine: contended threads are several times slower than one."""
     return max(1, math.floor(cores / ranks_here))

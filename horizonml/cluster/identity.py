@@ -92,6 +92,18 @@ def identify(env: Environment) -> Identity | None:
     return None
 
 
+def local_rank(env: Environment) -> int:
+    """This process's place among the ranks on its machine, as far as the launcher says; 0 if it does not."""
+    names = (
+        "LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",
+        "SLURM_LOCALID",
+    )
+    return next((_number(env, name) for name in names if name in env), 0)
+
+
 def _pair(env: Environment, rank_name: str, size_name: str, source: str) -> Identity | None:
     if rank_name not in env:
         return None

@@ -90,7 +90,7 @@ class LocalCluster:
             self._files.append(file)
             process = subprocess.Popen(
                 self._command,
-                env={**env, "RANK": str(rank)},
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else file,
                 stderr=file,

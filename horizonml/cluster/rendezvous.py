@@ -7,7 +7,7 @@ authentication: keep its port inside a trusted network. Values are JSON, never p
     rank     -> event/<i>    join with a fingerprint, or leave with a reason; <i> counts up and names the join
     rank     -> beat/<i>     counts up while the rank lives
     service  -> verdict/<i>  the group and its generation, or why not
-    service  -> status       who is there and who is missing
+    service  -> status       who is missing, and who waits to be taken in by the running group
     service  -> gone/<i>     the reason with which a rank left
 """
 
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -32,6 +32,7 @@ from horizonml.cluster.identity import Identity
 from horizonml.cluster.network import can_connect, route_to
 from horizonml.cluster.roster import Fingerprint, Formed, Roster
 from horizonml.errors import PeerLost, RendezvousError
+from horizonml.signals import Cancelled
 
 _log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -97,20 +98,51 @@ class Service:
                 message = {"refused": verdict.reason}
             for number in verdict.joins:
                 self._store.set(f"verdict/{number}", json.dumps(message))
-        self._store.set("status", json.dumps({"present": self._roster.present(), "missing": self._roster.missing()}))
+        status = {"missing": self._roster.missing(), "newcomers": self._roster.newcomers()}
+        self._store.set("status", json.dumps(status))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On what terms a rank joins."""
+
+    job: str  # the job's name
+    digest: str  # of the job
+    timeout: float  # seconds to wait for the service and for all ranks
+    replace_timeout: float = 0.0  # seconds that survivors wait for a lost rank's replacement; 0: as long as it takes
+    fewest: int = 1  # ranks without which survivors do not go on
+
+
+class Observer(Protocol):
+    """Is told what a rank that meets the others waits for."""
+
+    def say(self, text: str) -> None:
+        """In words, now and then."""
+
+    def waiting(self, ranks: list[int]) -> None:
+        """For these ranks; told whenever they change."""
 
 
 @dataclass
 class Membership:
-    """This rank's place in a formed group."""
+    """This rank's place in a formed group. Its rank there may be lower than its own, if others are gone."""
 
     rank: int
-    world_size: int
     generation: int
     members: list[Fingerprint]
     _joins: list[int]
     _store: Store
-    _stop: threading.Event
+    _heartbeat: _Heartbeat
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the group."""
+        return len(self.members)
+
+    @property
+    def newcomers(self) -> list[int]:
+        """Ranks that wait to be taken in, as far as this rank knows: only rank 0 asks."""
+        return self._heartbeat.newcomers
 
     @property
     def store(self) -> Store:
@@ -129,16 +161,16 @@ class Membership:
                 if self._store.check([f"gone/{join}"]):
                     reason = self._store.get(f"gone/{join}").decode()
                     if not reason.startswith("lost a peer"):
-                        lost.append(f"rank {rank} on {member.host} left: {reason}")
+                        lost.append(f"rank {member.rank} on {member.host} left: {reason}")
                 elif self._store.add(f"beat/{join}", 0) == before[rank]:
-                    lost.append(f"rank {rank} on {member.host} gives no sign of life")
+                    lost.append(f"rank {member.rank} on {member.host} gives no sign of life")
         except RuntimeError as reason:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(reason)})")
         return PeerLost(f"{'; '.join(lost)} ({error})") if lost else error
 
     def leave(self, reason: str) -> None:
         """Tell the service that this rank goes."""
-        self._stop.set()
+        self._heartbeat.stop.set()
         try:
             _post(self._store, {"leave": self._joins[self.rank], "reason": reason})
         except RuntimeError as error:
@@ -147,20 +179,21 @@ class Membership:
 
 def meet(
     identity: Identity,
-    job: str,
-    digest: str,
+    terms: Terms,
     address: tuple[str, int],
-    timeout: float,
-    report: Callable[[str], None],
+    observer: Observer,
+    before: Membership | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Membership:
-    """Join the group of this job through the service at `address`, within `timeout` seconds.
+    """Join the group of this job through the service at `address`.
 
     Chooses the network interface that leads to the service for all later traffic, unless GLOO_SOCKET_IFNAME names
-    one. `report` is told now and then what is being waited for. Raises RendezvousError.
+    one. `before` is where this process was a member until now. Raises RendezvousError; Cancelled when `cancelled`
+    says so.
     """
     host, port = address
-    deadline = time.monotonic() + timeout
-    _await_service(host, port, timeout, deadline, report)
+    deadline = time.monotonic() + terms.timeout
+    _await_service(host, port, terms.timeout, deadline, observer, cancelled)
     try:
         own, interface = route_to(host, port)
     except OSError as error:
@@ -169,27 +202,38 @@ def meet(
     fingerprint = Fingerprint(
         identity.rank,
         identity.world_size,
-        job,
-        digest,
+        terms.job,
+        terms.digest,
         __version__,
         torch.__version__.partition("+")[0],
         socket.gethostname(),
         own,
         os.getpid(),
+        before.generation if before else 0,
+        before.world_size if before else 0,
+        terms.replace_timeout,
+        terms.fewest,
     )
     # A mute listener can hang a store's client for ever, whatever timeout it is given: so it talks in a thread.
     talk = _Conversation(fingerprint, host, port, deadline)
     talk.start()
-    told = time.monotonic()
+    told, missing = time.monotonic(), None
     while talk.is_alive() and time.monotonic() < deadline:
         talk.join(0.1)
+        if cancelled():
+            talk.cancelled.set()
+            talk.join(2)
+            raise Cancelled
+        if talk.missing != missing:
+            missing = talk.missing
+            observer.waiting(missing or [])
         if time.monotonic() - told > 10:
-            report(talk.waiting_for)
+            observer.say(talk.waiting_for)
             told = time.monotonic()
     if talk.outcome is None:
         talk.cancelled.set()
         raise RendezvousError(
-            f"rank {identity.rank} of {identity.world_size} gave up after {timeout:.0f} s (rendezvous.timeout): "
+            f"rank {identity.rank} of {identity.world_size} gave up after {terms.timeout:.0f} s (rendezvous.timeout): "
             f"{talk.waiting_for}"
         )
     if isinstance(talk.outcome, Exception):
@@ -197,16 +241,20 @@ def meet(
     return talk.outcome
 
 
-def _await_service(host: str, port: int, timeout: float, deadline: float, report: Callable[[str], None]) -> None:
+def _await_service(
+    host: str, port: int, timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
+) -> None:
     told = time.monotonic()
     while (problem := can_connect(host, port, min(5.0, max(0.1, deadline - time.monotonic())))) is not None:
+        if cancelled():
+            raise Cancelled
         if time.monotonic() >= deadline:
             raise RendezvousError(
                 f"no rendezvous service at {host}:{port} within {timeout:.0f} s (rendezvous.timeout): {problem}; "
                 "start `horizonml rendezvous` there, or correct rendezvous.address"
             )
         if time.monotonic() - told > 10:
-            report(f"waiting for the rendezvous service at {host}:{port}: {problem}")
+            observer.say(f"waiting for the rendezvous service at {host}:{port}: {problem}")
             told = time.monotonic()
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
@@ -218,6 +266,7 @@ class _Conversation(threading.Thread):
         super().__init__(name="rendezvous", daemon=True)
         self._fingerprint, self._host, self._port, self._deadline = fingerprint, host, port, deadline
         self.outcome: Membership | Exception | None = None
+        self.missing: list[int] | None = None
         self.cancelled = threading.Event()
         self.waiting_for = f"{host}:{port} accepts connections but does not answer; is it a rendezvous service?"
 
@@ -241,32 +290,44 @@ class _Conversation(threading.Thread):
         verdict, beaten = f"verdict/{number}", 0.0
         while not store.check([verdict]):
             if self.cancelled.is_set():
+                _post(store, {"leave": number, "reason": "gave up waiting"})
                 return None
             if time.monotonic() - beaten > _BEAT_WAITING:
                 store.add(f"beat/{number}", 1)
                 beaten = time.monotonic()
                 if store.check(["status"]):
-                    self.waiting_for = _missing(json.loads(store.get("status")))
+                    self.missing = [int(rank) for rank in json.loads(store.get("status"))["missing"]]
+                    self.waiting_for = _words(self.missing)
             time.sleep(0.05)
         message = json.loads(store.get(verdict))
         if "refused" in message:
             raise RendezvousError(f"refused: {message['refused']}")
-        stop = threading.Event()
-        threading.Thread(target=_beat, args=(self._connect(), number, stop), name="heartbeat", daemon=True).start()
         members = [Fingerprint.from_json(member) for member in message["members"]]
-        own = self._fingerprint
         joins = [int(join) for join in message["joins"]]
-        return Membership(own.rank, own.world_size, int(message["generation"]), members, joins, store, stop)
+        rank = joins.index(number)
+        heartbeat = _Heartbeat(self._connect(), number, lead=rank == 0)
+        heartbeat.start()
+        return Membership(rank, int(message["generation"]), members, joins, store, heartbeat)
 
 
-def _beat(store: Store, number: int, stop: threading.Event) -> None:
-    """Show that this rank lives, for as long as there is a service to show it to."""
-    while not stop.wait(_BEAT_RUNNING):
-        try:
-            store.add(f"beat/{number}", 1)
-        except RuntimeError as error:
-            _log.warning("the rendezvous service is gone; training goes on without it (%s)", _first_line(error))
-            return
+class _Heartbeat(threading.Thread):
+    """Shows that this rank lives, for as long as there is a service to show it to; the lead looks for newcomers."""
+
+    def __init__(self, store: Store, number: int, lead: bool) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._store, self._number, self._lead = store, number, lead
+        self.stop = threading.Event()
+        self.newcomers: list[int] = []
+
+    def run(self) -> None:
+        while not self.stop.wait(_BEAT_RUNNING):
+            try:
+                self._store.add(f"beat/{self._number}", 1)
+                if self._lead:
+                    self.newcomers = [int(rank) for rank in json.loads(self._store.get("status"))["newcomers"]]
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                _log.warning("the rendezvous service is gone; training goes on without it (%s)", _first_line(error))
+                return
 
 
 def _post(store: Store, event: dict[str, Any]) -> int:
@@ -275,9 +336,9 @@ def _post(store: Store, event: dict[str, Any]) -> int:
     return number
 
 
-def _missing(status: dict[str, Any]) -> str:
-    missing = ", ".join(map(str, status["missing"]))
-    return f"waiting for rank {missing} to join" if missing else "waiting for the group to form"
+def _words(missing: list[int]) -> str:
+    names = ", ".join(map(str, missing))
+    return f"waiting for rank {names} to join" if names else "waiting for the group to form"
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
-_GONE_SECONDS = 5.0  # a rank that waits, but whose heartbeat has not moved for this long, is forgotten
+_GONE_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is forgotten
 _REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
 
 
@@ -28,6 +28,10 @@ class Fingerprint:
     host: str
     address: str  # where its peers reach it
     pid: int
+    generation: int = 0  # of the group in which this process was before; 0: in none
+    group_size: int = 0  # of that group
+    replace_timeout: float = 0.0  # seconds to wait for the ranks that group has lost; 0: as long as it takes
+    fewest: int = 1  # ranks without which there is no going on
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -41,6 +45,10 @@ class Fingerprint:
             rank=int(value["rank"]),
             world_size=int(value["world_size"]),
             pid=int(value["pid"]),
+            generation=int(value["generation"]),
+            group_size=int(value["group_size"]),
+            replace_timeout=float(value["replace_timeout"]),
+            fewest=int(value["fewest"]),
             **{name: str(value[name]) for name in texts},
         )
 
@@ -128,9 +136,21 @@ class Roster:
             difference = _difference(reference.fingerprint, member.fingerprint)
             if difference is not None:
                 return [*verdicts, self._refuse_all(difference, now)]
-        if self.missing() == [] and not self._clashes():
+        if not self._clashes() and (self.missing() == [] or self._may_shrink(waiting, now)):
             verdicts.append(self._form(waiting))
         return verdicts
+
+    def _may_shrink(self, waiting: dict[int, _Member], now: float) -> bool:
+        """Whether the survivors of a group may go on without those that do not come back."""
+        survivors = [member.fingerprint for member in waiting.values() if member.fingerprint.generation > 0]
+        if not survivors or any(member.formed for member in self._members.values()):
+            return False  # a first meeting needs everyone, and a group that may still run is not split
+        last = max(survivors, key=lambda fingerprint: fingerprint.generation)
+        if last.replace_timeout <= 0 or len(waiting) < last.fewest:
+            return False
+        if last.generation != self.generation and 2 * len(survivors) <= last.group_size:
+            return False  # this service did not see that group form: only its majority may go on
+        return now - max(member.joined for member in waiting.values()) > last.replace_timeout
 
     def present(self) -> list[int]:
         """The ranks that wait."""
@@ -140,6 +160,16 @@ class Roster:
         """The ranks that the ones who wait are waiting for."""
         size = max((member.fingerprint.world_size for member in self._waiting().values()), default=0)
         return sorted(set(range(size)) - set(self.present()))
+
+    def newcomers(self) -> list[int]:
+        """The ranks that wait and could take part in the group that runs without them."""
+        running = [member.fingerprint for member in self._members.values() if member.formed]
+        inside = {fingerprint.rank for fingerprint in running}
+        return sorted(
+            member.fingerprint.rank
+            for member in self._waiting().values()
+            if running and member.fingerprint.rank not in inside and not _difference(running[0], member.fingerprint)
+        )
 
     def _waiting(self) -> dict[int, _Member]:
         return {number: member for number, member in self._members.items() if not member.formed}
@@ -163,12 +193,13 @@ class Roster:
             old = self._members[older]
             if old.fingerprint.same_process(self._members[newer].fingerprint) or now - old.moved > _BEAT_SECONDS:
                 del self._members[older]
-        for number, member in list(self._waiting().items()):
+        for number, member in list(self._members.items()):
             if now - member.moved > _GONE_SECONDS:
                 del self._members[number]
 
     def _form(self, waiting: dict[int, _Member]) -> Formed:
-        self.generation += 1
+        # A service that was started anew goes on where the one before was.
+        self.generation = 1 + max(self.generation, *(member.fingerprint.generation for member in waiting.values()))
         ranked = {member.fingerprint.rank: number for number, member in waiting.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
         self._members = waiting

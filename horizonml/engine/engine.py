@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.
 _TAG_TOTALS = 1 << 30
 _TAG_GRADIENTS = _TAG_TOTALS + 1
+
+
+Direction = Literal["previous", "next", "members"]  # the stage before, the one after, and this stage's other members
 
 
 class Batch(Protocol):
@@ -67,10 +70,19 @@ class Step:
     transfer: float
     wait: float
     samples: int  # rows of the batch that this rank's stage worked on here
-    bytes_sent: int
-    bytes_received: int
+    traffic: dict[Direction, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
+
+    @property
+    def bytes_sent(self) -> int:
+        """To all other ranks."""
+        return sum(sent for sent, _ in self.traffic.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """From all other ranks."""
+        return sum(received for _, received in self.traffic.values())
 
 
 @dataclass(frozen=True)
@@ -159,8 +171,11 @@ class Engine:
             wall,
             **self.clock.totals,
             samples=round(weight * batch.size),
-            bytes_sent=sum(link.sent_bytes for link in self._links) + reduced,
-            bytes_received=sum(link.received_bytes for link in self._links) + reduced,
+            traffic={
+                "previous": (self._gradients_out.sent_bytes, self._inputs.received_bytes),
+                "next": (self._outputs.sent_bytes, self._gradients_in.received_bytes),
+                "members": (reduced, reduced),
+            },
             divergence=divergence,
             spans=self.clock.spans,
         )

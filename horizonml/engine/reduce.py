@@ -11,6 +11,7 @@ hold the same state after every step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -80,8 +81,16 @@ class Reducer:
         self._armed = False
         self._measure = False
         self._works: list[Work] = []
+        # A strong reference would be a circle through autograd, which Python cannot collect: connections stay open.
+        me = weakref.ref(self)
+
+        def ready(parameter: nn.Parameter) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._ready(parameter)
+
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self, measure_divergence: bool) -> None:
         """Before a step."""

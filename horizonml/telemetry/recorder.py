@@ -1,4 +1,4 @@
-"""Takes down what happens in a run: to the rank's file, and to the screen of the first rank."""
+"""Takes down what happens in a run: to the rank's file, its metrics, and the screen of the first rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Step, Totals
 from horizonml.telemetry.log import JsonLines
+from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 from horizonml.telemetry.usage import cpu_seconds, rss_bytes
@@ -17,9 +18,17 @@ from horizonml.telemetry.usage import cpu_seconds, rss_bytes
 class Recorder:
     """One rank's records of a run."""
 
-    def __init__(self, path: Path, display: Display, about: dict[str, Any], timeline_every: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        display: Display,
+        about: dict[str, Any],
+        timeline_every: int,
+        metrics: Metrics | None = None,
+    ) -> None:
         """`about` describes the rank and the run; it is the first record of the file."""
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
+        self._metrics, self.steps = metrics, 0  # steps recorded
         self._lines.write({"kind": "run", "time": time.time(), **about})
         self._cpu = cpu_seconds()
 
@@ -54,12 +63,25 @@ class Recorder:
         if self._timeline_every and number % self._timeline_every == 0:
             self._lines.write(_timeline(step, number))
         self._display.step(record)
+        if self._metrics is not None:
+            self._metrics.step(record, step)
+        self.steps += 1
 
     def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
         """Record an evaluation on held-out data after step `number`."""
         record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.accuracy, totals.samples)
         self._lines.write(record.to_json())
         self._display.evaluation(record)
+        if self._metrics is not None:
+            self._metrics.evaluation(record)
+
+    def checkpoint(self, number: int, saved: bool, seconds: float) -> None:
+        """Record that a checkpoint was saved after step `number`, or could not be."""
+        self._lines.write(
+            {"kind": "checkpoint", "step": number, "time": time.time(), "saved": saved, "seconds": seconds}
+        )
+        if self._metrics is not None:
+            self._metrics.checkpoint(number, saved, seconds)
 
     def skip(self) -> None:
         """What happened since the last step (an evaluation, a checkpoint) belongs to no step."""

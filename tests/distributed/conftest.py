@@ -1,8 +1,23 @@
-from collections.abc import Iterator
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import Pool
+from tests.distributed.processes import environment, ours
+
+JOB = """
+name: test
+epochs: 2
+batch_size: 32
+data: {name: digits, samples: 300}
+parallel: {strategy: ddp, workers: 3}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +26,45 @@ def pool() -> Iterator[Pool]:
     processes = Pool(5)
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small job."""
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a command in the background; whatever it leaves behind is ended and fails the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **extra: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "horizonml", *arguments],
+            cwd=folder,
+            env=environment(HORIZONML_TEST=str(folder), **extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+    left = ours(folder)
+    for other in left:
+        other.kill()
+    assert not left
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

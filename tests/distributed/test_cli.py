@@ -3,105 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
 from horizonml.model.vision import import_torchvision
+from tests.distributed.processes import environment, horizonml, ours, rank_process, steps, wait_for
 
-JOB = """
-name: test
-epochs: 2
-batch_size: 32
-data: {name: digits, samples: 300}
-parallel: {strategy: ddp, workers: 3}
-"""
 ENDLESS = ["--set", "epochs=10000"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with a small job."""
-    (tmp_path / "job.yaml").write_text(JOB)
-    return tmp_path
-
-
-def environment(**extra: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    return {**kept, "PYTHONPATH": str(Path.cwd()), **extra}
-
-
-def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
-    command = [sys.executable, "-m", "horizonml", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a command in the background; whatever it leaves behind is ended and fails the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: str, **extra: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "horizonml", *arguments],
-            cwd=folder,
-            env=environment(HORIZONML_TEST=str(folder), **extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-    left = ours(folder)
-    for other in left:
-        other.kill()
-    assert not left
-
-
-def ours(folder: Path) -> list[psutil.Process]:
-    """The living processes that were started for this test."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("HORIZONML_TEST") == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def rank_process(folder: Path, rank: int) -> psutil.Process:
-    """The process of a rank."""
-    return next(process for process in ours(folder) if process.environ().get("RANK") == str(rank))
-
-
-def steps(folder: Path, rank: int = 0) -> int:
-    """How many steps a rank has recorded."""
-    path = folder / "runs" / "test" / f"rank-{rank}.jsonl"
-    return path.read_text().count('"kind": "step"') if path.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.05)
 
 
 def test_training_here_ends_well_and_can_be_exported(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import Store
 
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.network import interface_of, listen, route_to, split_address
-from horizonml.cluster.rendezvous import Service, meet
+from horizonml.cluster.rendezvous import Service, Terms, meet
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost, RendezvousError
 from tests.distributed.pool import Pool
@@ -31,6 +31,20 @@ def service() -> Iterator[int]:
     thread.join()
 
 
+class Listener:
+    """Keeps what a rank is told to wait for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.missing: list[int] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def waiting(self, ranks: list[int]) -> None:
+        self.missing = ranks
+
+
 def join(
     rank: int,
     world_size: int,
@@ -45,12 +59,12 @@ def join(
     """Meet the others and exchange something over gloo; or the error, and the seconds it took."""
     time.sleep(delay)
     identity = Identity(rank if me is None else me, world_size if size is None else size, "test")
-    started, said = time.monotonic(), []
+    started, listener = time.monotonic(), Listener()
     try:
-        membership = meet(identity, "digits", digest, ("127.0.0.1", port), timeout, said.append)
+        membership = meet(identity, Terms("digits", digest, timeout), ("127.0.0.1", port), listener)
     except RendezvousError as error:
-        return {"error": str(error), "seconds": time.monotonic() - started, "said": said}
-    group = Group(membership.store, identity.rank, identity.world_size, 20.0)
+        return {"error": str(error), "seconds": time.monotonic() - started, "said": listener.said}
+    group = Group(membership.store, membership.rank, membership.world_size, 20.0)
     ranks = group.gather_json(identity.rank)
     group.close()
     membership.leave("done")
@@ -116,7 +130,7 @@ def test_no_service_is_a_clear_error_at_the_deadline(pool: Pool) -> None:
 
 def test_a_name_that_does_not_resolve_is_told() -> None:
     with pytest.raises(RendezvousError, match=r"the name no-such-host\.invalid does not resolve"):
-        meet(Identity(0, 2, "test"), "digits", "d1", ("no-such-host.invalid", 29400), 1.0, print)
+        meet(Identity(0, 2, "test"), Terms("digits", "d1", 1.0), ("no-such-host.invalid", 29400), Listener())
 
 
 def test_a_mute_listener_does_not_hang_a_rank(pool: Pool) -> None:
@@ -159,11 +173,11 @@ def test_rubbish_on_the_store_is_harmless(pool: Pool, service: int) -> None:
 
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
     """Rank 1 stops without a word; the others must learn its name."""
-    membership = meet(Identity(rank, world_size, "test"), "digits", "d1", ("127.0.0.1", port), 20.0, print)
+    membership = meet(Identity(rank, world_size, "test"), Terms("digits", "d1", 20.0), ("127.0.0.1", port), Listener())
     group = Group(membership.store, rank, world_size, 5.0)
     try:
         if rank == 1:
-            membership._stop.set()  # its heart stops
+            membership._heartbeat.stop.set()  # its heart stops
             return "gone"
         group.gather_json(None)
     except PeerLost as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.checkpoint import Checkpoints, export, read_metadata
+from horizonml.checkpoint import Checkpoints
 from horizonml.data.datasets import describe, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
@@ -21,6 +22,7 @@ from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.model.zoo import build
 from horizonml.plan.planner import fixed_plan
+from horizonml.shards import export, read_metadata
 from horizonml.signals import StopRequest
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
@@ -75,6 +77,9 @@ def run(
     engine = Engine(fixed_plan(job, len(model.chain), world_size), model, group, job.optimizer, job.batch_size)
     data = load(job.data, info, Path("unused"), images=engine.is_first, labels=engine.is_last)
     hosts = ["here"] * world_size
+    if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
+        hosts = [f"host{number}" for number in range(world_size)]
+        job = job.model_copy(update={"folder": str(job.run_folder).format(rank=rank)})
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, hosts, job.checkpoint.keep, compatible)
     recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, job.telemetry.timeline_every)
@@ -124,7 +129,7 @@ def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, 
 
     broken = kind.job(tmp_path / "broken")
     first = pool.run(kind.world_size, run, broken, 9, kind.world_size - 1)  # in the middle of the second epoch
-    assert {outcome for outcome, _, _ in first} == {"stopped"}
+    assert [outcome for outcome, _, _ in first] == ["re-form"] * (kind.world_size - 1) + ["stopped"]
     second = pool.run(kind.world_size, run, broken)
     assert {resumed["step"] for _, _, resumed in second} == {10}
     for (outcome, state, _), (_, expected, _) in zip(second, straight, strict=True):
@@ -149,7 +154,7 @@ def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, 
 
 def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_path: Path) -> None:
     five = pool.run(5, run, job(tmp_path, PIPELINE5), 6)
-    assert {outcome for outcome, _, _ in five} == {"stopped"}
+    assert [outcome for outcome, _, _ in five] == ["stopped"] + ["re-form"] * 4
     state = whole(five)
     exported = tmp_path / "model.pt"
     export(tmp_path, exported)
@@ -169,8 +174,6 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
     # And all go on to about the same place.
     ends = []
     for world_size, stages in ((1, None), (2, None), (3, HYBRID3), (5, PIPELINE5)):
-        import shutil
-
         folder = tmp_path / f"on-{world_size}"
         shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
         results = pool.run(world_size, run, job(folder, stages, world_size))
@@ -179,6 +182,43 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
     for end in ends[1:]:
         for key, value in ends[0].items():
             torch.testing.assert_close(end[key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: Pool, tmp_path: Path) -> None:
+    disks = tmp_path / "disk{rank}"
+    straight = pool.run(5, run, job(tmp_path / "straight", PIPELINE5))
+    pool.run(5, run, job(disks, PIPELINE5), 9)
+
+    def files(rank: int) -> list[str]:
+        (newest,) = (tmp_path / f"disk{rank}" / "checkpoints").glob("step-00000010")
+        return sorted(path.name for path in newest.iterdir())
+
+    shards = [f"stage-{stage}.safetensors" for stage in range(5)]
+    assert files(0) == ["checkpoint.json", *shards]  # the first machine has all
+    assert files(3) == ["checkpoint.json", shards[3]]
+
+    # One machine has lost its disk, and another stands for a third: the result is the same.
+    shutil.rmtree(tmp_path / "disk3")
+    (tmp_path / "disk1" / "checkpoints" / "step-00000010" / shards[1]).write_bytes(b"x")
+    again = pool.run(5, run, job(disks, PIPELINE5))
+    assert {resumed["step"] for _, _, resumed in again} == {10}
+    assert equal(whole(again), whole(straight))
+
+    # Two machines go on with what five have saved, and a new one comes with an empty disk.
+    more = {"epochs": 4}
+    for workers in (2, 3):
+        done = pool.run(workers, run, job(disks, workers=workers, **more), 0)
+        assert {resumed["step"] for _, _, resumed in done} == {21 if workers == 2 else 22}
+    assert files_equal(tmp_path / "disk0", tmp_path / "disk2")  # members of a stage are equal bit for bit
+
+
+def files_equal(one: Path, other: Path) -> bool:
+    newest = [sorted((folder / "checkpoints").iterdir())[-1] for folder in (one, other)]
+    assert newest[0].name == newest[1].name
+    return all(
+        (newest[0] / name).read_bytes() == (newest[1] / name).read_bytes()
+        for name in ("checkpoint.json", "stage-0.safetensors")
+    )
 
 
 def test_checkpoints_are_kept_for_people_and_pruned(pool: Pool, tmp_path: Path) -> None:
@@ -245,8 +285,6 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
 
 def _with_damage(straight_folder: Path, path: Path, damage: str) -> Path:
     """A checkpoint of a good run, damaged in this way."""
-    import shutil
-
     source = straight_folder / "checkpoints" / "step-00000021"
     target = path / "checkpoints" / "step-00000021"
     shutil.copytree(source, target)

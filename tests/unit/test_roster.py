@@ -14,6 +14,11 @@ def gather(roster: Roster, *fingerprints: Fingerprint, at: float = 0.0, first: i
     return roster.decide(at)
 
 
+def beat(roster: Roster, *joins: int, count: int, at: float) -> None:
+    for number in joins:
+        roster.beat(number, count, at)
+
+
 def test_a_complete_group_is_formed_in_the_order_of_ranks() -> None:
     roster = Roster()
     assert gather(roster, rank(2), rank(0)) == []
@@ -73,14 +78,16 @@ def test_a_dead_rank_makes_way_for_its_successor() -> None:
 def test_a_running_group_is_not_disturbed_by_a_newcomer() -> None:
     roster = Roster()
     gather(roster, rank(0), rank(1), rank(2))
+    beat(roster, 1, 2, 3, count=5, at=9.0)
     roster.join(4, rank(1, host="elsewhere"), 10.0)
-    roster.beat(2, 1, 10.2)
+    beat(roster, 1, 2, 3, count=6, at=10.2)
     (verdict,) = roster.decide(10.3)
     assert isinstance(verdict, Refused)
     assert verdict.joins == [4]
-    roster.join(5, rank(0, job="other", digest="d2", pid=200), 20.0)
-    roster.beat(1, 5, 20.1)
-    (verdict,) = roster.decide(20.2)
+    beat(roster, 1, 2, 3, count=7, at=14.0)
+    roster.join(5, rank(0, job="other", digest="d2", pid=200), 15.0)
+    beat(roster, 1, 2, 3, count=8, at=15.1)
+    (verdict,) = roster.decide(15.2)
     assert isinstance(verdict, Refused)
     assert "came while job digits runs here" in verdict.reason
 
@@ -103,3 +110,96 @@ def test_ranks_that_leave_or_fall_silent_are_forgotten() -> None:
     assert roster.present() == [1]
     roster.decide(100.0)
     assert roster.present() == []
+
+
+def formed(roster: Roster, *fingerprints: Fingerprint, at: float = 0.0, first: int = 1) -> Formed:
+    """Ranks that make a group at once."""
+    (verdict,) = gather(roster, *fingerprints, at=at, first=first)
+    assert isinstance(verdict, Formed)
+    return verdict
+
+
+def survivor(number: int, generation: int = 1, size: int = 3, **changes: object) -> Fingerprint:
+    """A rank that was in a group before, and waits 10 s for those that the group has lost."""
+    return rank(number, generation=generation, group_size=size, replace_timeout=10.0, **changes)
+
+
+def test_survivors_wait_for_a_replacement_and_take_it() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert gather(roster, survivor(0), survivor(2), at=6.0, first=4) == []
+    assert roster.missing() == [1]
+    beat(roster, 4, 5, count=1, at=10.0)
+    again = formed(roster, rank(1, pid=200), at=10.5, first=6)
+    assert (again.generation, again.joins) == (2, [4, 6, 5])
+
+
+def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert gather(roster, survivor(0), survivor(2), at=6.0, first=4) == []
+    for second in range(7, 16):
+        beat(roster, 4, 5, count=second, at=second)
+        assert roster.decide(second) == []
+    beat(roster, 4, 5, count=16, at=16.0)
+    (verdict,) = roster.decide(16.5)
+    assert isinstance(verdict, Formed)
+    assert (verdict.generation, [member.rank for member in verdict.members]) == (2, [0, 2])
+
+    # When it comes after all, it waits, and the group can learn of it.
+    roster.join(6, rank(1, pid=200), 18.0)
+    beat(roster, 4, 5, count=18, at=18.0)
+    assert roster.decide(18.1) == []
+    assert roster.newcomers() == [1]
+    roster.leave(4)
+    roster.leave(5)
+    again = formed(roster, survivor(0, generation=2, size=2), survivor(2, generation=2, size=2), at=18.5, first=7)
+    assert (again.generation, [member.rank for member in again.members]) == (3, [0, 1, 2])
+    assert roster.newcomers() == []
+
+
+def test_a_rank_of_another_world_is_no_newcomer() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    roster.join(4, rank(3, world_size=5), 1.0)
+    beat(roster, 1, 2, 3, count=1, at=1.0)
+    assert roster.decide(1.0) == []
+    assert roster.newcomers() == []
+
+
+def long_after(roster: Roster, *joins: int, start: int) -> list[Formed | Refused]:
+    """The verdicts of the next minute, in which these ranks live and all others are silent."""
+    verdicts = []
+    for second in range(start, start + 60):
+        beat(roster, *joins, count=second, at=second)
+        verdicts += roster.decide(second)
+    return verdicts
+
+
+def test_who_may_not_go_on_without_the_others() -> None:
+    # A first meeting needs everyone.
+    roster = Roster()
+    gather(roster, rank(0, replace_timeout=10.0), rank(2, replace_timeout=10.0))
+    assert long_after(roster, 1, 2, start=1) == []
+    # A rank that was away too long, while the rest of its group still runs.
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    roster.join(4, survivor(1), 1.0)
+    assert long_after(roster, 1, 3, 4, start=1) == []
+    # A job that cannot run with fewer, or that does not want to.
+    for changes in ({"fewest": 3}, {"replace_timeout": 0.0}):
+        roster = Roster()
+        formed(roster, rank(0), rank(1), rank(2))
+        gather(roster, replace(survivor(0), **changes), replace(survivor(2), **changes), at=6.0, first=4)  # type: ignore[arg-type]
+        assert long_after(roster, 4, 5, start=7) == []
+
+
+def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
+    roster = Roster()
+    gather(roster, survivor(0, generation=4))
+    assert long_after(roster, 1, start=1) == []
+    roster = Roster()
+    gather(roster, survivor(0, generation=4), survivor(1, generation=4))
+    (verdict,) = long_after(roster, 1, 2, start=1)
+    assert isinstance(verdict, Formed)
+    assert verdict.generation == 5  # generations never repeat

@@ -1,0 +1,137 @@
+"""Ranks that are lost, replaced, missing and come back, as in Compose and Kubernetes: something else restarts them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import rank_process, steps, wait_for
+
+Start = Callable[..., "subprocess.Popen[str]"]
+OPTIONS = ["--set", "telemetry.divergence_every=0", "--set", "checkpoint.every_steps=5"]
+
+
+@pytest.fixture
+def service(start: Start) -> Iterator[str]:
+    """The address of a rendezvous service."""
+    process = start("rendezvous", "--port", "0")
+    assert process.stdout is not None
+    yield process.stdout.readline().split()[-1]
+    process.terminate()
+    process.communicate(timeout=10)
+
+
+def runs(folder: Path, rank: int) -> list[dict[str, object]]:
+    """The first records of a rank's runs: one for each group that it was in."""
+    lines = (folder / "runs" / "test" / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == "run"]
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """What a rank's metrics server answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_killed_rank_is_replaced_and_then_done_without(
+    folder: Path, start: Start, service: str, free_port: int
+) -> None:
+    def rank(number: int, *extra: str) -> subprocess.Popen[str]:
+        options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=4", *extra]
+        return start("train", "job.yaml", *options, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service)
+
+    metrics = ["--metrics", str(free_port)]
+    ranks = [rank(0, *metrics), rank(1), rank(2)]
+    wait_for(lambda: steps(folder) > 7, "the first steps")
+
+    # Killed and replaced: all go on from the newest checkpoint.
+    rank_process(folder, 2).kill()
+    wait_for(lambda: get(free_port, "/readyz") == (503, "waiting for rank 2\n"), "rank 2 being waited for")
+    assert 'horizonml_waiting_for_rank{peer="2",rank="0"} 1.0' in get(free_port, "/metrics")[1]
+    ranks[2] = rank(2)
+    wait_for(lambda: len(runs(folder, 0)) == 2, "the second group")
+    wait_for(lambda: get(free_port, "/readyz") == (200, "ready\n"), "rank 0 being ready again")
+    assert runs(folder, 0)[1]["world_size"] == 3
+    assert int(str(runs(folder, 0)[1]["resumed_at"])) >= 5
+
+    # Killed and not replaced: the others go on without it.
+    before = steps(folder)
+    rank_process(folder, 1).kill()
+    wait_for(lambda: len(runs(folder, 0)) == 3 and steps(folder) > before + 5, "a group of two")
+    assert [(run["world_size"], run["rank"]) for run in (runs(folder, 0)[-1], runs(folder, 2)[-1])] == [(2, 0), (2, 1)]
+    assert 'horizonml_peers_lost_total{rank="0"} 2.0' in get(free_port, "/metrics")[1]
+
+    # It comes after all, and is taken in.
+    ranks[1] = rank(1)
+    wait_for(lambda: len(runs(folder, 0)) == 4, "a group of three again")
+    assert runs(folder, 0)[-1]["world_size"] == 3
+    before = steps(folder)
+    wait_for(lambda: steps(folder) > before + 5, "more steps")
+
+    # Asked to stop, all of them do, each with code 0.
+    for process in ranks:
+        process.terminate()
+    outputs = [process.communicate(timeout=30)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], outputs
+    assert "rank 2 on" in outputs[0]
+    assert "meeting the others again" in outputs[0]
+    assert "Traceback" not in "".join(outputs)
+
+
+def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, service: str) -> None:
+    def rank(number: int) -> subprocess.Popen[str]:
+        return start(
+            "train", "job.yaml", "--set", "epochs=30", *OPTIONS,
+            RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service,
+        )  # fmt: skip
+
+    ranks = [rank(number) for number in range(3)]
+    wait_for(lambda: steps(folder) > 12, "the first steps")
+    ranks[1].terminate()
+    output, _ = ranks[1].communicate(timeout=30)
+    assert ranks[1].returncode == 0, output
+    stopped_at = json.loads(
+        sorted((folder / "runs" / "test" / "checkpoints").iterdir())[-1].joinpath("checkpoint.json").read_text()
+    )["step"]
+    ranks[1] = rank(1)
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], outputs
+    assert f"resumed from step {stopped_at} of 300" in outputs[0]  # nothing was lost
+    assert "done: records" in outputs[0]
+
+
+def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
+    folder: Path, start: Start, service: str, free_port: int
+) -> None:
+    def rank(number: int, *extra: str) -> subprocess.Popen[str]:
+        return start("train", "job.yaml", *extra, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service)
+
+    ranks = [rank(number) for number in range(3)]
+    for process in ranks:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    before = steps(folder, 2)
+    again = rank(2, "--stay", "--metrics", str(free_port))  # alone: the others are gone
+    wait_for(lambda: get_or_none(free_port) == (200, "ready\n"), "the finished rank being ready")
+    assert 'horizonml_complete{rank="2"} 1.0' in get(free_port, "/metrics")[1]
+    assert steps(folder, 2) == before
+    again.terminate()
+    output, _ = again.communicate(timeout=10)
+    assert again.returncode == 0
+    assert "stays, to be watched" in output
+
+
+def get_or_none(port: int) -> tuple[int, str] | None:
+    try:
+        return get(port, "/readyz")
+    except OSError:
+        return None

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from horizonml.cluster.device import memory_used, throttled_seconds
+from horizonml.engine.engine import Step, Totals
+from horizonml.telemetry.metrics import Metrics, document
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.telemetry.server import Server
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_the_page_about_metrics_is_up_to_date() -> None:
+    assert (DOCS / "metrics.md").read_text() == document(), "run `make docs`"
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    """Every sample as Prometheus would read it: `name{labels}` -> value, without the rank."""
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("rank") == "3"
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            found[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
+    return found
+
+
+def record(number: int) -> StepRecord:
+    return StepRecord(
+        step=number, epoch=1, time=100.0 + number, wall=0.2, compute=0.1, transfer=0.04, wait=0.06, samples=16,
+        batch=64, loss=2.0, accuracy=0.25, lr=0.1, bytes_sent=30, bytes_received=12, cpu_seconds=0.1, rss_bytes=1,
+        divergence=0.5,
+    )  # fmt: skip
+
+
+STEP = Step(
+    Totals(2.0, 0.25, 64), 0.2, 0.1, 0.04, 0.06, 16, {"previous": (10, 5), "next": (20, 7), "members": (0, 0)}, 0.5, []
+)
+ABOUT = {
+    "rank": 1,
+    "stage": 1,
+    "host": "pi-4",
+    "job": {
+        "name": "digits",
+        "model": {"name": "digits_cnn"},
+        "data": {"name": "digits"},
+        "parallel": {"strategy": "pipeline", "stages": None},
+    },
+    "plan": {"stages": [{"ranks": [0], "start": 0, "stop": 3}, {"ranks": [2, 1], "start": 3, "stop": 9}]},
+    "versions": {"horizonml": "1", "torch": "2"},
+}
+
+
+def test_metrics_tell_what_happened() -> None:
+    metrics = Metrics(3)
+    assert metrics.unready == "starting"
+    before = values(metrics)
+    assert before["horizonml_ready"] == 0
+    assert "horizonml_training_loss" not in before  # not 0, which would be a lie
+    assert "horizonml_checkpoint_timestamp_seconds" not in before
+    metrics.wanted(5)
+    metrics.waiting([4, 2])
+    assert metrics.unready == "waiting for rank 2, 4"
+    assert values(metrics)["horizonml_waiting_for_rank{peer=4}"] == 1
+    metrics.formed(2, 4)
+    assert metrics.unready is None
+    metrics.started(ABOUT, epochs=4, steps=40, done=10)
+    for number in (11, 12):
+        metrics.step(record(number), STEP)
+    metrics.evaluation(EvaluationRecord(12, 2, 0.0, 0.3, 1.5, 0.75, 10))
+    metrics.checkpoint(12, True, 0.4)
+    metrics.checkpoint(12, False, 0.4)
+    metrics.lost_peer()
+    now = values(metrics)
+    expected = {
+        "horizonml_world_size": 4,
+        "horizonml_world_size_wanted": 5,
+        "horizonml_generation": 2,
+        "horizonml_ready": 1,
+        "horizonml_stage_info{layers=3-8,member=1,node=pi-4,stage=1,stages=2}": 1,
+        "horizonml_step": 12,
+        "horizonml_steps_planned": 40,
+        "horizonml_samples_total": 128,
+        "horizonml_rank_samples_total": 32,
+        "horizonml_training_loss": 2.0,
+        "horizonml_held_out_accuracy_ratio": 0.75,
+        "horizonml_epoch_duration_seconds": 0.4,
+        "horizonml_step_duration_seconds_count": 2,
+        "horizonml_step_duration_seconds_bucket{le=0.1}": 0,
+        "horizonml_step_duration_seconds_bucket{le=0.25}": 2,
+        "horizonml_step_phase_seconds_sum{phase=compute}": 0.2,
+        "horizonml_step_phase_seconds_sum{phase=transfer}": 0.08,
+        "horizonml_step_phase_seconds_sum{phase=wait}": 0.12,
+        "horizonml_bubble_ratio": 0.3,
+        "horizonml_gradient_divergence": 0.5,
+        "horizonml_sent_bytes_total{direction=next}": 40,
+        "horizonml_received_bytes_total{direction=previous}": 10,
+        "horizonml_checkpoints_total": 1,
+        "horizonml_checkpoint_failures_total": 1,
+        "horizonml_checkpoint_step": 12,
+        "horizonml_peers_lost_total": 1,
+        "horizonml_complete": 0,
+    }
+    assert {key: now.get(key) for key in expected} == pytest.approx(expected)
+    assert not any("waiting_for_rank" in key for key in now)
+    metrics.waiting([])
+    assert values(metrics)["horizonml_ready"] == 0
+    metrics.completed()
+    assert (values(metrics)["horizonml_complete"], values(metrics)["horizonml_ready"], metrics.unready) == (1, 1, None)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_container_is_read_from_its_cgroup(tmp_path: Path, version: int) -> None:
+    files = {
+        1: {
+            "memory/memory.usage_in_bytes": "1000\n",
+            "memory/memory.limit_in_bytes": "4000\n",
+            "cpu/cpu.stat": "nr_periods 5\nnr_throttled 2\nthrottled_time 1500000000\n",
+            "cpu/cpu.cfs_quota_us": "40000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+        },
+        2: {
+            "memory.current": "1000\n",
+            "memory.max": "4000\n",
+            "cpu.stat": "usage_usec 9\nthrottled_usec 1500000\n",
+            "cpu.max": "40000 100000\n",
+        },
+    }[version]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = values(Metrics(3, tmp_path))
+    assert found["horizonml_memory_used_bytes"] == 1000
+    assert found["horizonml_memory_limit_bytes"] == 4000
+    assert found["horizonml_cpu_limit_cores"] == 0.4
+    assert found["horizonml_cpu_throttled_seconds_total"] == pytest.approx(1.5)
+    assert found["horizonml_resident_memory_bytes"] > 1 << 20
+    nothing = tmp_path / "nothing"
+    assert memory_used(nothing) is throttled_seconds(nothing) is None
+    assert "horizonml_memory_used_bytes" not in values(Metrics(3, nothing))
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(3)
+
+
+@pytest.fixture
+def port(metrics: Metrics) -> Iterator[int]:
+    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: metrics.unready)
+    assert server.port is not None
+    yield server.port
+    server.close()
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_server_tells_health_readiness_and_metrics(metrics: Metrics, port: int) -> None:
+    assert get(port, "/healthz") == (200, "alive\n")
+    assert get(port, "/readyz") == (503, "starting\n")
+    metrics.waiting([1])
+    assert get(port, "/readyz") == (503, "waiting for rank 1\n")
+    metrics.formed(1, 2)
+    assert get(port, "/readyz") == (200, "ready\n")
+    assert 'horizonml_ready{rank="3"} 1.0' in get(port, "/metrics?x=1")[1]
+    assert get(port, "/etc/passwd")[0] == 404
+
+
+def test_a_taken_port_is_a_warning_only(port: int, metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
+    second = Server(metrics.registry, ("127.0.0.1", port), lambda: None)
+    assert second.port is None
+    assert f"metrics are not served at 127.0.0.1:{port}: Address already in use" in caplog.text
+    second.close()
+
+
+def test_slow_rude_and_many_clients_do_no_harm(port: int) -> None:
+    idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    idle[0].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")  # and no more
+    idle[1].sendall(b"\x00\xff rubbish\r\n\r\n")
+    idle[2].sendall(b"POST /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    started = time.monotonic()
+    assert get(port, "/metrics")[0] == 200
+    assert time.monotonic() - started < 2
+    for connection in idle:
+        connection.close()
+    answers: list[int] = []
+    threads = [threading.Thread(target=lambda: answers.append(get(port, "/metrics")[0])) for _ in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(answers) <= {200, 503}
+    assert 200 in answers
