@@ -10,10 +10,24 @@ TORCH_VERSION ?= 2.13.0
 TORCHVISION_VERSION ?= 0.28.0
 export TORCH_INDEX TORCH_VERSION TORCHVISION_VERSION ALLOW_CUDA
 
+# Containers.
+IMAGE ?= horizonml/worker:dev
+DOCKER ?= docker
+DOCKER_BUILD ?= $(DOCKER) build
+KUBECTL ?= kubectl
+KIND ?= kind
+KIND_CLUSTER ?= horizonml
+KIND_CONFIG ?= k8s/kind/cluster.yaml
+# The node's image, which decides the version of Kubernetes; empty: kind's own default.
+KIND_NODE_IMAGE ?=
+# More images to load into the cluster; empty: the nodes pull them.
+KIND_LOAD ?=
+MONITORING ?= k8s/kind
+
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint format bench clean
+.PHONY: help setup demo test unit lint format docs images kind-up kind-down e2e bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -42,6 +56,33 @@ lint: setup ## Check style and types
 format: setup ## Put the code into the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+docs: setup ## Write the generated pages under docs/
+	@$(BIN)/python scripts/docs.py
+
+##@ Containers
+images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)
+	$(DOCKER_BUILD) --tag $(IMAGE) --file images/worker/Dockerfile \
+		--build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCHVISION_VERSION=$(TORCHVISION_VERSION) \
+		$(if $(filter command% environment%,$(origin TORCH_INDEX)),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+		--build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) .
+
+kind-up: images ## Make a Kubernetes cluster on this machine, with the image and monitoring in it
+	@$(KIND) get clusters 2>/dev/null | grep -qx $(KIND_CLUSTER) || \
+		$(KIND) create cluster --name $(KIND_CLUSTER) --config $(KIND_CONFIG) \
+			$(if $(KIND_NODE_IMAGE),--image $(KIND_NODE_IMAGE))
+	$(KIND) load docker-image --name $(KIND_CLUSTER) $(IMAGE) $(KIND_LOAD)
+	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -k $(MONITORING)
+	@echo
+	@echo "The cluster is ready. Next: kubectl apply -k k8s/dp        (or k8s/mp, k8s/hybrid)"
+	@echo "Then watch: kubectl -n horizonml logs -f worker-0"
+	@echo "Dashboards: kubectl -n horizonml-monitoring port-forward svc/grafana 3000   -> http://localhost:3000"
+
+kind-down: ## Delete that cluster
+	$(KIND) delete cluster --name $(KIND_CLUSTER)
+
+e2e: setup ## Test in real containers and real Kubernetes (needs Docker; see tests/e2e)
+	@$(BIN)/python -m pytest tests/e2e
 
 ##@ Measure
 bench: setup ## Compare the engine with torch's own (see benchmarks/README.md; about 10 minutes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import platform
 import shutil
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +27,7 @@ from horizonml.data.datasets import Data, DataInfo, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
-from horizonml.errors import DataError, PeerLost
+from horizonml.errors import CheckpointError, DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
 from horizonml.plan.simulate import Host
@@ -58,6 +61,8 @@ class Worker:
         """
         keep_freed_memory()
         job, identity = self._job, self._identity
+        if job.checkpoint.enabled:
+            _check_writable(job.run_folder)
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return "already complete"
         if identity.world_size == 1:
@@ -196,6 +201,20 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
     gc.collect()
+
+
+def _check_writable(folder: Path) -> None:
+    """A folder that can never be written to is a mistake to tell at once; a full disk is not, it may get better."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise CheckpointError(
+                f"cannot write records and checkpoints to {folder.absolute()} as user {os.getuid()}: "
+                f"{error.strerror}; set `folder`, change that one's owner, or train with checkpoint.enabled=false"
+            ) from error
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
