@@ -27,7 +27,7 @@ MONITORING ?= k8s/kind
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint format docs images kind-up kind-down e2e bench clean
+.PHONY: help setup demo test unit lint format generate images kind-up kind-down e2e bench clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -57,8 +57,8 @@ format: setup ## Put the code into the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: setup ## Write the generated pages under docs/
-	@$(BIN)/python scripts/docs.py
+generate: setup ## Write what is made from code: dashboards, docs/metrics.md, the operator's rules
+	@$(BIN)/python scripts/generate.py
 
 ##@ Containers
 images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)

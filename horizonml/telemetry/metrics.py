@@ -31,7 +31,7 @@ _M = TypeVar("_M", bound=MetricWrapperBase)
 _HEAD = """\
 # Metrics
 
-What every rank shows at `/metrics`. Made from `horizonml/telemetry/metrics.py` by `make docs`; change it there.
+What every rank shows at `/metrics`. Made from `horizonml/telemetry/metrics.py` by `make generate`; change it there.
 All carry the label `rank`: the rank that the process was given at its start. A gauge without a value yet (no epoch
 evaluated, no checkpoint saved) is not shown.
 

@@ -1,0 +1,142 @@
+"""One panel of a Grafana dashboard, as data, and the JSON that Grafana wants for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
+
+Query = tuple[str, str]  # expression and legend
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel. `width` is in 24ths of the screen, `height` in Grafana's rows."""
+
+    kind: str  # timeseries, stat, bargauge, table, heatmap
+    title: str
+    text: str
+    unit: str
+    queries: Sequence[Query]
+    width: int = 8
+    height: int = 8
+    low: float | None = None
+    high: float | None = None
+    colours: dict[str, str] = field(default_factory=dict)  # by the name of a series
+    steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)  # thresholds, for stat and bargauge
+    soft: float | None = None  # the axis reaches at least this far
+    stacked: bool = False
+    decimals: int | None = None
+    words: dict[int, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour, for stat
+    columns: dict[str, str] = field(default_factory=dict)  # label -> heading, for table
+
+    def to_json(self, number: int, x: int, y: int) -> dict[str, Any]:
+        """As Grafana wants it, at a place on the grid."""
+        defaults: dict[str, Any] = {
+            "unit": self.unit,
+            "color": {"mode": "palette-classic" if self.kind == "timeseries" else "thresholds"},
+            "thresholds": {
+                "mode": "absolute",
+                "steps": [{"value": value, "color": colour} for value, colour in self.steps],
+            },
+        }
+        for key, value in (("min", self.low), ("max", self.high), ("decimals", self.decimals)):
+            if value is not None:
+                defaults[key] = value
+        if self.words:
+            options = {
+                str(value): {"text": text, "color": colour, "index": index}
+                for index, (value, (text, colour)) in enumerate(self.words.items())
+            }
+            defaults["mappings"] = [{"type": "value", "options": options}]
+        options, custom = self._options()
+        if custom:
+            defaults["custom"] = custom
+        panel: dict[str, Any] = {
+            "id": number,
+            "type": self.kind,
+            "title": self.title,
+            "description": self.text,
+            "datasource": DATASOURCE,
+            "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y},
+            "targets": [self._target(index, *query) for index, query in enumerate(self.queries)],
+            "fieldConfig": {
+                "defaults": defaults,
+                "overrides": [
+                    {
+                        "matcher": {"id": "byName", "options": name},
+                        "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+                    }
+                    for name, colour in self.colours.items()
+                ],
+            },
+            "options": options,
+        }
+        if self.kind == "table":
+            hidden = dict.fromkeys(("Time", "Value", "__name__", "instance", "job", "namespace", "pod"), True)
+            order = {label: index for index, label in enumerate(self.columns)}
+            panel["transformations"] = [
+                {
+                    "id": "organize",
+                    "options": {"excludeByName": hidden, "indexByName": order, "renameByName": self.columns},
+                },
+                {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": next(iter(self.columns.values()))}]}},
+            ]
+        return panel
+
+    def _target(self, index: int, expression: str, legend: str) -> dict[str, Any]:
+        target: dict[str, Any] = {
+            "refId": "ABCDEFGH"[index],
+            "datasource": DATASOURCE,
+            "expr": expression,
+            "legendFormat": legend,
+            "range": self.kind in ("timeseries", "heatmap"),
+            "instant": self.kind not in ("timeseries", "heatmap"),
+        }
+        if self.kind in ("table", "heatmap"):
+            target["format"] = self.kind if self.kind == "table" else "time_series"
+        return target
+
+    def _options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+        if self.kind == "timeseries":
+            custom: dict[str, Any] = {
+                "drawStyle": "line",
+                "lineWidth": 1,
+                "fillOpacity": 60 if self.stacked else 0 if any("{{" in legend for _, legend in self.queries) else 8,
+                "showPoints": "never",
+                "spanNulls": 60_000,
+                "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
+            }
+            if self.soft is not None:
+                custom["axisSoftMax"] = self.soft
+            legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
+            return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}, custom
+        if self.kind == "stat":
+            return {
+                "reduceOptions": reduce,
+                "colorMode": "value",
+                "graphMode": "none",
+                "justifyMode": "auto",
+                "textMode": "auto",
+                "orientation": "auto",
+            }, {}
+        if self.kind == "bargauge":
+            return {
+                "reduceOptions": reduce,
+                "displayMode": "basic",
+                "orientation": "horizontal",
+                "showUnfilled": True,
+            }, {}
+        if self.kind == "heatmap":
+            return {
+                "calculate": False,
+                "color": {"mode": "scheme", "scheme": "Oranges", "steps": 32, "min": 0, "max": 1},
+                "yAxis": {"axisPlacement": "left"},
+                "legend": {"show": True},
+            }, {}
+        assert self.kind == "table", self.kind
+        return {"showHeader": True, "cellHeight": "sm"}, {}

@@ -1,0 +1,43 @@
+"""Writes what is made from code: `make generate`. A test sees to it that this is never forgotten.
+
+docs/metrics.md, grafana/dashboards/*.json, and the rules as the Prometheus operator wants them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dashboards
+import yaml
+
+from horizonml.telemetry.metrics import document
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def files() -> dict[Path, str]:
+    """Every generated file and what belongs into it."""
+    made = {ROOT / "docs" / "metrics.md": document()}
+    for name in dashboards.DASHBOARDS:
+        made[ROOT / "grafana" / "dashboards" / f"{name}.json"] = dashboards.text(name)
+    made[ROOT / "k8s" / "components" / "monitoring" / "rules.yaml"] = operator_rules()
+    return made
+
+
+def operator_rules() -> str:
+    """grafana/rules/horizonml.yaml as a PrometheusRule."""
+    rules = yaml.safe_load((ROOT / "grafana" / "rules" / "horizonml.yaml").read_text())
+    resource = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "horizonml", "namespace": "horizonml"},
+        "spec": rules,
+    }
+    return "# Made from grafana/rules/horizonml.yaml by `make generate`.\n" + yaml.safe_dump(
+        resource, sort_keys=False, width=120
+    )
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text)

@@ -1,0 +1,134 @@
+"""compose.yaml in real containers: five workers with 0.4 CPU and 1 GB each."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.tools import USER, Query, empty_panels, prometheus_at, run, value, wait_for
+
+PROJECT = "horizonml-e2e"
+WORKERS = [f"worker-{rank}" for rank in range(5)]
+
+Up = Callable[..., Query]
+
+
+def container(service: str) -> str:
+    return f"{PROJECT}-{service}-1"
+
+
+def inspect(service: str) -> dict[str, Any]:
+    return dict(json.loads(run("docker", "inspect", container(service)))[0])
+
+
+def log(service: str) -> str:
+    return run("docker", "logs", container(service), both=True)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture
+def project(compose: list[str]) -> Iterator[list[str]]:
+    """The command for this project, of which nothing is left behind."""
+    command = [*compose, "-p", PROJECT]
+    down = [*command, "down", "--volumes", "--timeout", "5", "--remove-orphans"]
+    run(*down)
+    yield command
+    print(run("docker", "compose", "-p", PROJECT, "logs", "--tail", "40", check=False))  # shown when a test fails
+    run(*down)
+
+
+@pytest.fixture
+def up(project: list[str]) -> Up:
+    """Starts the project in the background; returns its Prometheus."""
+
+    def start(**variables: str) -> Query:
+        port = free_port()
+        env = {"PROMETHEUS_PORT": port, "GRAFANA_PORT": free_port(), **variables}
+        run(*project, "up", "--detach", "--no-build", env=env, timeout=180)
+        return prometheus_at(f"http://127.0.0.1:{port}")
+
+    return start
+
+
+def accuracy(query: Query) -> float:
+    found = value(query, "max(horizonml_held_out_accuracy_ratio)")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_five_small_workers_train_to_the_end_and_are_seen(up: Up, strategy: str) -> None:
+    query = up(STRATEGY=strategy, EPOCHS="40", STAY="1")
+    wait_for(lambda: value(query, "count(up{job='horizonml'} == 1)") == 5, "Prometheus seeing all", 90)
+    wait_for(
+        lambda: value(query, "min(horizonml_epoch) > 30") or value(query, "min(horizonml_complete) == 1"),
+        "epoch 30",
+        180,
+    )
+    wait_for(lambda: not empty_panels(query), f"data in every panel (without: {empty_panels(query)})", 30)
+    stages = {series["metric"]["stage"] for series in query("horizonml_stage_info")}
+    assert stages == ({"0"} if strategy == "ddp" else {"0", "1", "2", "3", "4"})
+    wait_for(lambda: value(query, "sum(horizonml_complete)") == 5, "the end of the training", 180)
+    assert accuracy(query) >= 0.95
+    for worker in WORKERS:
+        state = inspect(worker)
+        assert state["State"]["Running"]
+        assert not state["State"]["OOMKilled"]
+        assert state["RestartCount"] == 0
+        assert (state["HostConfig"]["NanoCpus"], state["HostConfig"]["Memory"]) == (400_000_000, 1 << 30)
+        assert f"rank {worker[-1]} stays, to be watched" in log(worker)
+    harden = (
+        "id -u; grep -E '^(CapEff|NoNewPrivs)' /proc/1/status; "
+        "touch /new 2>&1; touch /venv/new 2>&1; touch /data/new && echo data"
+    )
+    shown = run("docker", "exec", container("worker-3"), "sh", "-c", harden)
+    assert shown.splitlines()[0] == str(USER)
+    assert "CapEff:\t0000000000000000" in shown
+    assert "NoNewPrivs:\t1" in shown
+    assert shown.count("Read-only file system") == 2
+    assert shown.splitlines()[-1] == "data"
+    run("docker", "stop", "--time", "20", container("worker-4"))
+    assert inspect("worker-4")["State"]["ExitCode"] == 0
+
+
+def test_the_command_of_the_readme_ends_with_the_training(project: list[str]) -> None:
+    env = {"PROMETHEUS_PORT": free_port(), "GRAFANA_PORT": free_port()}
+    shown = run(
+        *project, "up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "worker-0", env=env, timeout=240
+    )
+    assert "done: records and checkpoints are in runs/digits-ddp" in shown
+    for worker in WORKERS:
+        state = inspect(worker)["State"]
+        assert (state["ExitCode"], state["OOMKilled"]) == (0, False), worker
+    # The same command finds the work done.
+    again = run(
+        *project, "up", "--no-build", "--abort-on-container-exit", "--exit-code-from", "worker-0", env=env, timeout=120
+    )
+    assert "trained to the end already" in again
+
+
+def test_a_killed_worker_is_done_without_and_taken_in_again(up: Up) -> None:
+    query = up(STRATEGY="pipeline", EPOCHS="400", STAY="1")
+    wait_for(lambda: value(query, "min(horizonml_epoch) > 3"), "the fourth epoch", 90)
+    run("docker", "kill", container("worker-2"))
+    wait_for(lambda: query('horizonml_waiting_for_rank{peer="2"}'), "worker 2 being waited for", 30)
+    wait_for(lambda: value(query, "min(horizonml_world_size) == 4"), "four workers going on", 90)
+    assert "rank 2 on worker-2 gives no sign of life" in log("worker-0") + log("worker-1") + log("worker-3")
+    resumed = int(log("worker-0").rpartition("resumed from step ")[2].split()[0])
+    assert resumed >= 3 * 23  # at most the epoch under way is done again
+    run("docker", "start", container("worker-2"))
+    wait_for(lambda: value(query, "min(horizonml_world_size) == 5"), "five workers again", 90)
+    run("docker", "stop", *(container(worker) for worker in WORKERS), timeout=120)
+    for worker in WORKERS:
+        assert inspect(worker)["State"]["ExitCode"] == 0, worker
+    assert "stopped as asked: a checkpoint is saved" in log("worker-0")
+    assert accuracy(query) >= 0.95

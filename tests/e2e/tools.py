@@ -1,0 +1,108 @@
+"""What the end-to-end tests need: commands with deadlines, and questions to Prometheus.
+
+Environment variables adapt them to the machine: DOCKER_BUILD and COMPOSE (other commands for `docker build` and
+`docker compose`), KIND_DOCKER_HOST, KIND_KUBECONFIG and KIND_PATH (another Docker daemon for kind), and those of the
+Makefile (KIND_NODE_IMAGE, KIND_CONFIG, PROMETHEUS_IMAGE).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE = "horizonml/worker:dev"
+USER = 10001
+DASHBOARDS = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+
+
+def run(
+    *command: str, timeout: float = 120, env: Mapping[str, str] | None = None, check: bool = True, both: bool = False
+) -> str:
+    """What a command prints (with `both`, its errors too); it must end well and in time."""
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if both else subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    shown = f"{result.stdout[-4000:]}{(result.stderr or '')[-4000:]}"
+    assert not check or result.returncode == 0, f"{' '.join(command)} ended with {result.returncode}:\n{shown}"
+    return result.stdout
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    """The first result of `condition` that is true."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s (last: {found!r})"
+        time.sleep(1)
+
+
+Query = Callable[[str], list[dict[str, Any]]]
+
+
+def prometheus_at(url: str) -> Query:
+    """Asks the Prometheus at a URL for the current value of an expression."""
+
+    def query(expression: str) -> list[dict[str, Any]]:
+        address = f"{url}/api/v1/query?query={urllib.parse.quote(expression)}"
+        try:
+            with urllib.request.urlopen(address, timeout=10) as response:
+                return result_of(response.read().decode(), expression)
+        except OSError:
+            return []
+
+    return query
+
+
+def result_of(text: str, expression: str) -> list[dict[str, Any]]:
+    answer = json.loads(text)
+    assert answer["status"] == "success", f"{expression}: {answer}"
+    return list(answer["data"]["result"])
+
+
+def value(query: Query, expression: str) -> float | None:
+    """The value of an expression that gives one number, or None."""
+    found = query(expression)
+    return float(found[0]["value"][1]) if found else None
+
+
+def panel_queries() -> Iterator[tuple[str, str, str]]:
+    """Dashboard, panel and expression of every query, with Grafana's variables filled in for all ranks."""
+    for path in DASHBOARDS:
+        dashboard = json.loads(path.read_text())
+        panels = list(dashboard["panels"])
+        for panel in panels:
+            panels += panel.get("panels", [])
+            for target in panel.get("targets", []):
+                expression = target["expr"]
+                for name, filled in (
+                    ("__rate_interval", "20s"),
+                    ("__interval", "10s"),
+                    ("__range", "5m"),
+                    ("rank", ".*"),
+                ):
+                    expression = re.sub(rf"\$\{{?{name}(:\w+)?\}}?", filled, expression)
+                assert "$" not in expression, f"{path.name}: {panel['title']}: {expression}"
+                yield path.stem, panel["title"], expression
+
+
+def empty_panels(query: Query) -> list[str]:
+    """The queries of all dashboards that this Prometheus has no data for."""
+    return [f"{dashboard}: {title}: {text}" for dashboard, title, text in panel_queries() if not query(text)]
