@@ -13,6 +13,7 @@ import typer
 
 from horizonml import __version__
 from horizonml.errors import HorizonError
+from horizonml.kube.commands import app as cluster
 
 if TYPE_CHECKING:
     from horizonml.job import Job
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure and compare ways of training.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 
 JobFile = Annotated[Path, typer.Argument(help="The job file (YAML); see jobs/ for ready ones.", show_default=False)]
 Overrides = Annotated[

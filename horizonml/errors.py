@@ -9,6 +9,7 @@
     ├── RendezvousError          1   the ranks did not find each other, or do not belong together
     ├── PeerLost                 3   another rank stopped answering during training
     ├── CheckpointError          1   a checkpoint is damaged or does not fit
+    ├── ClusterError             1   a Kubernetes cluster does not answer, or refuses
     └── Diverged                 1   the loss is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
@@ -60,6 +61,10 @@ class PeerLost(HorizonError):
 
 class CheckpointError(HorizonError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class ClusterError(HorizonError):
+    """A Kubernetes cluster cannot be reached, or does not do what is asked."""
 
 
 class Diverged(HorizonError):

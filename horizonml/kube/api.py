@@ -1,0 +1,283 @@
+"""A job in a cluster, through Kubernetes' API."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import urllib3
+import yaml
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import DynamicApiError
+
+from horizonml.errors import ClusterError
+from horizonml.job import Job
+from horizonml.kube.diagnosis import Condition, Object, condition
+from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
+from horizonml.kube.status import Row, Samples, parse, row
+
+_TIMEOUT = (5.0, 15.0)  # to connect, to answer
+_METRICS_TIMEOUT = (2.0, 3.0)
+_GONE_SECONDS = 120.0
+
+
+class Cluster:
+    """One namespace of a cluster. All methods raise ClusterError."""
+
+    def __init__(self, namespace: str, context: str | None) -> None:
+        """Connect as kubectl would, or with the pod's own account inside a cluster."""
+        self.namespace = namespace
+        settings = client.Configuration()
+        try:
+            config.load_kube_config(context=context, client_configuration=settings)
+        except ConfigException as error:
+            try:
+                config.load_incluster_config(client_configuration=settings)
+            except ConfigException:
+                raise ClusterError(
+                    f"no Kubernetes cluster is configured ({error}); set KUBECONFIG, or make a cluster: make kind-up"
+                ) from error
+        settings.retries = urllib3.Retry(0)
+        self._api = client.ApiClient(settings)
+        self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
+        self._host = settings.host
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Turns what can go wrong into an error for people."""
+        try:
+            yield
+        except (ApiException, DynamicApiError) as error:
+            message = _message(error)
+            if error.status == 401:
+                text = f"{self._host} does not know who you are ({message}); log in again, or choose another --context"
+            elif error.status == 403:
+                text = (
+                    f"you may not {what} in namespace {self.namespace}: {message}; "
+                    f"try: kubectl auth can-i --list -n {self.namespace}"
+                )
+            else:
+                text = f"cannot {what} in namespace {self.namespace}: {message}"
+            raise ClusterError(text) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ClusterError(
+                f"the cluster at {self._host} does not answer ({type(error).__name__}); is it running, and is this the "
+                "right context (kubectl config current-context)?"
+            ) from error
+
+    def apply(self, documents: list[Document]) -> list[str]:
+        """Server-side apply; the names of what was applied."""
+        applied = []
+        with self._asking("connect"):
+            dynamic = DynamicClient(self._api)
+        for document in documents:
+            kind, name = document["kind"], document["metadata"]["name"]
+            if kind == "Namespace" and self._exists():
+                continue  # it may be somebody else's
+            with self._asking(f"apply {kind} {name}"):
+                resource = dynamic.resources.get(api_version=document["apiVersion"], kind=kind)
+                dynamic.server_side_apply(resource, body=document, field_manager="horizonml", force_conflicts=True)
+            applied.append(f"{kind.lower()}/{name}")
+        return applied
+
+    def _exists(self) -> bool:
+        with self._asking("look up the namespace"):
+            try:
+                self._core.read_namespace(self.namespace, _request_timeout=_TIMEOUT)
+            except ApiException as error:
+                if error.status == 404:
+                    return False
+                if error.status == 403:  # allowed inside it only
+                    return True
+                raise
+        return True
+
+    def workers(self) -> Object | None:
+        """The StatefulSet of the job, if there is one."""
+        with self._asking("read the StatefulSet worker"):
+            try:
+                found = self._apps.read_namespaced_stateful_set("worker", self.namespace, _request_timeout=_TIMEOUT)
+            except ApiException as error:
+                if error.status == 404:
+                    return None
+                raise
+            return self._plain(found)
+
+    def require_workers(self) -> Object:
+        """The StatefulSet of the job."""
+        found = self.workers()
+        if found is None:
+            raise ClusterError(
+                f"no job in namespace {self.namespace}; submit one (horizonml cluster submit JOB.yaml), or name the "
+                "right --namespace"
+            )
+        return found
+
+    def submitted(self) -> tuple[Job, Settings]:
+        """The job and settings that were submitted."""
+        annotation = self.require_workers()["metadata"].get("annotations", {}).get(SETTINGS)
+        if annotation is None:
+            raise ClusterError(
+                f"the job in namespace {self.namespace} was not submitted by `horizonml cluster submit`; change the "
+                "number of replicas where its manifests are, apply them, and delete the pods"
+            )
+        with self._asking("read the job"):
+            found = self._plain(self._core.read_namespaced_config_map("job", self.namespace, _request_timeout=_TIMEOUT))
+        return Job.model_validate(yaml.safe_load(found["data"]["job.yaml"])), Settings(**json.loads(annotation))
+
+    def pods(self) -> list[Object]:
+        """The workers' pods, in the order of ranks."""
+        with self._asking("list the pods"):
+            found = self._core.list_namespaced_pod(self.namespace, label_selector=WORKERS, _request_timeout=_TIMEOUT)
+            return sorted((self._plain(pod) for pod in found.items), key=rank_of)
+
+    def restart(self) -> None:
+        """Delete the workers' pods, which save a checkpoint first, and wait until those are gone."""
+        before = {pod["metadata"]["uid"] for pod in self.pods()}
+        with self._asking("delete the pods"):
+            self._core.delete_collection_namespaced_pod(
+                self.namespace, label_selector=WORKERS, _request_timeout=_TIMEOUT
+            )
+        deadline = time.monotonic() + _GONE_SECONDS
+        while left := [p["metadata"]["name"] for p in self.pods() if p["metadata"]["uid"] in before]:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"{', '.join(left)} did not end within {_GONE_SECONDS:.0f} s; see kubectl describe pod"
+                )
+            time.sleep(0.5)
+
+    def delete(self, data: bool) -> tuple[list[str], list[str]]:
+        """Delete the job's objects, and with `data` its volumes; what was deleted, and the claims that stay."""
+        groups: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
+            ("statefulset", self._apps.list_namespaced_stateful_set, self._apps.delete_namespaced_stateful_set),
+            ("deployment", self._apps.list_namespaced_deployment, self._apps.delete_namespaced_deployment),
+            ("service", self._core.list_namespaced_service, self._core.delete_namespaced_service),
+            ("configmap", self._core.list_namespaced_config_map, self._core.delete_namespaced_config_map),
+        ]
+        claims = [
+            ("persistentvolumeclaim", self._core.list_namespaced_persistent_volume_claim,
+             self._core.delete_namespaced_persistent_volume_claim)
+        ]  # fmt: skip
+        deleted, kept = [], []
+        for kind, find, remove in [*groups, *claims]:
+            with self._asking(f"delete {kind}s"):
+                selector = WORKERS if kind == "persistentvolumeclaim" else PART_OF
+                for found in find(self.namespace, label_selector=selector, _request_timeout=_TIMEOUT).items:
+                    name = found.metadata.name
+                    if kind == "persistentvolumeclaim" and not data:
+                        kept.append(name)
+                        continue
+                    remove(name, self.namespace, propagation_policy="Background", _request_timeout=_TIMEOUT)
+                    deleted.append(f"{kind}/{name}")
+        return deleted, kept
+
+    def look(self, pause: float) -> tuple[list[Row], dict[int, Condition]]:
+        """How every rank is doing, over `pause` seconds."""
+        wanted = int(self.require_workers()["spec"]["replicas"])
+        pods = {rank_of(pod): pod for pod in self.pods()}
+        with ThreadPoolExecutor(max_workers=16) as threads:
+            started = time.monotonic()
+            before = dict(zip(pods, threads.map(self._metrics, pods.values()), strict=True))
+            time.sleep(pause)
+            seconds = time.monotonic() - started
+            after = dict(zip(pods, threads.map(self._metrics, pods.values()), strict=True))
+        nodes, everything = self._nodes()
+        conditions = {
+            rank: condition(pod, self._last_words(pod), nodes, everything or list(pods.values()))
+            for rank, pod in pods.items()
+        }
+        for rank in range(wanted):
+            conditions.setdefault(rank, Condition("Missing"))
+        rows = [
+            row(rank, pods.get(rank, {}).get("spec", {}).get("nodeName"), conditions[rank], before.get(rank, {}),
+                after.get(rank, {}), seconds)
+            for rank in sorted(conditions)
+        ]  # fmt: skip
+        return rows, conditions
+
+    def _metrics(self, pod: Object) -> Samples:
+        if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
+            return {}
+        try:
+            response = self._core.connect_get_namespaced_pod_proxy_with_path(
+                f"{pod['metadata']['name']}:9400", self.namespace, "metrics",
+                _preload_content=False, _request_timeout=_METRICS_TIMEOUT,
+            )  # fmt: skip
+            return parse(response.data.decode())
+        except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError):
+            return {}  # it starts, or ends: its row says so
+
+    def _nodes(self) -> tuple[list[Object], list[Object]]:
+        """All nodes and pods; nothing if that may not be seen."""
+        try:
+            nodes = self._core.list_node(_request_timeout=_TIMEOUT).items
+            pods = self._core.list_pod_for_all_namespaces(_request_timeout=_TIMEOUT).items
+        except (ApiException, urllib3.exceptions.HTTPError):
+            return [], []
+        return [self._plain(node) for node in nodes], [self._plain(pod) for pod in pods]
+
+    def _last_words(self, pod: Object) -> str:
+        """The last error line of a container that has ended."""
+        statuses = pod["status"].get("containerStatuses") or []
+        if not any(status.get("restartCount") or "terminated" in (status.get("state") or {}) for status in statuses):
+            return ""
+        running = any("running" in (status.get("state") or {}) for status in statuses)
+        try:
+            text = self._core.read_namespaced_pod_log(
+                pod["metadata"]["name"], self.namespace, previous=running, tail_lines=50, _request_timeout=_TIMEOUT
+            )
+        except (ApiException, urllib3.exceptions.HTTPError):
+            return ""
+        lines = [line for line in (text or "").splitlines() if line.startswith("error: ")]
+        return lines[-1].removeprefix("error: ") if lines else ""
+
+    def follow_log(
+        self, rank: int, tail: int | None, follow: bool, show: Callable[[int, str], None], stop: threading.Event
+    ) -> None:
+        """Tell every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
+        newest = ""
+        while not stop.is_set():
+            try:
+                response = self._core.read_namespaced_pod_log(
+                    f"worker-{rank}", self.namespace, follow=follow, tail_lines=tail, timestamps=True,
+                    _preload_content=False, _request_timeout=(5.0, None) if follow else _TIMEOUT,
+                )  # fmt: skip
+                for raw in response:
+                    stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
+                    if stamp > newest:
+                        newest = stamp
+                        show(rank, line)
+            except ApiException as error:
+                if not follow or error.status in (401, 403):
+                    show(rank, f"(no log: {_message(error)})")
+                    return
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                show(rank, f"(the log broke off: {type(error).__name__})")
+            if not follow:
+                return
+            stop.wait(1.0)
+
+    def _plain(self, found: Any) -> Object:
+        plain: Object = self._api.sanitize_for_serialization(found)
+        return plain
+
+
+def rank_of(pod: Object) -> int:
+    """The ordinal of a worker's pod."""
+    return int(str(pod["metadata"]["name"]).rpartition("-")[2])
+
+
+def _message(error: Exception) -> str:
+    """What the API says, without the rest."""
+    try:
+        return str(json.loads(getattr(error, "body", "") or "")["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(getattr(error, "reason", None) or error)

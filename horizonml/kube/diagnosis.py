@@ -1,0 +1,115 @@
+"""Why a pod does not run, in words that say what to do; from the objects of the API as plain dictionaries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+
+Object = dict[str, Any]
+_UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a pod is: a word for the table, and what is wrong with it, if something is."""
+
+    phase: str
+    problem: str | None = None
+
+
+def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Sequence[Object]) -> Condition:
+    """A worker's condition. `last_words` is the last error line of its log; `pods` are all pods on the nodes."""
+    name = str(pod["metadata"]["name"])
+    status = pod["status"]
+    if pod["metadata"].get("deletionTimestamp"):
+        return Condition("Terminating")
+    for container in status.get("containerStatuses") or []:
+        state = container.get("state") or {}
+        waiting = state.get("waiting") or {}
+        ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
+        reason = waiting.get("reason", "")
+        if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+            return Condition(
+                "No image",
+                f"{name}: the image {container['image']} cannot be pulled on node {pod['spec'].get('nodeName', '?')}; "
+                "push it to a registry that the node reaches, load it into the node, or name another with --image",
+            )
+        if reason == "CreateContainerConfigError":
+            return Condition("Misconfigured", f"{name}: {waiting.get('message', reason)}")
+        if reason == "CrashLoopBackOff" or "terminated" in state:
+            return Condition(reason or "Ended", f"{name}: {_ending(pod, ended, last_words)}")
+        if "running" in state:
+            ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
+            again = container.get("restartCount", 0)
+            problem = f"{name}: started {again} times again; the last time {_ending(pod, ended, last_words)}"
+            return Condition("Ready" if ready else "Running", problem if again and ended else None)
+    for entry in status.get("conditions") or []:
+        if entry["type"] == "PodScheduled" and entry["status"] == "False":
+            return Condition("Pending", f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
+    return Condition(str(status.get("phase", "Unknown")))
+
+
+def _ending(pod: Object, ended: Object, last_words: str) -> str:
+    code = ended.get("exitCode")
+    limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
+    if ended.get("reason") == "OOMKilled" or code == 137:
+        return (
+            f"it ran out of memory (limit {limit}); raise it (--memory), use more workers with strategy pipeline, or a "
+            "smaller batch"
+        )
+    return f"it ended with code {code}" + (f": {last_words}" if last_words else "; see its log")
+
+
+def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object]) -> str:
+    if "PersistentVolumeClaim" in message or "persistentvolumeclaim" in message:
+        claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"].get("volumes", [])
+                  if "persistentVolumeClaim" in volume]  # fmt: skip
+        return (
+            f"no disk for claim {', '.join(claims)}; is there a default storage class (kubectl get storageclass)? Name "
+            "one with --storage-class"
+        )
+    for resource in ("memory", "cpu"):
+        if re.search(rf"Insufficient {resource}", message) and nodes:
+            asked = requests(pod, resource)
+            node, free, total = max(
+                ((str(n["metadata"]["name"]), *room(n, pods, resource)) for n in nodes), key=lambda entry: entry[1]
+            )
+            return (
+                f"asks for {resource} {amount(asked, resource)}; the nearest node {node} has "
+                f"{amount(free, resource)} left of {amount(total, resource)}; lower --{resource}, use fewer workers, "
+                "or add a node"
+            )
+    return message or "not scheduled yet"
+
+
+def requests(pod: Object, resource: str) -> float:
+    """What a pod asks for: bytes or cores."""
+    return float(
+        sum(
+            parse_quantity(container.get("resources", {}).get("requests", {}).get(resource, "0"))
+            for container in pod["spec"]["containers"]
+        )
+    )
+
+
+def room(node: Object, pods: Sequence[Object], resource: str) -> tuple[float, float]:
+    """What a node has left beside the pods on it, and what it can give at all: bytes or cores."""
+    total = float(parse_quantity(node["status"]["allocatable"][resource]))
+    name = node["metadata"]["name"]
+    here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
+    living = [pod for pod in here if pod["status"].get("phase") not in ("Succeeded", "Failed")]
+    return total - sum(requests(pod, resource) for pod in living), total
+
+
+def amount(value: float, resource: str) -> str:
+    """An amount as people write it in manifests."""
+    if resource == "cpu":
+        return f"{value:.1f}".rstrip("0").rstrip(".")
+    for unit, size in _UNITS:
+        if abs(value) >= size:
+            return f"{value / size:.1f}".removesuffix(".0") + unit
+    return f"{value:.0f}"

@@ -1,0 +1,95 @@
+"""The objects of a job in Kubernetes, made from the same base manifests that `kubectl apply -k` uses."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from horizonml.job import Job
+
+BASE = Path(__file__).parent / "base"
+PART_OF = "app.kubernetes.io/part-of=horizonml"
+WORKERS = "app.kubernetes.io/name=horizonml,app.kubernetes.io/component=worker"
+SETTINGS = "horizonml/settings"  # annotation of the StatefulSet: what `scale` needs to know again
+DIGEST = "horizonml/job-digest"  # annotation of its pods: a change of job is a change of them
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is not in the job file."""
+
+    namespace: str
+    workers: int
+    image: str | None = None
+    cpu: str | None = None  # limit of a worker; its request is at most that
+    memory: str | None = None
+    storage_class: str | None = None
+
+
+def render(job: Job, settings: Settings) -> list[Document]:
+    """The objects to apply, in order. `job` must be for `settings.workers` ranks."""
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
+    documents: list[Document] = []
+    for name in kustomization["resources"]:
+        documents += [document for document in yaml.safe_load_all((BASE / name).read_text()) if document]
+    content = yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False)
+    documents.insert(
+        1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "job"}, "data": {"job.yaml": content}}
+    )
+    labels = {key: value for entry in kustomization["labels"] for key, value in entry["pairs"].items()}
+    for document in documents:
+        metadata = document["metadata"]
+        metadata["labels"] = {**metadata.get("labels", {}), **labels}
+        if document["kind"] == "Namespace":
+            metadata["name"] = settings.namespace
+        else:
+            metadata["namespace"] = settings.namespace
+        if document["kind"] in ("Deployment", "StatefulSet") and settings.image:
+            containers(document)[0]["image"] = settings.image
+        if document["kind"] == "StatefulSet":
+            _set_workers(document, job, settings)
+    return documents
+
+
+def containers(document: Document) -> list[Document]:
+    """The containers of a Deployment or StatefulSet."""
+    found: list[Document] = document["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def _set_workers(document: Document, job: Job, settings: Settings) -> None:
+    document["spec"]["replicas"] = settings.workers
+    document["metadata"]["annotations"] = {SETTINGS: json.dumps(asdict(settings))}
+    template = document["spec"]["template"]
+    template["metadata"]["annotations"] = {DIGEST: job.digest()}
+    (worker,) = containers(document)
+    for entry in worker["env"]:
+        if entry["name"] == "WORLD_SIZE":
+            entry["value"] = str(settings.workers)
+    resources = worker["resources"]
+    if settings.cpu:
+        resources["limits"]["cpu"] = resources["requests"]["cpu"] = settings.cpu
+    if settings.memory:
+        resources["limits"]["memory"] = resources["requests"]["memory"] = settings.memory
+    if settings.storage_class:
+        for claim in document["spec"]["volumeClaimTemplates"]:
+            claim["spec"]["storageClassName"] = settings.storage_class
+
+
+def for_workers(job: Job, workers: int) -> Job:
+    """The job for another number of ranks. Raises ValueError if its plan does not allow that."""
+    if job.parallel.stages is not None and job.parallel.world_size() != workers:
+        raise ValueError(
+            f"parallel.stages: the plan names {job.parallel.world_size()} ranks, not {workers}; change the stages in "
+            "the job file, or leave them out and let a strategy make the plan"
+        )
+    values = copy.deepcopy(job.model_dump())
+    values["parallel"]["workers"] = workers
+    return Job.model_validate(values)
