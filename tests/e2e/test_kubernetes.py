@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -235,3 +239,84 @@ def test_mp_survives_a_deleted_pod_and_scales(clean: Cluster, tmp_path: Path) ->
     restart_workers()
     wait_for(lambda: complete(clean, 3), "the end", 180)
     assert float(clean.metric(0, "horizonml_held_out_accuracy_ratio") or 1) >= 0.95
+
+
+def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
+    space = ("--namespace", "commands", "--context", f"kind-{CLUSTER}")
+
+    def horizonml(*arguments: str, code: int = 0) -> str:
+        command = [sys.executable, "-m", "horizonml", "cluster", *arguments, *space]
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **cluster.env},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        shown = result.stdout + result.stderr
+        assert result.returncode == code, shown
+        assert "Traceback" not in shown
+        return shown
+
+    def status() -> dict[str, Any]:
+        return dict(json.loads(horizonml("status", "--json")))
+
+    def training(ranks: int) -> bool:
+        rows = status()["ranks"]
+        return len(rows) == ranks and all(row["phase"] == "Training" and row["samples_per_second"] for row in rows)
+
+    endless = ("--set", "parallel.strategy=pipeline", "--set", "epochs=5000", "--cpu", "300m")
+    assert "no job in namespace commands" in horizonml("status", code=1)
+    shown = horizonml("submit", "jobs/digits.yaml", "--workers", "3", *endless)
+    assert "applied statefulset/worker" in shown
+    assert "digits: 3 workers, strategy pipeline, namespace commands" in shown
+    wait_for(lambda: training(3), "three ranks training", 120)
+    rows = status()["ranks"]
+    assert [row["stage"] for row in rows] == ["0", "1", "2"]
+    assert all(sum(row[part] for part in ("compute", "transfer", "wait")) == pytest.approx(1) for row in rows)
+    table = horizonml("status")
+    assert "samples/s" in table
+    assert f"{CLUSTER}-control-plane" in table
+    assert "rank 0 | epoch" in horizonml("logs", "--tail", "3")
+
+    # Fewer workers go on where three were.
+    before = status()["ranks"][0]["step"]
+    assert "its workers save a checkpoint and start again" in horizonml("scale", "2")
+    wait_for(lambda: training(2), "two ranks training", 120)
+    assert status()["ranks"][0]["step"] > before
+
+    # What cannot run says why, and what to do.
+    def problem() -> str:
+        return " ".join(status()["problems"])
+
+    horizonml("submit", "jobs/digits.yaml", "--workers", "2", *endless, "--memory", "900Gi")
+    found = wait_for(lambda: "Pending" in str(status()["ranks"]) and problem(), "the lack of memory being seen", 60)
+    assert f"asks for memory 900Gi; the nearest node {CLUSTER}-control-plane has" in found
+    horizonml("submit", "jobs/digits.yaml", "--workers", "2", *endless, "--image", "horizonml/no-such-image:1")
+    found = wait_for(lambda: "cannot be pulled" in problem() and problem(), "the missing image being seen", 90)
+    assert "the image horizonml/no-such-image:1 cannot be pulled on node" in found
+    assert "kept: data-worker-0, data-worker-1" in horizonml("delete")
+    assert "deleted persistentvolumeclaim/data-worker-0" in horizonml("delete", "--data")
+    assert "no job in namespace commands" in horizonml("logs", code=1)
+
+    # Somebody without rights is told so.
+    cluster.kubectl("-n", "commands", "create", "serviceaccount", "nobody")
+    secrets = json.loads(cluster.kubectl("-n", "commands", "get", "secrets", "-o", "json"))["items"]
+    tokens = [s["data"]["token"] for s in secrets if s["metadata"]["name"].startswith("nobody-token")]
+    if tokens:  # newer clusters make no such secret by themselves
+        token = base64.b64decode(tokens[0]).decode()
+    else:
+        token = cluster.kubectl("-n", "commands", "create", "token", "nobody").strip()
+    config = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    config["users"][0]["user"] = {"token": token}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        command = [sys.executable, "-m", "horizonml", "cluster", "status", "--namespace", "commands"]
+        env = {**os.environ, "KUBECONFIG": file.name}
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "you may not read the StatefulSet worker in namespace commands" in result.stderr
+    assert "kubectl auth can-i" in result.stderr

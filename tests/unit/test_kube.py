@@ -1,0 +1,201 @@
+"""Jobs in Kubernetes without a cluster: rendering, reasons, rows, and errors where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from horizonml.job import Job
+from horizonml.kube.diagnosis import Condition, amount, condition, requests, room
+from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
+from horizonml.kube.status import parse, problems, row
+from horizonml.telemetry.metrics import Metrics
+from tests.unit.test_metrics import ABOUT, STEP, record
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = Job.model_validate({"name": "j", "parallel": {"strategy": "pipeline", "workers": 3}})
+
+
+def find(documents: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [d for d in documents if (d["kind"], d["metadata"]["name"]) == (kind, name)]
+    return found
+
+
+def test_a_job_is_rendered_from_the_base_manifests() -> None:
+    settings = Settings("team", 3, "registry/worker:7", "2", "512Mi", "fast")
+    documents = render(JOB, settings)
+    base = yaml.safe_load((ROOT / "k8s" / "base" / "kustomization.yaml").read_text())
+    assert documents[0]["metadata"]["name"] == "team"
+    assert all(d["metadata"].get("namespace", "team") == "team" for d in documents)
+    for document in documents:
+        assert base["labels"][0]["pairs"].items() <= document["metadata"]["labels"].items()
+    workers = find(documents, "StatefulSet", "worker")
+    (worker,) = workers["spec"]["template"]["spec"]["containers"]
+    assert workers["spec"]["replicas"] == 3
+    assert {entry["name"]: entry.get("value") for entry in worker["env"]}["WORLD_SIZE"] == "3"
+    assert worker["image"] == "registry/worker:7"
+    assert worker["resources"] == {key: {"cpu": "2", "memory": "512Mi"} for key in ("requests", "limits")}
+    assert workers["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
+    assert workers["spec"]["template"]["metadata"]["annotations"] == {DIGEST: JOB.digest()}
+    assert Settings(**json.loads(workers["metadata"]["annotations"][SETTINGS])) == settings
+    content = yaml.safe_load(find(documents, "ConfigMap", "job")["data"]["job.yaml"])
+    assert Job.model_validate(content).digest() == JOB.digest()
+    # Everything else is the base's, and rendering again gives the same.
+    plain = find(render(JOB, Settings("horizonml", 5)), "StatefulSet", "worker")["spec"]["template"]["spec"]
+    assert plain["containers"][0]["image"] == "horizonml/worker:dev"
+    assert plain["securityContext"]["runAsNonRoot"] is True
+    assert render(JOB, settings) == documents
+
+
+def test_a_plan_with_named_ranks_cannot_be_scaled() -> None:
+    assert for_workers(JOB, 7).parallel.world_size() == 7
+    fixed = Job.model_validate({"parallel": {"stages": [{"ranks": [0]}, {"ranks": [1, 2]}]}})
+    with pytest.raises(ValueError, match="the plan names 3 ranks, not 7"):
+        for_workers(fixed, 7)
+
+
+def pod(name: str = "worker-3", memory: str = "1Gi", node: str | None = None, **status: Any) -> dict[str, Any]:
+    resources = {"requests": {"memory": memory, "cpu": "200m"}, "limits": {"memory": memory}}
+    return {
+        "metadata": {"name": name},
+        "spec": {
+            "nodeName": node,
+            "containers": [{"name": "worker", "image": "x:1", "resources": resources}],
+            "volumes": [{"persistentVolumeClaim": {"claimName": f"data-{name}"}}],
+        },
+        "status": {"phase": "Pending", **status},
+    }
+
+
+def node(name: str, memory: str, cpu: str = "4") -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"allocatable": {"memory": memory, "cpu": cpu}}}
+
+
+def container(**state: Any) -> dict[str, Any]:
+    again = state.pop("again", 0)
+    return {"containerStatuses": [{"image": "x:1", "restartCount": again, **state}]}
+
+
+def unscheduled(message: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "PodScheduled", "status": "False", "message": message}]}
+
+
+def test_lack_of_memory_names_the_request_and_the_nearest_node() -> None:
+    nodes = [node("pi-1", "2Gi"), node("pi-2", "1900Mi")]
+    here = [pod("a", "1800Mi", "pi-1"), pod("b", "1260Mi", "pi-2"), pod("c", "1Gi", "pi-2", phase="Succeeded")]
+    assert requests(here[0], "memory") == 1800 << 20
+    assert room(nodes[1], here, "memory") == (640 << 20, 1900 << 20)
+    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient memory.")), "", nodes, here)
+    assert found.phase == "Pending"
+    assert "worker-3: asks for memory 1Gi; the nearest node pi-2 has 640Mi left of 1.9Gi" in str(found.problem)
+    found = condition(pod(**unscheduled("0/2 nodes are available: 2 Insufficient cpu.")), "", nodes, here)
+    assert "asks for cpu 0.2; the nearest node pi-" in str(found.problem)
+    # Without the right to see nodes, what Kubernetes says is shown.
+    message = "0/2 nodes are available: 2 Insufficient memory."
+    assert condition(pod(**unscheduled(message)), "", [], here).problem == f"worker-3: {message}"
+
+
+def test_other_reasons_say_what_to_do() -> None:
+    unbound = condition(pod(**unscheduled("pod has unbound immediate PersistentVolumeClaims")), "", [], [])
+    assert "no disk for claim data-worker-3" in str(unbound.problem)
+    image = condition(pod(node="pi-1", **container(state={"waiting": {"reason": "ImagePullBackOff"}})), "", [], [])
+    assert image.phase == "No image"
+    assert "the image x:1 cannot be pulled on node pi-1" in str(image.problem)
+    killed = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    memory = condition(pod(**container(state=killed[0], lastState=killed[1])), "", [], [])
+    assert "it ran out of memory (limit 1Gi)" in str(memory.problem)
+    wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
+    crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
+    assert crash == Condition("CrashLoopBackOff", "worker-3: it ended with code 2: optimizer.lr: -1")
+    running = container(state={"running": {}}, lastState=killed[1], again=2)
+    assert "started 2 times again" in str(condition(pod(**running), "", [], []).problem)
+    ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
+    assert condition(pod(**ready), "", [], []) == Condition("Ready")
+
+
+@pytest.mark.parametrize(
+    ("value", "resource", "text"),
+    [(1 << 30, "memory", "1Gi"), (640 << 20, "memory", "640Mi"), (1.5 * (1 << 30), "memory", "1.5Gi"),
+     (100, "memory", "100"), (0.25, "cpu", "0.2"), (4, "cpu", "4")],
+)  # fmt: skip
+def test_amounts_are_written_as_in_manifests(value: float, resource: str, text: str) -> None:
+    assert amount(value, resource) == text
+
+
+def shown(metrics: Metrics) -> dict[str, float]:
+    from prometheus_client import generate_latest
+
+    return parse(generate_latest(metrics.registry).decode())
+
+
+def test_rows_tell_what_ranks_do() -> None:
+    metrics = Metrics(3)
+    metrics.waiting([0, 11])
+    assert row(3, "pi", Condition("Running"), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
+    metrics.formed(2, 4)
+    metrics.started(ABOUT, epochs=4, steps=40, done=10)
+    metrics.step(record(11), STEP)
+    before = shown(metrics)
+    metrics.step(record(12), STEP)
+    found = row(3, "pi", Condition("Ready"), before, shown(metrics), 0.5)
+    assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
+    assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
+    assert found.samples_per_second == 128
+    assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
+    assert row(3, "pi", Condition("Ready"), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
+    metrics.completed()
+    assert row(3, "pi", Condition("Ready"), {}, shown(metrics), 1.0).phase == "Complete"
+    silent = row(3, None, Condition("Pending"), {}, {}, 1.0)
+    assert (silent.phase, silent.step, silent.loss) == ("Pending", None, None)
+    assert problems([found], {3: Condition("Pending", "no disk")}) == ["no disk"]
+
+
+def cluster(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "horizonml", "cluster", *arguments]
+    kept = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"}
+    return subprocess.run(
+        command, env={**kept, **env}, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def dead_server(tmp_path: Path) -> str:
+    config = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "c",
+        "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+    }  # fmt: skip
+    (tmp_path / "config").write_text(json.dumps(config))
+    return str(tmp_path / "config")
+
+
+@pytest.mark.parametrize("command", [["status"], ["submit", "jobs/digits.yaml"], ["logs"], ["scale", "3"], ["delete"]])
+def test_no_cluster_is_one_clear_line(tmp_path: Path, command: list[str]) -> None:
+    missing = cluster(*command, KUBECONFIG=str(tmp_path / "none"), HOME=str(tmp_path))
+    dead = cluster(*command, KUBECONFIG=dead_server(tmp_path))
+    for result, words in (
+        (missing, "no Kubernetes cluster is configured"),
+        (dead, "https://127.0.0.1:1 does not answer"),
+    ):
+        assert result.returncode == 1
+        assert words in result.stderr
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_mistakes_are_told_before_any_connection(tmp_path: Path) -> None:
+    config = dead_server(tmp_path)
+    for arguments, words in (
+        (["submit", "jobs/digits.yaml", "--set", "epoch=3"], "epoch"),
+        (["submit", "jobs/digits.yaml", "--memory", "lots"], "--memory: 'lots' is not an amount"),
+        (["submit", "no-such.yaml"], "no-such.yaml"),
+    ):
+        result = cluster(*arguments, KUBECONFIG=config)
+        assert result.returncode == 2, result.stderr
+        assert words in result.stderr
