@@ -3,6 +3,7 @@
 1. Start-up of the command line.
 2. Memory of the ranks of a pipeline, beside a process that has only imported torch.
 3. Recording: steps with and without it, interleaved.
+4. Metrics: steps with them and a scrape every second, and without, interleaved.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from horizonml.engine.memory import keep_freed_memory
 from horizonml.job import ModelSpec, Sgd
 from horizonml.model.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.server import Server
 
 CUTS, LAYERS, MICRO_BATCHES, BATCH = [4, 7, 9, 10], 14, 5, 320  # ResNet-18 in five stages
 
@@ -95,6 +98,58 @@ def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, s
     )
 
 
+SCRAPER = """
+import sys, time, threading, urllib.request
+on = threading.Event()
+def scrape():
+    while True:
+        on.wait()
+        urllib.request.urlopen(sys.argv[1], timeout=5).read()
+        time.sleep(1)
+threading.Thread(target=scrape, daemon=True).start()
+for line in sys.stdin:
+    on.set() if line.strip() == "on" else on.clear()
+"""
+
+
+def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, seconds: float) -> None:
+    """Recorded steps with metrics that another process scrapes every second, and without, interleaved."""
+    model = build(ModelSpec(name=name), 0, 10, shape)
+    plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
+    engine = Engine(plan, model, Group(None, 0, 1, 60.0), Sgd(), batch_size)
+    batch, metrics = RandomBatch(batch_size, shape), Metrics(0)
+    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
+    scraper = subprocess.Popen(
+        [sys.executable, "-c", SCRAPER, f"http://127.0.0.1:{server.port}/metrics"], stdin=subprocess.PIPE, text=True
+    )
+    assert scraper.stdin is not None
+    times: dict[str, list[float]] = {"on": [], "off": []}
+    with tempfile.TemporaryDirectory() as folder:
+        recorders = {
+            "on": Recorder(Path(folder) / "on.jsonl", Silent(), {}, 50, metrics),
+            "off": Recorder(Path(folder) / "off.jsonl", Silent(), {}, 50),
+        }
+        for round_ in range(rounds + 1):
+            for key, recorder in recorders.items():
+                print(key, file=scraper.stdin, flush=True)
+                start, count = time.perf_counter(), 0
+                while time.perf_counter() - start < seconds:
+                    count += 1
+                    recorder.step(engine.step(batch, LR, count), count, 1, batch_size, LR)
+                if round_:
+                    times[key].append((time.perf_counter() - start) / count)
+        for recorder in recorders.values():
+            recorder.close("done")
+    scraper.kill()
+    scraper.wait()
+    server.close()
+    ratio = statistics.median(a / b for a, b in zip(times["on"], times["off"], strict=True))
+    print(
+        f"{name}, batch {batch_size}: {statistics.median(times['off']) * 1e3:.2f} ms a step without metrics, "
+        f"{statistics.median(times['on']) * 1e3:.2f} ms with metrics and scrapes; median ratio {ratio:.4f}"
+    )
+
+
 def timed(function: Callable[[], None], count: int) -> float:
     """Mean seconds of a call."""
     start = time.perf_counter()
@@ -115,6 +170,9 @@ def main() -> None:
     print("\nrecording every step (JSON lines, a timeline every 50 steps)")
     recording("resnet18", (3, 32, 32), 64, 12, 4)
     recording("digits_cnn", (1, 8, 8), 64, 30, 40)
+    print("\nPrometheus metrics, scraped every second")
+    scraping("resnet18", (3, 32, 32), 64, 12, 3.0)
+    scraping("digits_cnn", (1, 8, 8), 64, 12, 3.0)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
             Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will start it again.
         outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=not launched)
-        if identity.rank == 0:
-            print(_farewell(job, outcome), flush=True)
+        if identity.rank == 0 or outcome == "already complete":
+            prefix = f"rank {identity.rank}: " if identity.rank else ""
+            print(prefix + _farewell(job, outcome), flush=True)
         if outcome in ("complete", "already complete"):
             own.completed()
             if stay and not stop.wanted:

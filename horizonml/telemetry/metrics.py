@@ -43,7 +43,7 @@ A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`. `
 """
 
 
-class Metrics:
+class Metrics(Collector):
     """One rank's metrics, in a registry of its own."""
 
     def __init__(self, rank: int, root: Path = Path("/sys/fs/cgroup")) -> None:
@@ -52,6 +52,8 @@ class Metrics:
         self.rank, self.registry = str(rank), CollectorRegistry()
         self.labels: dict[str, tuple[str, ...]] = {}  # the further labels of each metric
         registry = self.registry
+        self._newest: StepRecord | None = None
+        registry.register(self)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             self.labels[f"horizonml_{name}"] = labels
@@ -188,24 +190,19 @@ class Metrics:
         self._put(self._steps_planned, steps)
         self._put(self._epochs_planned, epochs)
         self._put(self._epoch, 1 + done * epochs // steps if done < steps else epochs)
+        self._newest = None
         self._put(self._step, done)
         self._put(self._last_step, time.time())
         self._epoch_so_far = 0.0
 
     def step(self, record: StepRecord, step: Step) -> None:
-        """A step is done."""
-        self._put(self._step, record.step)
-        self._put(self._epoch, record.epoch)
-        self._put(self._last_step, record.time)
+        """A step is done. Costs microseconds: what only the newest step decides is set when Prometheus asks."""
+        self._newest = record
         self._samples.inc(record.batch)
         self._rows.inc(record.samples)
-        self._put(self._loss, record.loss)
-        self._put(self._accuracy, record.accuracy)
-        self._put(self._lr, record.lr)
         self._duration.observe(record.wall)
         for phase, seconds in zip(self._phases, (record.compute, record.transfer, record.wait), strict=True):
             phase.observe(seconds)
-        self._put(self._bubble, record.wait / record.wall if record.wall else 0.0)
         if record.divergence is not None:
             self._put(self._divergence, record.divergence)
         for direction, sent, received in self._traffic:
@@ -215,6 +212,19 @@ class Metrics:
             if back:
                 received.inc(back)
         self._epoch_so_far += record.wall
+
+    def collect(self) -> Iterator[Metric]:
+        """Called first when Prometheus asks: the newest step's numbers."""
+        record = self._newest
+        if record is not None:
+            self._put(self._step, record.step)
+            self._put(self._epoch, record.epoch)
+            self._put(self._last_step, record.time)
+            self._put(self._loss, record.loss)
+            self._put(self._accuracy, record.accuracy)
+            self._put(self._lr, record.lr)
+            self._put(self._bubble, record.wait / record.wall if record.wall else 0.0)
+        return iter(())
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """An epoch has been evaluated."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.tools import IMAGE, ROOT, USER, Query, empty_panels, result_of, run, value, wait_for
+from tests.e2e.tools import IMAGE, ROOT, USER, empty_panels, result_of, run, value, wait_for
 
 CLUSTER = "horizonml-e2e"
 NAMESPACE = "horizonml"
@@ -157,10 +157,6 @@ def ready(cluster: Cluster) -> int:
     return sum(condition["type"] == "Ready" and condition["status"] == "True" for condition in statuses)
 
 
-def panel_query(cluster: Cluster) -> Query:
-    return cluster.query
-
-
 def overlay(folder: Path, base: str, workers: int, **changes: object) -> str:
     """An overlay over an overlay, as a user would write it: other values in the job, another number of workers."""
     job = yaml.safe_load((ROOT / "k8s" / base / "job.yaml").read_text())
@@ -227,7 +223,7 @@ def test_mp_survives_a_deleted_pod_and_scales(clean: Cluster, tmp_path: Path) ->
         lambda: "meeting again" in clean.log(0) and clean.log(0).count("resumed from step") == 2, "a resumption", 60
     )
     wait_for(lambda: ready(clean) == 5, "all five being ready", 60)
-    wait_for(lambda: not empty_panels(panel_query(clean)), "data in every panel", 60)
+    wait_for(lambda: not empty_panels(clean.query), "data in every panel", 60)
 
     # Fewer workers: the job resumes at the new world size, with three stages, and ends.
     before = clean.metric(0, "horizonml_step") or 0

@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "horizonml/worker:dev"
 USER = 10001
-DASHBOARDS = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+DASHBOARDS = [ROOT / "grafana" / "dashboards" / f"{name}.json" for name in ("overview", "time", "devices")]
+VARIABLES = {"__rate_interval": "20s", "__interval": "10s", "__range": "5m", "rank": ".*", "namespace": ".*"}
 
 
 def run(
@@ -92,12 +93,7 @@ def panel_queries() -> Iterator[tuple[str, str, str]]:
             panels += panel.get("panels", [])
             for target in panel.get("targets", []):
                 expression = target["expr"]
-                for name, filled in (
-                    ("__rate_interval", "20s"),
-                    ("__interval", "10s"),
-                    ("__range", "5m"),
-                    ("rank", ".*"),
-                ):
+                for name, filled in VARIABLES.items():
                     expression = re.sub(rf"\$\{{?{name}(:\w+)?\}}?", filled, expression)
                 assert "$" not in expression, f"{path.name}: {panel['title']}: {expression}"
                 yield path.stem, panel["title"], expression
