@@ -103,9 +103,8 @@ def main() -> None:
     print()
     for name, speeds in found.items():
         median = statistics.median(speeds)
-        print(
-            f"{name}: {median:.0f} samples/s, {median / small:.2f}x one of 0.4 CPU, {median / large:.2f}x one of 2.0 CPU"
-        )
+        ratios = f"{median / small:.2f}x one of 0.4 CPU, {median / large:.2f}x one of 2.0 CPU"
+        print(f"{name}: {median:.0f} samples/s, {ratios}")
 
 
 if __name__ == "__main__":

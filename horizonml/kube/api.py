@@ -143,8 +143,10 @@ class Cluster:
         """Delete the workers' pods, which save a checkpoint first, and wait until those are gone."""
         before = {pod["metadata"]["uid"] for pod in self.pods()}
         with self._asking("delete the pods"):
-            self._core.delete_collection_namespaced_pod(
-                self.namespace, label_selector=WORKERS, _request_timeout=_TIMEOUT
+            _checked(
+                self._core.delete_collection_namespaced_pod(
+                    self.namespace, label_selector=WORKERS, _preload_content=False, _request_timeout=_TIMEOUT
+                )
             )
         deadline = time.monotonic() + _GONE_SECONDS
         while left := [p["metadata"]["name"] for p in self.pods() if p["metadata"]["uid"] in before]:
@@ -175,7 +177,9 @@ class Cluster:
                     if kind == "persistentvolumeclaim" and not data:
                         kept.append(name)
                         continue
-                    remove(name, self.namespace, propagation_policy="Background", _request_timeout=_TIMEOUT)
+                    # What comes back is the object or a Status, as the server's age has it: not looked at.
+                    options = {"propagation_policy": "Background", "_preload_content": False}
+                    _checked(remove(name, self.namespace, **options, _request_timeout=_TIMEOUT))
                     deleted.append(f"{kind}/{name}")
         return deleted, kept
 
@@ -211,7 +215,7 @@ class Cluster:
                 f"{pod['metadata']['name']}:9400", self.namespace, "metrics",
                 _preload_content=False, _request_timeout=_METRICS_TIMEOUT,
             )  # fmt: skip
-            return parse(response.data.decode())
+            return parse(_checked(response).data.decode())
         except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError):
             return {}  # it starts, or ends: its row says so
 
@@ -250,7 +254,7 @@ class Cluster:
                     f"worker-{rank}", self.namespace, follow=follow, tail_lines=tail, timestamps=True,
                     _preload_content=False, _request_timeout=(5.0, None) if follow else _TIMEOUT,
                 )  # fmt: skip
-                for raw in response:
+                for raw in _checked(response):
                     stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
                     if stamp > newest:
                         newest = stamp
@@ -273,6 +277,15 @@ class Cluster:
 def rank_of(pod: Object) -> int:
     """The ordinal of a worker's pod."""
     return int(str(pod["metadata"]["name"]).rpartition("-")[2])
+
+
+def _checked(response: Any) -> Any:
+    """A raw response, if it is a good one: the client does not look at those. Raises ApiException."""
+    if response.status >= 400:
+        error = ApiException(status=response.status, reason=response.reason)
+        error.body = response.data.decode(errors="replace")
+        raise error
+    return response
 
 
 def _message(error: Exception) -> str:

@@ -85,7 +85,8 @@ def status(
         return
     from rich.console import Console
 
-    Console().print(_table(rows))
+    # Where nobody reads it line by line, nothing is cut.
+    Console(width=None if sys.stdout.isatty() else 160).print(_table(rows))
     for problem in wrong:
         print(f"problem: {problem}")
 
@@ -256,29 +257,37 @@ def _wait(cluster: Cluster) -> None:
             raise ClusterError("; ".join(wrong))
 
 
+_HEADINGS = ("rank", "node", "phase", "stage", "epoch", "step", "samples/s", "loss", "time*")
+
+
+def _cells(entry: Row) -> list[str]:
+    """A row of the table, as text."""
+    split = [entry.compute, entry.transfer, entry.wait]
+    return [
+        str(entry.rank),
+        entry.node or "-",
+        entry.phase,
+        entry.stage or "-",
+        f"{entry.epoch}/{entry.epochs}" if entry.epoch is not None else "-",
+        f"{entry.step}/{entry.steps}" if entry.step is not None else "-",
+        _or_dash(entry.samples_per_second, "{:,.0f}"),
+        _or_dash(entry.loss, "{:.4f}"),
+        "/".join(f"{100 * part:.0f}" for part in split if part is not None) + "%" if None not in split else "-",
+    ]
+
+
 def _table(rows: list[Row]) -> Table:
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("rank", "node", "phase", "stage", "layers", "epoch", "step", "samples/s", "loss"):
-        table.add_column(name, justify="right" if name in ("samples/s", "loss") else "left")
-    for name in ("compute", "transfer", "wait", "generation"):
-        table.add_column(name, justify="right")
-    for entry in rows:
-        share = [_or_dash(part, "{:.0%}") for part in (entry.compute, entry.transfer, entry.wait)]
-        table.add_row(
-            str(entry.rank),
-            entry.node or "-",
-            entry.phase,
-            entry.stage or "-",
-            entry.layers or "-",
-            f"{entry.epoch}/{entry.epochs}" if entry.epoch is not None else "-",
-            f"{entry.step}/{entry.steps}" if entry.step is not None else "-",
-            _or_dash(entry.samples_per_second, "{:,.0f}"),
-            _or_dash(entry.loss, "{:.4f}"),
-            *share,
-            _or_dash(entry.generation, "{}"),
-        )
+    table = Table(box=None, pad_edge=False, caption="* % of compute/transfer/wait", caption_justify="right")
+    lines = [_cells(entry) for entry in rows]
+    for heading, *column in zip(_HEADINGS, *lines, strict=True):
+        if heading in ("node", "phase"):  # these may be wrapped on a small terminal, numbers may not
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, [heading, *column])))
+    for line in lines:
+        table.add_row(*line)
     return table
 
 
