@@ -91,6 +91,8 @@ def _farewell(job: Job, outcome: str) -> str:
     if outcome == "stopped":
         saved = "a checkpoint is saved, the same command goes on from it" if job.checkpoint.enabled else "nothing saved"
         return f"stopped as asked: {saved}"
+    if outcome == "stopped waiting":
+        return "stopped as asked, while waiting for the other ranks"
     return f"done: records and checkpoints are in {job.run_folder}"
 
 

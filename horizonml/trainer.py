@@ -20,7 +20,7 @@ from horizonml.seeds import name_seed
 from horizonml.signals import StopRequest
 from horizonml.telemetry.recorder import Recorder
 
-Outcome = Literal["complete", "already complete", "stopped", "re-form"]
+Outcome = Literal["complete", "already complete", "stopped", "stopped waiting", "re-form"]
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Worker:
             try:
                 membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
-                break
+                return "stopped waiting"
             try:
                 outcome = self._train(membership, fresh)
             except PeerLost as error:

@@ -9,6 +9,7 @@ from typing import Any
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
 
+_COLOUR_MODES = {"timeseries": "palette-classic", "state-timeline": "continuous-BlYlRd"}
 Query = tuple[str, str]  # expression and legend
 
 
@@ -16,7 +17,7 @@ Query = tuple[str, str]  # expression and legend
 class Panel:
     """One panel. `width` is in 24ths of the screen, `height` in Grafana's rows."""
 
-    kind: str  # timeseries, stat, bargauge, table, heatmap
+    kind: str  # timeseries, stat, bargauge, table, state-timeline
     title: str
     text: str
     unit: str
@@ -37,7 +38,7 @@ class Panel:
         """As Grafana wants it, at a place on the grid."""
         defaults: dict[str, Any] = {
             "unit": self.unit,
-            "color": {"mode": "palette-classic" if self.kind == "timeseries" else "thresholds"},
+            "color": {"mode": _COLOUR_MODES.get(self.kind, "thresholds")},
             "thresholds": {
                 "mode": "absolute",
                 "steps": [{"value": value, "color": colour} for value, colour in self.steps],
@@ -93,11 +94,11 @@ class Panel:
             "datasource": DATASOURCE,
             "expr": expression,
             "legendFormat": legend,
-            "range": self.kind in ("timeseries", "heatmap"),
-            "instant": self.kind not in ("timeseries", "heatmap"),
+            "range": self.kind in ("timeseries", "state-timeline"),
+            "instant": self.kind not in ("timeseries", "state-timeline"),
         }
-        if self.kind in ("table", "heatmap"):
-            target["format"] = self.kind if self.kind == "table" else "time_series"
+        if self.kind == "table":
+            target["format"] = "table"
         return target
 
     def _options(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -131,12 +132,13 @@ class Panel:
                 "orientation": "horizontal",
                 "showUnfilled": True,
             }, {}
-        if self.kind == "heatmap":
+        if self.kind == "state-timeline":
             return {
-                "calculate": False,
-                "color": {"mode": "scheme", "scheme": "Oranges", "steps": 32, "min": 0, "max": 1},
-                "yAxis": {"axisPlacement": "left"},
-                "legend": {"show": True},
-            }, {}
+                "mergeValues": False,
+                "showValue": "never",
+                "rowHeight": 0.95,
+                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False, "calcs": []},
+                "tooltip": {"mode": "single", "sort": "none"},
+            }, {"lineWidth": 0, "fillOpacity": 100}
         assert self.kind == "table", self.kind
         return {"showHeader": True, "cellHeight": "sm"}, {}

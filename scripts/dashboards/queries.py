@@ -26,7 +26,7 @@ def share(phase: str) -> str:
 def quantile(of: float) -> str:
     """A quantile of all ranks' step times."""
     buckets = f"rate(horizonml_step_duration_seconds_bucket{{{WHO}}}[$__rate_interval])"
-    return f"histogram_quantile({of}, sum by (le) ({buckets}))"
+    return f"histogram_quantile({of}, sum by (le) ({buckets})) > 0"  # not a number before the first step
 
 
 AGE = f"time() - max(horizonml_checkpoint_timestamp_seconds{{{JOB}}})"

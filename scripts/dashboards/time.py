@@ -45,11 +45,11 @@ PANELS = [
         for phase in PHASES
     ),
     Panel(
-        "heatmap",
+        "state-timeline",
         "When does who wait?",
-        "Share of its time that each rank waits; a dark row is a rank with nothing to do.",
+        "Share of its time that each rank waits; a red row is a rank with nothing to do.",
         "percentunit",
-        [(share("wait"), "{{rank}}")],
+        [(share("wait"), "rank {{rank}}")],
         width=12,
         low=0,
         high=1,
