@@ -22,7 +22,7 @@ from horizonml.agreement import describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
 from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
 from horizonml.cluster.identity import Identity
-from horizonml.cluster.rendezvous import Membership, Terms, meet
+from horizonml.cluster.meeting import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.processes import rank_process, steps, wait_for
+from tests.web import get
 
 Start = Callable[..., "subprocess.Popen[str]"]
 OPTIONS = ["--set", "telemetry.divergence_every=0", "--set", "checkpoint.every_steps=5"]
@@ -33,20 +32,11 @@ def runs(folder: Path, rank: int) -> list[dict[str, object]]:
     return [record for record in map(json.loads, lines) if record["kind"] == "run"]
 
 
-def get(port: int, path: str) -> tuple[int, str]:
-    """What a rank's metrics server answers."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_a_killed_rank_is_replaced_and_then_done_without(
     folder: Path, start: Start, service: str, free_port: int
 ) -> None:
     def rank(number: int, *extra: str) -> subprocess.Popen[str]:
-        options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=4", *extra]
+        options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=10", *extra]
         return start("train", "job.yaml", *options, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service)
 
     metrics = ["--metrics", str(free_port)]

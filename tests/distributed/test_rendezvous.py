@@ -13,8 +13,9 @@ import pytest
 from torch.distributed import Store
 
 from horizonml.cluster.identity import Identity
+from horizonml.cluster.meeting import Terms, meet
 from horizonml.cluster.network import interface_of, listen, route_to, split_address
-from horizonml.cluster.rendezvous import Service, Terms, meet
+from horizonml.cluster.rendezvous import Service
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost, RendezvousError
 from tests.distributed.pool import Pool

@@ -3,8 +3,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from horizonml.engine.engine import Step, Totals
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 from horizonml.telemetry.server import Server
+from tests.web import get
 
 
 def values(metrics: Metrics) -> dict[str, float]:
@@ -156,14 +155,6 @@ def port(metrics: Metrics) -> Iterator[int]:
     assert server.port is not None
     yield server.port
     server.close()
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_the_server_tells_health_readiness_and_metrics(metrics: Metrics, port: int) -> None:
