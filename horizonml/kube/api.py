@@ -27,6 +27,7 @@ from horizonml.kube.status import Row, Samples, parse, row
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
 _METRICS_TIMEOUT = (2.0, 3.0)
 _GONE_SECONDS = 120.0
+_QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
 
 class Cluster:
@@ -247,27 +248,31 @@ class Cluster:
         self, rank: int, tail: int | None, follow: bool, show: Callable[[int, str], None], stop: threading.Event
     ) -> None:
         """Tell every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
-        newest = ""
+        newest, since, options = "", time.monotonic(), {"tail_lines": tail}
         while not stop.is_set():
             try:
                 response = self._core.read_namespaced_pod_log(
-                    f"worker-{rank}", self.namespace, follow=follow, tail_lines=tail, timestamps=True,
-                    _preload_content=False, _request_timeout=(5.0, None) if follow else _TIMEOUT,
+                    f"worker-{rank}", self.namespace, follow=follow, timestamps=True, **options,
+                    _preload_content=False, _request_timeout=(5.0, _QUIET_SECONDS),
                 )  # fmt: skip
                 for raw in _checked(response):
                     stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
                     if stamp > newest:
-                        newest = stamp
+                        newest, since = stamp, time.monotonic()
                         show(rank, line)
             except ApiException as error:
                 if not follow or error.status in (401, 403):
                     show(rank, f"(no log: {_message(error)})")
                     return
+            except urllib3.exceptions.ReadTimeoutError:
+                pass  # it had nothing to say: ask again
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 show(rank, f"(the log broke off: {type(error).__name__})")
             if not follow:
                 return
             stop.wait(1.0)
+            # Only what has come since; some lines twice, of which the stamps tell.
+            options = {"since_seconds": int(time.monotonic() - since) + 5}
 
     def _plain(self, found: Any) -> Object:
         plain: Object = self._api.sanitize_for_serialization(found)

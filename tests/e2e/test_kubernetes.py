@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -276,6 +277,20 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     assert "samples/s" in table
     assert f"{CLUSTER}-control-plane" in table
     assert "rank 0 | epoch" in horizonml("logs", "--tail", "3")
+
+    follow = subprocess.Popen(
+        [sys.executable, "-m", "horizonml", "cluster", "logs", "--follow", "--tail", "1", *space],
+        cwd=ROOT,
+        env={**os.environ, **cluster.env, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    time.sleep(12)
+    follow.send_signal(signal.SIGINT)
+    followed, _ = follow.communicate(timeout=20)
+    assert follow.returncode == 0, followed
+    assert followed.count("rank 0 | epoch") > 2, followed
 
     # Fewer workers go on where three were.
     before = status()["ranks"][0]["step"]
