@@ -257,7 +257,8 @@ class Cluster:
                 )  # fmt: skip
                 for raw in _checked(response):
                     stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
-                    if stamp > newest:
+                    # What the node itself says, when a pod is just being replaced, has no stamp.
+                    if stamp > newest and stamp[:4].isdigit():
                         newest, since = stamp, time.monotonic()
                         show(rank, line)
             except ApiException as error:
