@@ -136,7 +136,7 @@ def logs(
     def show(which: int, line: str) -> None:
         colour = _COLOURS[which % len(_COLOURS)]
         console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line.removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
 
     chosen = range(size) if rank is None else [rank]
     if not follow:
