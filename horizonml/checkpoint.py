@@ -190,7 +190,7 @@ class Checkpoints:
         if problem is not None:
             return problem
         try:
-            self._load(engine, path, metadata)
+            self._load(engine, path, {**metadata, "shards": {file: metadata["shards"][file] for file in needed}})
         except CheckpointError as error:
             return str(error)
         return metadata
@@ -224,7 +224,7 @@ class Checkpoints:
                     f"{path} belongs to another run: {key} was {found}, now it is {value}; "
                     "use another name or folder, or --fresh to start over"
                 )
-        verify(path, metadata, require_all=False)
+        verify(path, metadata)
         with opened(path, metadata) as (names, read):
             try:
                 engine.load_state(read, names)

@@ -197,9 +197,10 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
     assert files(0) == ["checkpoint.json", *shards]  # the first machine has all
     assert files(3) == ["checkpoint.json", shards[3]]
 
-    # One machine has lost its disk, and another stands for a third: the result is the same.
+    # One machine has lost its disk, and the disks of two others are damaged: the result is the same.
     shutil.rmtree(tmp_path / "disk3")
     (tmp_path / "disk1" / "checkpoints" / "step-00000010" / shards[1]).write_bytes(b"x")
+    (tmp_path / "disk2" / "checkpoints" / "step-00000010" / shards[4]).write_bytes(b"of no use there")
     again = pool.run(5, run, job(disks, PIPELINE5))
     assert {resumed["step"] for _, _, resumed in again} == {10}
     assert equal(whole(again), whole(straight))
