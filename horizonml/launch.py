@@ -40,10 +40,10 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
         from horizonml.telemetry.server import Server
         from horizonml.worker import Worker
 
-        own = Metrics(identity.rank)
+        own, server = Metrics(identity.rank), None
         if metrics is not None:
             host, port = metrics
-            Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
+            server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will start it again.
         outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=not launched)
         if identity.rank == 0 or outcome == "already complete":
@@ -55,6 +55,8 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
                 while not stop.wanted:
                     time.sleep(0.2)
+            elif server is not None:  # or the end would look like a crash
+                server.last_look(lambda: stop.wanted)
 
 
 def _check_world_size(job: Job, identity: Identity) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -13,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 
 _log = logging.getLogger(__name__)
 _CLIENT_SECONDS = 5.0  # a client that is slower is dropped
+_REGULARLY = 60.0  # Prometheus comes every minute or more often
 _MOST_CLIENTS = 8  # at a time; more are told to come back
 
 
@@ -27,7 +30,11 @@ class Server:
     ) -> None:
         """`not_ready` says why the rank is not ready yet, or None. A taken port is a warning, not an error."""
         self.port: int | None = None
+        self._looked = -math.inf  # when Prometheus last came
         slots = threading.Semaphore(_MOST_CLIENTS)
+
+        def looked() -> None:
+            self._looked = time.monotonic()
 
         class Handler(BaseHTTPRequestHandler):
             timeout = _CLIENT_SECONDS
@@ -44,6 +51,7 @@ class Server:
                     if path == "/metrics":
                         encoder, kind = choose_encoder(self.headers.get("Accept", ""))
                         self._answer(200, encoder(registry), kind)
+                        looked()
                     elif path == "/healthz":
                         self._answer(200, b"alive\n")
                     elif path == "/readyz":
@@ -75,6 +83,15 @@ class Server:
             return
         self.port = int(self._server.server_address[1])
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+
+    def last_look(self, until: Callable[[], bool]) -> None:
+        """Where Prometheus comes regularly, wait until it has come once more, or `until` says to end."""
+        now = time.monotonic()
+        if now - self._looked > _REGULARLY:
+            return
+        deadline = now + _REGULARLY
+        while self._looked < now and time.monotonic() < deadline and not until():
+            time.sleep(0.05)
 
     def close(self) -> None:
         """End the service."""

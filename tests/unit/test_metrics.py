@@ -168,6 +168,21 @@ def test_the_server_tells_health_readiness_and_metrics(metrics: Metrics, port: i
     assert get(port, "/etc/passwd")[0] == 404
 
 
+def test_a_rank_that_is_done_waits_for_the_last_look_of_those_who_come_regularly(metrics: Metrics) -> None:
+    server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
+    assert server.port is not None
+    server.last_look(lambda: pytest.fail("nobody has ever come"))
+    get(server.port, "/metrics")
+    done = threading.Event()
+    waiting = threading.Thread(target=lambda: (server.last_look(lambda: False), done.set()))
+    waiting.start()
+    assert not done.wait(0.3)
+    get(server.port, "/metrics")
+    assert done.wait(5)
+    server.last_look(lambda: True)  # asked to stop
+    server.close()
+
+
 def test_a_taken_port_is_a_warning_only(port: int, metrics: Metrics, caplog: pytest.LogCaptureFixture) -> None:
     second = Server(metrics.registry, ("127.0.0.1", port), lambda: None)
     assert second.port is None
