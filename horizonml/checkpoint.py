@@ -22,6 +22,7 @@ from typing import IO, Any, Literal
 import safetensors
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from horizonml import __version__
 from horizonml.engine.engine import Engine
@@ -58,7 +59,9 @@ class Checkpoints:
         members = engine.plan.stages[engine.stage_number].ranks
         lead = self._leads[self._group.rank]
         writer = next(rank for rank in members if self._leads[rank] == lead)
-        report = self._write_shard(engine, hidden) if writer == self._group.rank else {}
+        tensors = engine.state()  # which members may have to put together
+        name = f"stage-{engine.stage_number}.safetensors"
+        report = self._write_shard(tensors, hidden, name) if writer == self._group.rank else {}
         gathered = self._group.gather_json([report, details if self._group.rank == 0 else None])
         reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
         failed = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
@@ -94,12 +97,10 @@ class Checkpoints:
         _log.debug("checkpoint of step %d took %.2f s", step, time.perf_counter() - started)
         return target
 
-    def _write_shard(self, engine: Engine, folder: Path) -> dict[str, Any]:
-        name = f"stage-{engine.stage_number}.safetensors"
+    def _write_shard(self, tensors: dict[str, Tensor], folder: Path, name: str) -> dict[str, Any]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            tensors = {key: value.contiguous() for key, value in engine.state().items()}
-            save_file(tensors, folder / name)
+            save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
             return {"file": name, "sha256": digest(folder / name), "bytes": (folder / name).stat().st_size}

@@ -169,21 +169,40 @@ def plan(
     show_plan(_load(job_file, overrides, workers), as_json)
 
 
-@app.command()
+@app.command(context_settings={"allow_interspersed_args": False})
 def rendezvous(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="A command that starts ranks, after `--`; the service ends with it.", show_default=False),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines (trusted networks only).")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 29400,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one. [default: 29400, with COMMAND: 0]"),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Name or address under which COMMAND's ranks reach this machine. [default: its host name]"),
+    ] = None,
     inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Serve the rendezvous, where the ranks of a job meet.
+
+    Alone it serves until it is stopped. Before a command that starts ranks it serves for as long as that runs, and
+    tells it the address in HORIZONML_RENDEZVOUS, whatever the launcher:
+
+        horizonml rendezvous -- mpirun -n 4 horizonml train jobs/digits.yaml
 
     The service has no authentication: whoever reaches its port can disturb the job.
     """
     from horizonml.launch import serve_rendezvous
 
-    serve_rendezvous(host, port, inherited)
+    port = port if port is not None else 0 if command else 29400
+    code = serve_rendezvous(host, port, inherited, advertise, command or [])
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

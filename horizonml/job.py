@@ -28,7 +28,7 @@ TORCHVISION_MODELS = (
 )
 MODELS = ("digits_cnn", *TORCHVISION_MODELS)
 
-Strategy = Literal["single", "ddp", "pipeline", "hybrid"]
+Strategy = Literal["single", "ddp", "pipeline", "hybrid", "tensor", "horovod"]
 ScheduleName = Literal["gpipe", "1f1b"]
 DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic"]
 
@@ -162,7 +162,11 @@ class StageSpec(_Section):
 class Parallel(_Section):
     """How the work is spread over the ranks."""
 
-    strategy: Strategy = Field("single", description="Which kind of plan to make, if `stages` does not give one.")
+    strategy: Strategy = Field(
+        "single",
+        description="Which kind of plan to make, if `stages` does not give one: `ddp` splits the batch, `pipeline` the "
+        "layers, `hybrid` both, `tensor` the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
+    )
     workers: int | None = Field(
         None, ge=1, description="World size. Default: what the environment says, else 5 (1 for `single`)."
     )
@@ -170,9 +174,24 @@ class Parallel(_Section):
     micro_batches: int | None = Field(
         None, ge=1, description="Micro-batches per batch. Default: from a measured profile of the layers."
     )
+    gradient_compression: Literal["none", "fp16"] = Field(
+        "none", description="Send gradients as they are, or as 16-bit floats (strategy `horovod` only)."
+    )
     stages: Annotated[list[StageSpec], Field(min_length=1)] | None = Field(
         None, description="An explicit plan; it overrides `strategy`."
     )
+
+    @model_validator(mode="after")
+    def _fits_the_strategy(self) -> Parallel:
+        strategy = "explicit stages" if self.stages is not None else self.strategy
+        if self.gradient_compression != "none" and strategy != "horovod":
+            raise ValueError(
+                f"gradient_compression: {self.gradient_compression} is for strategy horovod, not for {strategy}; "
+                "set it to none"
+            )
+        if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
+            raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Parallel:

@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -30,6 +33,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
 
     `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
     """
+    check_strategy(job)
     launched = PARENT in os.environ
     if launched:
         watch_parent()
@@ -59,6 +63,15 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
                 server.last_look(lambda: stop.wanted)
 
 
+def check_strategy(job: Job) -> None:
+    """Raise JobError if the job asks for something that is not installed."""
+    if job.parallel.strategy == "horovod" and job.parallel.stages is None and not find_spec("horovod"):
+        raise JobError(
+            "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
+            "about four minutes (or choose ddp, which needs nothing)"
+        )
+
+
 def _check_world_size(job: Job, identity: Identity) -> None:
     if job.parallel.stages is not None or job.parallel.workers is not None:
         wanted = job.parallel.world_size()
@@ -78,8 +91,9 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
     text = job.rendezvous.address or os.environ.get(RENDEZVOUS)
     if text is None:
         raise JobError(
-            f"rendezvous.address: not set, and neither is ${RENDEZVOUS}; start `horizonml rendezvous` on a machine "
-            "that all ranks reach, and give its host:port"
+            f"rendezvous.address: not set, and neither is ${RENDEZVOUS}; put `horizonml rendezvous --` before the "
+            "command that starts the ranks, or start `horizonml rendezvous` on a machine that all ranks reach, and give "
+            "its host:port"
         )
     try:
         return split_address(text)
@@ -105,6 +119,7 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
 
     Raises RankFailed.
     """
+    check_strategy(job)
     world_size = job.parallel.world_size()
     with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
         resolved = Path(scratch) / "job.yaml"
@@ -118,19 +133,46 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
             return not cluster.interrupted
 
 
-def serve_rendezvous(host: str, port: int, inherited: int | None) -> None:
-    """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT."""
+def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:
+    """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT.
+
+    With a `command`, serve until it has ended: it finds the service's address, with `advertise` as the host, in
+    HORIZONML_RENDEZVOUS. Returns its exit code. Raises RendezvousError, JobError.
+    """
     stop = threading.Event()
+    process: subprocess.Popen[bytes] | None = None
+
+    def handle(number: int, frame: object) -> None:
+        stop.set()
+        if process is not None and number == signal.SIGTERM:  # Ctrl-C reaches the command from the terminal
+            process.send_signal(number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, handle)
     if PARENT in os.environ:
         watch_parent()
     listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
     from horizonml.cluster.rendezvous import Service
 
     service = Service(listener)
-    print(f"rendezvous service on {host}:{service.port}", flush=True)
-    service.run(stop)
+    if not command:
+        print(f"rendezvous service on {host}:{service.port}", flush=True)
+        service.run(stop)
+        return 0
+    wildcard = host in ("0.0.0.0", "::")  # noqa: S104
+    address = f"{advertise or (socket.gethostname() if wildcard else host)}:{service.port}"
+    print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
+    done = threading.Event()
+    thread = threading.Thread(target=service.run, args=(done,), name="rendezvous", daemon=True)
+    thread.start()
+    try:
+        process = subprocess.Popen(command, env={**os.environ, RENDEZVOUS: address})
+    except OSError as error:
+        raise JobError(f"cannot start {command[0]}: {error.strerror or error}") from error
+    code = process.wait()
+    done.set()
+    thread.join(5)
+    return code if code >= 0 else 128 - code
 
 
 def show_plan(job: Job, as_json: bool) -> None:

@@ -30,6 +30,8 @@ from horizonml.engine.memory import keep_freed_memory
 from horizonml.errors import CheckpointError, DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
+from horizonml.model.zoo import Model
+from horizonml.plan.plan import Plan
 from horizonml.plan.simulate import Host
 from horizonml.shards import completed
 from horizonml.signals import Cancelled, StopRequest
@@ -153,7 +155,7 @@ class Worker:
             _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
         info, model = describe_together(job, group)
         plan = make_plan(job, model, info, group, hosts, self.say)
-        engine = Engine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing)
+        engine = engine_for(job, plan, model, group)
         _check_smallest_batch(job, engine, info)
         data = load_for(job, engine, info)
         checkpoints = resumed = None
@@ -215,6 +217,16 @@ def _check_writable(folder: Path) -> None:
                 f"cannot write records and checkpoints to {folder.absolute()} as user {os.getuid()}: "
                 f"{error.strerror}; set `folder`, change that one's owner, or train with checkpoint.enabled=false"
             ) from error
+
+
+def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
+    """The engine that runs a plan."""
+    if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
+        from horizonml.engine.horovod import HorovodEngine
+
+        compression = job.parallel.gradient_compression
+        return HorovodEngine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
+    return Engine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing)
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:

@@ -44,6 +44,36 @@ def normed(num_classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, num_classes))
 
 
+class Residual(nn.Module):
+    """As in a ResNet: two convolutions with BatchNorm, and a third one beside them."""
+
+    def __init__(self, incoming: int, outgoing: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(incoming, outgoing, 3, 2, 1, bias=False), nn.BatchNorm2d(outgoing)
+        self.conv2, self.bn2 = nn.Conv2d(outgoing, outgoing, 3, 1, 1, bias=False), nn.BatchNorm2d(outgoing)
+        self.side = nn.Conv2d(incoming, outgoing, 1, 2)
+
+    def forward(self, value: Tensor) -> Tensor:
+        inner = functional.relu(self.bn1(self.conv1(value)))
+        return functional.relu(self.bn2(self.conv2(inner)) + self.side(value))
+
+
+def residual(num_classes: int = 10) -> nn.Sequential:
+    """Residual blocks; a picture of 2 by 2 is flattened between a convolution and a linear layer."""
+    return nn.Sequential(
+        Residual(1, 8), nn.Conv2d(8, 6, 1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(24, num_classes)
+    )
+
+
+def depthwise(num_classes: int = 10) -> nn.Sequential:
+    """As in MobileNet: depthwise convolutions, with a partner and without. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.Conv2d(8, 6, 1),
+        nn.Softmax(1), nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.Softmax(1),
+        nn.Flatten(), nn.Linear(384, num_classes),
+    )  # fmt: skip
+
+
 def dropping(num_classes: int = 10) -> nn.Sequential:
     """With dropout. Takes `[b, 1, 8, 8]`."""
     return nn.Sequential(

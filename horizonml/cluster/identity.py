@@ -45,6 +45,11 @@ def from_stateful_set(env: Environment) -> Identity | None:
     return _pair({**env, "HOSTNAME": ordinal[1]}, "HOSTNAME", "WORLD_SIZE", "StatefulSet")
 
 
+def from_horovod(env: Environment) -> Identity | None:
+    """horovodrun over gloo."""
+    return _pair(env, "HOROVOD_RANK", "HOROVOD_SIZE", "horovodrun")
+
+
 def from_open_mpi(env: Environment) -> Identity | None:
     """Open MPI's mpirun."""
     return _pair(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI")
@@ -76,6 +81,7 @@ def from_slurm(env: Environment) -> Identity | None:
 SOURCES: tuple[Callable[[Environment], Identity | None], ...] = (
     from_rank,
     from_stateful_set,
+    from_horovod,
     from_open_mpi,
     from_mvapich,
     from_pmi,
@@ -96,6 +102,7 @@ def local_rank(env: Environment) -> int:
     """This process's place among the ranks on its machine, as far as the launcher says; 0 if it does not."""
     names = (
         "LOCAL_RANK",
+        "HOROVOD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MPI_LOCALRANKID",

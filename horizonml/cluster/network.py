@@ -53,6 +53,16 @@ def interface_of(address: str) -> str:
     raise OSError(f"no network interface has the address {address}")
 
 
+def address_of(interface: str) -> str:
+    """The first address of an interface, IPv4 if it has one. Raises OSError if it has none."""
+    entries = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in entries:
+            if entry.family == family:
+                return str(entry.address)
+    raise OSError(f"network interface {interface} has no address")
+
+
 def can_connect(host: str, port: int, timeout: float) -> str | None:
     """None if something listens there; else why not, in words."""
     try:

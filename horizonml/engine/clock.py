@@ -56,6 +56,11 @@ class Clock:
         self.spans.append(Span(self._kind, self._what, self._micro, self._since, now))
         self._kind, self._what, self._micro, self._since = kind, what, micro, now
 
+    @property
+    def current(self) -> tuple[Kind, str, int]:
+        """What time belongs to now: the arguments of the last `switch`."""
+        return self._kind, self._what, self._micro
+
     def finish(self) -> float:
         """End the step; returns its wall time in seconds."""
         self.switch("compute", "prepare")

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from horizonml.engine.channels import Channels, Exchange
 from horizonml.engine.clock import Clock, Span
 from horizonml.engine.group import Group, TreeSum
 from horizonml.engine.link import Link
 from horizonml.engine.optim import Optimizer
-from horizonml.engine.reduce import Reducer
+from horizonml.engine.reduce import GradientSum, Reducer
 from horizonml.errors import Diverged
 from horizonml.job import Adam, Sgd
 from horizonml.model.zoo import Model
@@ -31,6 +32,7 @@ _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.
 _TAG_TOTALS = 1 << 30
 _TAG_GRADIENTS = _TAG_TOTALS + 1
+_TAG_CHANNELS = _TAG_TOTALS + 2
 
 
 Direction = Literal["previous", "next", "members"]  # the stage before, the one after, and this stage's other members
@@ -121,7 +123,13 @@ class Engine:
         self.is_first = self.stage_number == 0
         self.is_last = self.stage_number == len(plan.stages) - 1
         self.module = model.stage(self._stage.start, self._stage.stop)
-        self.optimizer = Optimizer(optimizer, self.module)
+        self._channels = None
+        if self._stage.split == "channels" and len(self._stage.ranks) > 1:
+            exchange = Exchange(group, self._stage.ranks, self.clock, _TAG_CHANNELS)
+            self._channels = Channels(self.module, self._stage, self.member, exchange)
+        # Where members split channels, all have the same samples, which count once.
+        self._alike = len(self._stage.ranks) if self._channels else 1
+        self.optimizer, self._reducer = self._update_by(optimizer)
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
         self._entry = entry
         self._inputs = Link(group, self.clock, entry, 0)
@@ -129,9 +137,22 @@ class Engine:
         self._gradients_in = Link(group, self.clock, exit_, 1)
         self._gradients_out = Link(group, self.clock, entry, 1)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
-        self._reducer = Reducer(self.module, group, self._stage.ranks, self.clock, _TAG_GRADIENTS)
         self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(4, dtype=torch.float64))
         self._cuts: dict[int, list[_Micro]] = {}
+
+    def _update_by(self, spec: Sgd | Adam) -> tuple[Optimizer, GradientSum]:
+        """What sums the gradients of this rank's layers, and what updates their parameters."""
+        split = self._channels.parts if self._channels else {}
+        reducer = Reducer(
+            (parameter for name, parameter in self.module.named_parameters() if name not in split),
+            (buffer for name, buffer in self.module.named_buffers() if name not in split),
+            self.group,
+            self._stage.ranks,
+            self.clock,
+            _TAG_GRADIENTS,
+            alike=self._channels is not None,
+        )
+        return Optimizer(spec, self.module), reducer
 
     def step(
         self, batch: Batch, lr: float, number: int, *, measure_divergence: bool = False, stop: bool = False
@@ -144,10 +165,15 @@ class Engine:
         self.clock.restart()
         for link in self._links:
             link.sent_bytes = link.received_bytes = 0
+        if self._channels:
+            self._channels.exchange.bytes = 0
+        for parameter in self.module.parameters():
+            parameter.grad = None
         self._agree.post()
         self._reducer.begin(measure_divergence)
         micros = self._cut(batch.size)
-        weight = sum(micro.rows for micro in micros) / batch.size
+        rows = sum(micro.rows for micro in micros)
+        weight = rows / batch.size / self._alike
         actions = SCHEDULES[self.plan.schedule](self.stage_number, len(self.plan.stages), len(micros))
         self.module.train()
         loss, correct = self._run(batch, micros, actions, number)
@@ -160,17 +186,19 @@ class Engine:
             )
         self.clock.switch("compute", "update")
         divergence = self._reducer.finish(weight)
+        if self._channels:
+            divergence = None  # nothing to compare: no two members compute the same part
         self.optimizer.step(lr)
         self.clock.switch("transfer", "send")
         for link in self._links:
             link.flush()
         wall = self.clock.finish()
-        reduced = self._reducer.bytes_per_step
+        reduced = self._reducer.bytes_per_step + (self._channels.exchange.bytes if self._channels else 0)
         return Step(
             totals,
             wall,
             **self.clock.totals,
-            samples=round(weight * batch.size),
+            samples=rows,
             traffic={
                 "previous": (self._gradients_out.sent_bytes, self._inputs.received_bytes),
                 "next": (self._outputs.sent_bytes, self._gradients_in.received_bytes),
@@ -212,11 +240,16 @@ class Engine:
     def state(self) -> dict[str, Tensor]:
         """Parameters, buffers and optimizer state of this rank's layers: `model/NAME` and `optimizer/NAME/KEY`.
 
-        The tensors are the engine's own, not copies. All members of a stage hold the same values.
+        The tensors are the engine's own, not copies, except where members split channels: these are put together, so
+        all members must call this. All members of a stage return the same values.
         """
-        tensors = {f"model/{name}": tensor.detach() for name, tensor in self.module.state_dict(keep_vars=True).items()}
+        whole = self._channels.whole if self._channels else lambda name, tensor: tensor
+        tensors = {
+            f"model/{name}": whole(name, tensor.detach())
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+        }
         for name, state in self.optimizer.state.items():
-            tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items()}
+            tensors |= {f"optimizer/{name}/{key}": whole(name, value) for key, value in state.items()}
         return tensors
 
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
@@ -225,21 +258,27 @@ class Engine:
         Raises KeyError for a missing parameter or buffer, ValueError for one of another shape.
         """
         available = set(names)
+        own = self._channels.own if self._channels else lambda name, tensor: tensor
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if f"model/{name}" not in available:
                 raise KeyError(name)
-            value = read(f"model/{name}")
+            value = own(name, read(f"model/{name}"))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {list(value.shape)}, the model wants {list(tensor.shape)}")
             tensor.detach().copy_(value)
-        self.optimizer.state.clear()
+        state = {}
         for name, _ in self.module.named_parameters():
             prefix = f"optimizer/{name}/"
-            found = {key.removeprefix(prefix): read(key) for key in sorted(available) if key.startswith(prefix)}
+            found = {
+                key.removeprefix(prefix): own(name, read(key)) for key in sorted(available) if key.startswith(prefix)
+            }
             if found:
-                self.optimizer.state[name] = found
+                state[name] = found
+        self.optimizer.load(state)
 
     def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
+        if self._channels and self.member:
+            loss = correct = 0.0
         vector = torch.tensor([loss, correct, samples, float(stop)], dtype=torch.float64)
         loss, correct, samples, stops = self._agree.sum(vector).tolist()
         return Totals(loss, correct / samples, int(samples), stops > 0)
@@ -262,7 +301,8 @@ class Engine:
         """Work through the actions; returns this rank's part of the mean loss, and its correct predictions."""
         actions = [action for action in actions if micros[action.micro].rows]
         last_backward = next((a.micro for a in reversed(actions) if a.kind == "backward"), None)
-        weight = sum(micro.rows for micro in micros) / batch.size
+        weight = sum(micro.rows for micro in micros) / batch.size / self._alike
+        member = 0 if self._channels else self.member
         held: dict[int, tuple[Tensor, Tensor]] = {}
         loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         for index, action in enumerate(actions):
@@ -271,7 +311,7 @@ class Engine:
             micro = micros[action.micro]
             if action.kind == "forward":
                 torch.default_generator.manual_seed(
-                    name_seed(self._model_seed, "step", number, self.stage_number, self.member, action.micro)
+                    name_seed(self._model_seed, "step", number, self.stage_number, member, action.micro)
                 )
                 entered, left = self._forward(batch, micro, action.micro)
                 if self.is_last:

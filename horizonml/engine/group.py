@@ -7,7 +7,7 @@ is a `PeerLost` that names it where it can be known.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class Group:
         self._store = store
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._closing: list[Callable[[], Any]] = []
 
     def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == 1:
@@ -73,13 +74,25 @@ class Group:
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Begin to sum a tensor over `ranks` in place. All of them must make the same calls in the same order."""
-        if ranks not in self._subgroups:
-            self._subgroups[ranks] = self._connect("ranks-" + "-".join(map(str, ranks)), ranks)
         try:
-            work: Work = self._subgroups[ranks].allreduce([tensor])
+            work: Work = self._among(ranks).allreduce([tensor])
         except RuntimeError as error:
             raise _lost(None, error) from error
         return work
+
+    def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
+        """The tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
+        tensors = [torch.empty_like(tensor) for _ in ranks]
+        try:
+            self._among(ranks).allgather([tensors], [tensor]).wait()
+        except RuntimeError as error:
+            raise _lost(None, error) from error
+        return tensors
+
+    def _among(self, ranks: tuple[int, ...]) -> Any:
+        if ranks not in self._subgroups:
+            self._subgroups[ranks] = self._connect("ranks-" + "-".join(map(str, ranks)), ranks)
+        return self._subgroups[ranks]
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer` (or for a sum). Raises PeerLost."""
@@ -106,8 +119,14 @@ class Group:
         """The `value` of rank `source`, on every rank."""
         return self.gather_json(value if self.rank == source else None)[source]
 
+    def at_close(self, function: Callable[[], Any]) -> None:
+        """Call this before the connections are dropped; the last comes first."""
+        self._closing.append(function)
+
     def close(self) -> None:
         """Drop the connections."""
+        while self._closing:
+            self._closing.pop()()
         for group in [*self._subgroups.values(), self._world]:
             if group is not None:
                 group.shutdown()

@@ -29,6 +29,10 @@ class Optimizer:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.state: dict[str, dict[str, Tensor]] = {}
 
+    def load(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Go on from this state."""
+        self.state = state
+
     def step(self, lr: float) -> None:
         """Update the parameters that have a gradient."""
         names = [name for name, parameter in self._parameters.items() if parameter.grad is not None]

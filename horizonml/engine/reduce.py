@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +51,40 @@ class _Bucket:
         return self.flat[self.flat.numel() - self.extra :]
 
 
-class Reducer:
-    """Sums the gradients of `module` over `ranks`, the members of its stage, of which this rank is one."""
+class GradientSum(Protocol):
+    """Sums gradients within a stage. For each step: `begin`, then `arm` before the last backward pass, `finish`."""
 
-    def __init__(self, module: nn.Module, group: Group, ranks: tuple[int, ...], clock: Clock, tag: int) -> None:
-        """`tag` must be free for this stage's tree. All parameters must be float32."""
-        self._group, self._ranks, self._clock = group, ranks, clock
-        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    bytes_per_step: int
+
+    def begin(self, measure_divergence: bool) -> None: ...
+
+    def arm(self, weight: float) -> None: ...
+
+    def finish(self, weight: float) -> float | None: ...
+
+
+class Reducer:
+    """Sums gradients over `ranks`, the members of a stage, of which this rank is one."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        buffers: Iterable[Tensor],
+        group: Group,
+        ranks: tuple[int, ...],
+        clock: Clock,
+        tag: int,
+        alike: bool = False,
+    ) -> None:
+        """All parameters must be float32. `tag` must be free for this stage's tree.
+
+        `alike` says that all members compute the same gradients, so that they are averaged.
+        """
+        self._group, self._ranks, self._clock, self._alike = group, ranks, clock, alike
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._lead = ranks[0] == group.rank
-        self._averaged = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        self._copied = [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+        averaged, copied = float_and_other(buffers)
+        self._averaged, self._copied = averaged, copied
         extra = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
         self._buckets: list[_Bucket] = []
         self.bytes_per_step = 0
@@ -93,9 +118,7 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(ready)
 
     def begin(self, measure_divergence: bool) -> None:
-        """Before a step."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Before a step; no parameter has a gradient."""
         if self._buckets:
             self._measure = measure_divergence
             self._works = []
@@ -111,7 +134,7 @@ class Reducer:
         """
         if not self._buckets:
             return
-        self._armed = True
+        self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
             copied = [buffer.flatten().float() * self._lead for buffer in self._copied]
@@ -137,6 +160,8 @@ class Reducer:
             else:
                 gradients.append(parameter.grad)
         torch._foreach_copy_(bucket.views, gradients)
+        if self._alike:
+            bucket.flat[: bucket.flat.numel() - bucket.extra].mul_(self._weight)
         for parameter in bucket.parameters:
             parameter.grad = None
         if self._measure:
@@ -190,6 +215,12 @@ class Reducer:
             difference += float((bucket.own / weight - total).square().sum())
             bucket.own = None
         return float((difference / norm) ** 0.5) if norm > 0 else 0.0
+
+
+def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Buffers that can be averaged, and those that are counts or flags."""
+    every = list(buffers)
+    return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
 
 
 class _Done:

@@ -15,27 +15,33 @@ from horizonml.errors import PlanError
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers `start` to `stop - 1`, held by each of `ranks`.
+    """Consecutive layers `start` to `stop - 1`, held by `ranks`.
 
-    `shares[i]` of the samples go to `ranks[i]`.
+    `shares[i]` of every micro-batch's samples go to `ranks[i]`, each of which holds the layers; or, where `split` is
+    "channels", `shares[i]` of the layers' channels, and all samples go to all ranks (tensor parallelism).
     """
 
     start: int
     stop: int
     ranks: tuple[int, ...]
     shares: tuple[float, ...]
+    split: str = "samples"
 
-    def rows(self, samples: int) -> list[tuple[int, int]]:
-        """Each member's part `[first, end)` of a micro-batch of `samples`, in the order of `ranks`.
+    def parts(self, count: int) -> list[tuple[int, int]]:
+        """Each member's part `[first, end)` of `count` things, in the order of `ranks`.
 
-        The parts are consecutive, cover the micro-batch, and follow the shares as closely as whole samples allow.
-        A member's part may be empty.
+        The parts are consecutive, cover everything, and follow the shares as closely as whole things allow. A member's
+        part may be empty.
         """
         total, ends, taken = sum(self.shares), [0], 0.0
         for share in self.shares:
             taken += share
-            ends.append(round(samples * taken / total))
+            ends.append(round(count * taken / total))
         return list(pairwise(ends))
+
+    def rows(self, samples: int) -> list[tuple[int, int]]:
+        """The rows `[first, end)` of a micro-batch of `samples` that each member works on, in the order of `ranks`."""
+        return [(0, samples)] * len(self.ranks) if self.split == "channels" else self.parts(samples)
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class Plan:
                 )
             if len(stage.shares) != len(stage.ranks) or min(stage.shares) <= 0:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
+            if stage.split != "samples" and len(self.stages) > 1:
+                raise PlanError(f"stage {number} of the plan splits channels; only a plan of one stage can")
             expected = stage.stop
         if expected != layers:
             raise PlanError(
@@ -99,7 +107,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         stages = [
-            {"start": s.start, "stop": s.stop, "ranks": list(s.ranks), "shares": list(s.shares)} for s in self.stages
+            {"start": s.start, "stop": s.stop, "ranks": list(s.ranks), "shares": list(s.shares), "split": s.split}
+            for s in self.stages
         ]
         return {"stages": stages, "schedule": self.schedule, "micro_batches": self.micro_batches}
 
@@ -107,7 +116,13 @@ class Plan:
     def from_json(cls, value: dict[str, Any]) -> Plan:
         """The inverse of `to_json`."""
         stages = tuple(
-            Stage(int(s["start"]), int(s["stop"]), tuple(s["ranks"]), tuple(map(float, s["shares"])))
+            Stage(
+                int(s["start"]),
+                int(s["stop"]),
+                tuple(s["ranks"]),
+                tuple(map(float, s["shares"])),
+                str(s.get("split", "samples")),
+            )
             for s in value["stages"]
         )
         return cls(stages, str(value["schedule"]), int(value["micro_batches"]))
@@ -124,7 +139,7 @@ class Plan:
                 f"rank {rank}" + (f" (share {share:g})" if len(set(stage.shares)) > 1 else "")
                 for rank, share in zip(stage.ranks, stage.shares, strict=True)
             )
-            lines.append(f"stage {number}: {who}: {span}")
+            lines.append(f"stage {number}: {who}: {span}" + (", split by channels" * (stage.split == "channels")))
         if len(self.stages) > 1:
             lines.append(f"{self.schedule}, {self.micro_batches} micro-batches")
         return "\n".join(lines)

@@ -42,7 +42,8 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
     micro_batches = parallel.micro_batches or 1
     if parallel.stages is None:
         ranks = tuple(range(world_size))
-        return Plan((Stage(0, layers, ranks, (1.0,) * world_size),), parallel.schedule, micro_batches)
+        split = "channels" if parallel.strategy == "tensor" else "samples"
+        return Plan((Stage(0, layers, ranks, (1.0,) * world_size, split),), parallel.schedule, micro_batches)
     ends = [spec.layers[1] + 1 if spec.layers else layers for spec in parallel.stages]
     plan = Plan(_stages(parallel.stages, ends), parallel.schedule, micro_batches)
     plan.check(layers, world_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -49,6 +49,7 @@ class Case:
     model: str = "plain"
     optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
     reversed_ranks: bool = False
+    split: str = "samples"
 
     def plan(self, layers: int) -> Plan:
         stages, rank = [], 0
@@ -58,7 +59,7 @@ class Case:
             if self.reversed_ranks:
                 ranks = tuple(world - 1 - r for r in ranks)
             start, stop = (layers * (number + k) // len(self.members) for k in (0, 1))
-            stages.append(Stage(start, stop, ranks, shares))
+            stages.append(Stage(start, stop, ranks, shares, self.split))
             rank += len(shares)
         return Plan(tuple(stages), self.schedule, self.micro_batches)
 
@@ -101,6 +102,13 @@ CASES += [
     Case("pipeline 3, adam", (ONE, ONE, ONE), 2, optimizer=Adam(name="adam")),
     Case("ddp 2, nesterov", ((1.0, 1.0),), 2, optimizer=Sgd(nesterov=True)),
 ]
+# Members that split channels see all samples, so BatchNorm, too, must be that of one process.
+TENSOR = [
+    Case(f"tensor of {model}, {name}", (shares,), model=model, split="channels")
+    for model in ("plain", "normed", "wide", "residual", "depthwise")
+    for name, shares in (("2", (1.0, 1.0)), ("5", (1.0,) * 5), ("shares 3:1:2", (3.0, 1.0, 2.0)))
+]
+TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), split="channels", optimizer=Sgd(nesterov=True))]
 
 
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
@@ -109,8 +117,9 @@ def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) 
     group = Group(store, rank, world_size, 30.0)
     engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     reports = [engine.step(RandomBatch(step), LR, step, measure_divergence=True) for step in range(steps)]
+    state = {key: value.clone() for key, value in engine.state().items()}
     group.close()
-    return {key: value.clone() for key, value in engine.state().items()}, reports
+    return state, reports
 
 
 def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float]]:
@@ -173,9 +182,9 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / max(1e-30, float(other.double().norm())))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *TENSOR], ids=lambda case: case.name)
 def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, case: Case) -> None:
-    expected, losses = reference(case)
+    expected, losses = reference(case if case.split == "samples" else replace(case, members=(ONE,), split="samples"))
     results = pool.run(case.world_size, train, case)
     seen = set()
     for rank, (state, reports) in enumerate(results):
@@ -196,7 +205,7 @@ def test_without_batchnorm_every_plan_gives_the_gradient_of_the_whole_batch(pool
                 assert distance(value, whole[key]) < 1e-5, key
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[30], *CASES[-7:]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[6], CASES[30], *CASES[-7:], TENSOR[10]], ids=lambda case: case.name)
 def test_members_of_a_stage_are_equal_and_runs_repeat_bit_for_bit(pool: Pool, case: Case) -> None:
     first, again = (pool.run(case.world_size, train, case) for _ in range(2))
     stages: dict[frozenset[str], dict[str, Tensor]] = {}
@@ -261,12 +270,12 @@ def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
     engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     before = {key: value.clone() for key, value in engine.state().items()}
     totals = engine.evaluate([RandomBatch(step) for step in range(3)])
-    group.close()
     assert all(torch.equal(value, before[key]) for key, value in engine.state().items())
+    group.close()
     return totals
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[27], CASES[-6]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[27], CASES[-6], TENSOR[4]], ids=lambda case: case.name)
 def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, case: Case) -> None:
     model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
     stage = model.stage(0, len(model.chain)).eval()
