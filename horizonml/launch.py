@@ -83,7 +83,7 @@ def _check_world_size(job: Job, identity: Identity) -> None:
     if job.parallel.strategy == "single" and job.parallel.stages is None and identity.world_size > 1:
         raise JobError(
             f"parallel.strategy: single trains on 1 rank, but {identity.source} says that the world size is "
-            f"{identity.world_size}; choose ddp, pipeline or hybrid"
+            f"{identity.world_size}; choose ddp, pipeline, hybrid or tensor"
         )
 
 
@@ -92,8 +92,8 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
     if text is None:
         raise JobError(
             f"rendezvous.address: not set, and neither is ${RENDEZVOUS}; put `horizonml rendezvous --` before the "
-            "command that starts the ranks, or start `horizonml rendezvous` on a machine that all ranks reach, and give "
-            "its host:port"
+            "command that starts the ranks, or start `horizonml rendezvous` on a machine that all ranks reach, and "
+            "give its host:port"
         )
     try:
         return split_address(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from horizonml.model.zoo import Model
 from horizonml.plan.plan import Plan
 
 _OURS = "HORIZONML_HOROVOD"  # set where the rendezvous is this module's
-_MPI = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+# What each MPI gives its ranks, and the library that Horovod must have been built with to be one of them.
+_MPI = {"OMPI_COMM_WORLD_RANK": b"libmpi.so", "PMI_RANK": b"libmpich.so"}
 
 
 class HorovodEngine(Engine):
@@ -187,7 +189,7 @@ def _start(group: Group) -> Any:
     import horovod.torch as hvd
 
     given = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and not os.environ.get(_OURS)
-    if not given and not (hvd.mpi_built() and _MPI & os.environ.keys()):
+    if not given and not _under_mpi():
         os.environ.update(_rendezvous(group))
     try:
         hvd.init()
@@ -200,6 +202,17 @@ def _start(group: Group) -> Any:
             f"{group.rank} of {group.world_size}; start all ranks with one launcher, or set no RANK"
         )
     return hvd
+
+
+def _under_mpi() -> bool:
+    """Whether this process was started by the MPI that Horovod was built with."""
+    wanted = {library for variable, library in _MPI.items() if variable in os.environ}
+    import horovod.torch
+
+    content = (
+        b"".join(path.read_bytes() for path in Path(horovod.torch.__file__).parent.glob("*.so")) if wanted else b""
+    )
+    return any(library in content for library in wanted)
 
 
 def _rendezvous(group: Group) -> dict[str, str]:

@@ -15,7 +15,6 @@ from torch.distributed import Store
 
 from horizonml.checkpoint import Checkpoints
 from horizonml.data.datasets import describe, load
-from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.job import Job
@@ -28,6 +27,7 @@ from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from horizonml.trainer import train
+from horizonml.worker import engine_for
 from tests.distributed.pool import Pool
 
 LAYERS = {"plain": 10, "normed": 10}
@@ -74,7 +74,7 @@ def run(
     info = describe(job.data)
     assert info is not None
     model = build(job.model, job.seed, info.classes, info.shape)
-    engine = Engine(fixed_plan(job, len(model.chain), world_size), model, group, job.optimizer, job.batch_size)
+    engine = engine_for(job, fixed_plan(job, len(model.chain), world_size), model, group)
     data = load(job.data, info, Path("unused"), images=engine.is_first, labels=engine.is_last)
     hosts = ["here"] * world_size
     if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
@@ -87,10 +87,11 @@ def run(
         resumed = checkpoints.resume(engine)
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
         outcome = train(job, engine, data, checkpoints, recorder, resumed, stop)
+        state = {key: value.clone() for key, value in engine.state().items()}
     finally:
         recorder.close("done")
         group.close()
-    return outcome, {key: value.clone() for key, value in engine.state().items()}, resumed
+    return outcome, state, resumed
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -108,8 +109,11 @@ class Kind:
     world_size: int
     stages: list[dict[str, Any]] | None = None
     model: str = "plain"
+    strategy: str | None = None
 
     def job(self, folder: Path, **changes: Any) -> Job:
+        if self.strategy is not None:
+            changes["parallel"] = {"strategy": self.strategy, "micro_batches": 1}
         return job(folder, self.stages, self.world_size, model={"name": f"tests.models:{self.model}"}, **changes)
 
 
@@ -117,6 +121,7 @@ KINDS = [
     Kind("single", 1),
     Kind("single, BatchNorm", 1, model="normed"),
     Kind("ddp 2, BatchNorm", 2, model="normed"),
+    Kind("tensor 3, BatchNorm", 3, model="normed", strategy="tensor"),
     Kind("pipeline 5", 5, PIPELINE5),
     Kind("hybrid 2+1, dropout", 3, [{"ranks": [0, 1], "layers": [0, 2]}, {"ranks": [2], "layers": [3, 6]}], "dropping"),
 ]
@@ -173,10 +178,17 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
 
     # And all go on to about the same place.
     ends = []
-    for world_size, stages in ((1, None), (2, None), (3, HYBRID3), (5, PIPELINE5)):
+    tensor = {"parallel": {"strategy": "tensor", "micro_batches": 1}}
+    for world_size, stages, changes in (
+        (1, None, {}),
+        (2, None, {}),
+        (4, None, tensor),
+        (3, HYBRID3, {}),
+        (5, PIPELINE5, {}),
+    ):
         folder = tmp_path / f"on-{world_size}"
         shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
-        results = pool.run(world_size, run, job(folder, stages, world_size))
+        results = pool.run(world_size, run, job(folder, stages, world_size, **changes))
         assert {resumed["step"] for _, _, resumed in results} == {7}
         ends.append(whole(results))
     for end in ends[1:]:

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Ranks started by Open MPI: examples/launchers/openmpi.sh jobs/digits.yaml [options]
+# With HOSTS=a,b,c (reached by ssh, HorizonML installed alike) one rank on each of these machines.
+set -euo pipefail
+mpirun=$(command -v mpirun.openmpi || command -v mpirun)
+if [ -n "${HOSTS:-}" ]; then
+  ranks=$(tr ',' '\n' <<<"$HOSTS" | wc -l)
+  exec horizonml rendezvous --host 0.0.0.0 -- \
+    "$mpirun" -np "$ranks" --host "$HOSTS" -x HORIZONML_RENDEZVOUS -x PATH horizonml train "$@" --workers "$ranks"
+fi
+ranks=${RANKS:-4}
+exec horizonml rendezvous -- \
+  "$mpirun" -np "$ranks" --oversubscribe --bind-to none horizonml train "$@" --workers "$ranks"
