@@ -18,8 +18,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from horizonml.cluster.device import available_cores
-from horizonml.engine.measure import device_name
+from horizonml.cluster.device import available_cores, device_name
 from horizonml.plan.plan import Plan, Stage
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from horizonml import __version__
+from horizonml.bench.commands import app as bench
 from horizonml.errors import HorizonError
 from horizonml.kube.commands import app as cluster
 
@@ -28,7 +29,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Measure and compare ways of training.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 
@@ -223,47 +223,22 @@ def export(
     )
 
 
-@bench.command()
-def compare(
-    job_file: JobFile,
-    overrides: Overrides = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="World size of the parallel runs.")] = 5,
-    strategies: Annotated[
-        str, typer.Option(help="Which ways of training to compare, separated by commas.")
-    ] = "single,ddp,pipeline,hybrid",
-    out: Annotated[Path, typer.Option(help="Folder for records, tables and pictures.")] = Path("runs/compare"),
+@app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(help="A run (runs/NAME), a bench, or a folder of several.", show_default=False)
+    ],
+    page: Annotated[
+        Path | None, typer.Option("--page", help="The page to write. [default: FOLDER/report.html]", show_default=False)
+    ] = None,
 ) -> None:
-    """Train a job in several ways on this machine, on the same samples and updates, and compare them."""
-    from typing import get_args
+    """Write a page about runs and benches: findings in words, tables, and pictures of where the time went.
 
-    from horizonml.bench.compare import COLUMNS
-    from horizonml.bench.compare import compare as compare_strategies
-    from horizonml.errors import JobError
-    from horizonml.job import Strategy
-    from horizonml.text import nearest
+    The page is one HTML file; its pictures, and the numbers as CSV and JSON, are written beside the records.
+    """
+    from horizonml.bench.report import write_report
 
-    job, chosen = _load(job_file, overrides, None), [name.strip() for name in strategies.split(",") if name.strip()]
-    for name in chosen:
-        if name not in get_args(Strategy):
-            known = get_args(Strategy)
-            raise JobError(f"--strategies: {name!r} is not one of {', '.join(known)}{nearest(name, known)}")
-    comparison = compare_strategies(job, chosen, workers, out, lambda text: print(text, flush=True))  # type: ignore[arg-type]
-    if comparison is None:
-        raise typer.Exit(130)
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{job.model.name} on {job.data.name}, batch size {job.batch_size}, {job.epochs} epochs")
-    table.add_column("")
-    for summary in comparison.summaries:
-        table.add_column(summary.name, justify="right")
-    for title, column in COLUMNS.items():
-        if title:
-            table.add_row(title, *(column(summary) for summary in comparison.summaries))
-    print()
-    Console().print(table)
-    print("\ncompute, transfer and wait are shares of all ranks' time; accuracy and loss are on held-out data.\n")
-    for path in comparison.files:
+    for path in write_report(folder, page):
         print(path)
 
 

@@ -174,6 +174,9 @@ class Parallel(_Section):
     micro_batches: int | None = Field(
         None, ge=1, description="Micro-batches per batch. Default: from a measured profile of the layers."
     )
+    threads: int | None = Field(
+        None, ge=1, description="Threads per rank. Default: the machine's cores, divided by its ranks."
+    )
     gradient_compression: Literal["none", "fp16"] = Field(
         "none", description="Send gradients as they are, or as 16-bit floats (strategy `horovod` only)."
     )

@@ -40,6 +40,22 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
         raise JobError(f"{source}: a job file is a mapping of keys to values, not a {type(values).__name__}")
     for override in overrides:
         _apply(values, override)
+    return _checked(values, source)
+
+
+def changed(job: Job, changes: Mapping[str, Any]) -> Job:
+    """The job with some fields changed, named as `section.field`, and checked again. Raises JobError."""
+    values = job.model_dump()
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        target = values
+        for section in sections:
+            target = target[section]
+        target[last] = value
+    return _checked(values, f"{job.name} with {', '.join(f'{key}={value}' for key, value in changes.items())}")
+
+
+def _checked(values: dict[str, Any], source: str) -> Job:
     try:
         return Job.model_validate(values)
     except ValidationError as error:

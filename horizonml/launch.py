@@ -190,7 +190,7 @@ def show_plan(job: Job, as_json: bool) -> None:
 
     keep_freed_memory()
     world_size, cores = job.parallel.world_size(), available_cores()
-    torch.set_num_threads(threads_per_rank(cores, world_size))
+    torch.set_num_threads(job.parallel.threads or threads_per_rank(cores, world_size))
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
     profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
     hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size)]

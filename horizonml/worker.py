@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import platform
 import shutil
 import socket
 import sys
@@ -17,10 +16,9 @@ from typing import Any
 
 import torch
 
-from horizonml import __version__
 from horizonml.agreement import describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
-from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
+from horizonml.cluster.device import available_cores, machine, memory_limit, threads_per_rank, versions
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.meeting import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
@@ -35,6 +33,7 @@ from horizonml.plan.plan import Plan
 from horizonml.plan.simulate import Host
 from horizonml.shards import completed
 from horizonml.signals import Cancelled, StopRequest
+from horizonml.telemetry.energy import EnergyMeter
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
@@ -150,7 +149,7 @@ class Worker:
             for name in dict.fromkeys(names)
         ]
         here = next(host for host in hosts if rank in host.ranks)
-        torch.set_num_threads(threads_per_rank(here.cores, len(here.ranks)))
+        torch.set_num_threads(job.parallel.threads or threads_per_rank(here.cores, len(here.ranks)))
         if fresh:
             _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
         info, model = describe_together(job, group)
@@ -181,10 +180,13 @@ class Worker:
             "rss_idle_bytes": self._idle,
             "threads": torch.get_num_threads(),
             "cores": here.cores,
-            "versions": {"horizonml": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "memory": here.memory * len(here.ranks),
+            "machine": machine(),
+            "versions": versions(),
         }
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
-        recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics)
+        energy = EnergyMeter() if here.ranks[0] == rank else None
+        recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
         if resumed and done < steps:
             recorder.message(f"resumed from step {done} of {steps}")

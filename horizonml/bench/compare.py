@@ -1,118 +1,259 @@
-"""Trains the same job in several ways on this machine, and compares them."""
+"""Ways of training compared on the same samples, updates and seeds."""
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from horizonml.bench.results import Run, Summary, load_run, summarise
-from horizonml.files import write_atomically
-from horizonml.job import Job, Strategy
-from horizonml.launch import train_here
+from horizonml.bench import charts, run_plots, style
+from horizonml.bench.results import traffic
+from horizonml.bench.section import Picture, Section, Table, failures, percent, summary_table, typical, where
+from horizonml.bench.study import Case, Result, Study
+from horizonml.job import Job
+from horizonml.jobfile import changed
 from horizonml.text import human_bytes, human_seconds
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was compared, and the files written about it."""
+def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: int, repeats: int) -> list[Case]:
+    """One run for each repeat, number of samples (none: all the job has) and strategy. Raises JobError."""
+    found = []
+    sizes: list[int | None] = list(samples) or [None]
+    for repeat in range(repeats):
+        for size in sizes:
+            for strategy in strategies:
+                changes = {
+                    **strategy_changes(strategy, workers),
+                    "seed": job.seed + repeat,
+                    "data.samples": size or job.data.samples,
+                    "checkpoint.enabled": False,
+                    "telemetry.timeline_every": 10,
+                }
+                factors = {"strategy": strategy, "samples": size, "repeat": repeat}
+                name = "-".join(
+                    [strategy, *([str(size)] if size else []), *([f"repeat{repeat}"] if repeats > 1 else [])]
+                )
+                work = float((size or 1) * job.epochs)
+                found.append(
+                    Case(name, changed(job, changes), {k: v for k, v in factors.items() if v is not None}, work)
+                )
+    return found
 
-    runs: list[Run]
-    summaries: list[Summary]
-    files: list[Path]
+
+def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
+    """What makes a job one of another strategy, with nothing else changed that matters to the result."""
+    changes: dict[str, object] = {
+        "parallel.strategy": strategy,
+        "parallel.workers": 1 if strategy == "single" else workers,
+        "parallel.stages": None,
+    }
+    if strategy in ("horovod", "tensor"):
+        changes["parallel.micro_batches"] = None
+    return changes
 
 
-def compare(
-    job: Job, strategies: Sequence[Strategy], workers: int, folder: Path, say: Callable[[str], None]
-) -> Comparison | None:
-    """Run the job once with each strategy, on the same samples and updates; None if interrupted.
+def section(study: Study) -> Section:
+    """What came out; pictures are written to the study's folder."""
+    by_size: dict[str, dict[str, list[Result]]] = {}
+    for result in study.succeeded:
+        size = f"{result.factors['samples']:,}" if "samples" in result.factors else "all"
+        by_size.setdefault(size, {}).setdefault(result.factors["strategy"], []).append(result)
+    job = study.settings["job"]
+    title = f"Ways of training {job['model']['name']} on {job['data']['name']}"
+    repeats = f", {study.settings['repeats']} repeats with seeds of their own" if study.settings["repeats"] > 1 else ""
+    setting = (
+        f"Batch size {job['batch_size']}, {job['epochs']} epochs, {study.settings['workers']} ranks{repeats}; every "
+        f"strategy trains on the same samples in the same order, and makes the same number of updates. All ranks share "
+        f"one machine: {where(study)}"
+    )
+    part = Section(title, setting, failures(study))
+    if not by_size:
+        return part
+    for size, runs in by_size.items():
+        label = f"{size} samples: " if len(by_size) > 1 else ""
+        part.findings += [label + text for text in findings(runs, study)]
+        part.tables.append(summary_table(f"{size} training samples" if size != "all" else "All samples", runs))
+    part.brief = _brief(title, by_size)
+    last = next(reversed(by_size.values()))
+    part.tables.append(_links(last))
+    part.pictures = list(_pictures(study.folder, by_size))
+    return part
 
-    Records go to `folder/STRATEGY`, tables and pictures to `folder`. Raises HorizonError.
+
+def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
+    rows = []
+    for runs in by_size.values():
+        for name, results in runs.items():
+            one = typical(results).summary
+            rows.append(
+                [
+                    name,
+                    f"{one.samples // one.epochs:,}",
+                    percent(one.accuracy, 1),
+                    f"{one.samples_per_second:,.0f}",
+                    human_seconds(one.epoch_seconds),
+                    " / ".join(f"{100 * share:.0f}" for share in (one.compute, one.transfer, one.wait)),
+                    human_bytes(one.rss_peak_bytes),
+                    human_bytes(one.bytes_per_step),
+                ]
+            )
+    header = ["", "samples", "accuracy", "samples/s", "epoch", "compute / transfer / wait %", "memory", "sent/step"]
+    return Table(title, header, rows)
+
+
+def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
+    """Who wins where, and why, in sentences made from the numbers."""
+    shown = {name: typical(results).summary for name, results in runs.items()}
+    ranking = sorted(shown, key=lambda name: -shown[name].samples_per_second)
+    best = shown[ranking[0]]
+    texts = []
+    if len(ranking) > 1:
+        others = ", ".join(
+            f"{best.samples_per_second / shown[name].samples_per_second:.2f} times {name}" for name in ranking[1:]
+        )
+        texts.append(f"{ranking[0]} is fastest with {best.samples_per_second:,.0f} samples/s: {others}.")
+    losses = []
+    for name, one in shown.items():
+        if one.ranks > 1:
+            kind = "transfer" if one.transfer > one.wait else "waiting for other ranks"
+            losses.append(
+                f"{name} computes for {percent(one.compute)} of its time and loses most to {kind} "
+                f"({percent(max(one.transfer, one.wait))}), sending {human_bytes(one.bytes_per_step)} a step"
+            )
+    if losses:
+        texts.append("; ".join(losses) + ".")
+    if best.ranks > 1 and "single" in shown:
+        texts.append(
+            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone can use, "
+            "too; on devices of their own each rank would have its own."
+        )
+    elif "single" in shown and len(shown) > 1:
+        texts.append(
+            f"One process alone uses the same {study.environment['cores']:g} cores without sending anything: on one "
+            "machine it is hard to beat; ranks pay where each has a device of its own, or where memory is short."
+        )
+    accuracies = {name: one.accuracy for name, one in shown.items()}
+    if len(accuracies) > 1 and all(value == value for value in accuracies.values()):
+        high, low = max(accuracies, key=accuracies.__getitem__), min(accuracies, key=accuracies.__getitem__)
+        repeats = [[r.summary.accuracy for r in results] for results in runs.values() if len(results) > 1]
+        spread = max((max(values) - min(values) for values in repeats), default=None)
+        text = (
+            f"Held-out accuracy lies between {percent(accuracies[low], 1)} ({low}) and {percent(accuracies[high], 1)} "
+            f"({high})"
+        )
+        if spread is not None:
+            difference = accuracies[high] - accuracies[low]
+            verdict = "no more than" if difference <= spread else "more than"
+            text += f", {verdict} the {100 * spread:.1f} points by which repeats of one strategy differ"
+        texts.append(text + ".")
+    least = min(shown, key=lambda name: shown[name].rss_peak_bytes)
+    most = max(shown, key=lambda name: shown[name].rss_peak_bytes)
+    if least != most:
+        texts.append(
+            f"The largest rank of {least} needs least memory, {human_bytes(shown[least].rss_peak_bytes)}; {most} needs "
+            f"{human_bytes(shown[most].rss_peak_bytes)}."
+        )
+    return texts
+
+
+def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
+    """Each run from 0 to 1 on every axis; none is 0 for being the last.
+
+    Shares and accuracy stand for themselves. Speed, memory and work per processor second are ratios to the best of the
+    runs shown, so that half as good is 0.5.
     """
-    runs = []
-    for strategy in strategies:
-        ranks = 1 if strategy == "single" else workers
-        say(f"\n{strategy}: {ranks} rank{'s' if ranks > 1 else ''}")
-        if not train_here(variant(job, strategy, ranks, folder / strategy), fresh=True):
-            return None
-        runs.append(load_run(strategy, folder / strategy))
-    summaries = [summarise(run) for run in runs]
-    return Comparison(runs, summaries, write_report(runs, summaries, folder))
+    shown = {name: typical(results).summary for name, results in runs.items()}
+    fastest = max(one.samples_per_second for one in shown.values())
+    smallest = min(one.rss_peak_bytes for one in shown.values())
+    per_cpu = {name: one.samples_per_second / one.cpu_cores for name, one in shown.items()}
+    return {
+        name: {
+            "accuracy\n(held out)": 0.0 if one.accuracy != one.accuracy else one.accuracy,
+            "speed\n(/ fastest)": one.samples_per_second / fastest,
+            "not waiting\n(share of time)": 1 - one.wait,
+            "not in transfer\n(share of time)": 1 - one.transfer,
+            "small memory\n(least / own peak)": smallest / one.rss_peak_bytes,
+            "samples per CPU second\n(/ best)": per_cpu[name] / max(per_cpu.values()),
+        }
+        for name, one in shown.items()
+    }
 
 
-def variant(job: Job, strategy: Strategy, workers: int, folder: Path) -> Job:
-    """The job with another strategy and nothing else changed that matters to the result."""
-    parallel = job.parallel.model_copy(update={"strategy": strategy, "workers": workers, "stages": None})
-    return job.model_copy(update={"parallel": parallel, "folder": str(folder)})
+RADAR = (
+    "The rim is 1, the centre 0. Accuracy and the two shares of time stand for themselves; speed, memory and samples per "
+    "CPU second are ratios to the best run shown (half as good is 0.5), so that the last place is not 0 by construction."
+)
 
 
-def write_report(runs: Sequence[Run], summaries: Sequence[Summary], folder: Path) -> list[Path]:
-    """CSV, pictures, and a page that shows them; returns their paths."""
-    from horizonml.bench import plots  # matplotlib takes half a second
-
-    folder.mkdir(parents=True, exist_ok=True)
-    table = folder / "comparison.csv"
-    write_atomically(table, _csv(summaries).encode())
-    pictures = [folder / "learning-curves.png", folder / "time-split.png"]
-    plots.learning_curves(runs, pictures[0])
-    plots.time_split(runs, pictures[1])
-    for run in runs:
-        path = folder / f"timeline-{run.name}.png"
-        if len(run.lead.run["plan"]["stages"]) > 1 and plots.timeline(run, path):
-            pictures.append(path)
-    report = folder / "report.md"
-    write_atomically(report, _report(runs, summaries, pictures).encode())
-    return [report, table, *pictures]
-
-
-def _csv(summaries: Sequence[Summary]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Summary)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(dataclasses.asdict(summary) for summary in summaries)
-    return text.getvalue()
-
-
-COLUMNS: dict[str, Callable[[Summary], str]] = {
-    "": lambda s: s.name,
-    "ranks": lambda s: str(s.ranks),
-    "members per stage": lambda s: s.plan,
-    "micro-batches": lambda s: str(s.micro_batches),
-    "updates": lambda s: str(s.updates),
-    "accuracy": lambda s: f"{s.accuracy:.2%}",
-    "loss": lambda s: f"{s.loss:.4f}",
-    "epoch": lambda s: human_seconds(s.epoch_seconds),
-    "samples/s": lambda s: f"{s.samples_per_second:,.0f}",
-    "compute": lambda s: f"{s.compute:.0%}",
-    "transfer": lambda s: f"{s.transfer:.0%}",
-    "wait": lambda s: f"{s.wait:.0%}",
-    "CPU cores": lambda s: f"{s.cpu_cores:.2f}",
-    "RSS, largest rank": lambda s: human_bytes(s.rss_bytes),
-    "sent per step": lambda s: human_bytes(s.bytes_per_step),
-}
-
-
-def _report(runs: Sequence[Run], summaries: Sequence[Summary], pictures: Sequence[Path]) -> str:
-    job, cores = runs[0].lead.run["job"], runs[0].lead.run["cores"]
-    lines = [
-        f"# {job['model']['name']} on {job['data']['name']}",
-        "",
-        f"Batch size {job['batch_size']}, {job['epochs']} epochs, seed {job['seed']}; "
-        f"{summaries[0].samples:,} samples and {summaries[0].updates} updates in every run. "
-        f"All ranks on one machine with {cores:g} cores.",
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(column(summary) for column in COLUMNS.values()) + " |" for summary in summaries),
-        "",
-        "compute, transfer and wait are shares of all ranks' time and add up to it; accuracy and loss are on held-out "
-        "data; CPU cores and bytes are of all ranks together. A process that has only imported torch has "
-        f"{human_bytes(summaries[0].idle_rss_bytes)}.",
-        "",
+def _links(runs: dict[str, list[Result]]) -> Table:
+    rows = [
+        [name, str(link.rank), link.to, human_bytes(link.bytes_per_step), human_bytes(link.bytes_per_second) + "/s"]
+        for name, results in runs.items()
+        for link in traffic(typical(results).run)
     ]
-    for picture in pictures:
-        lines += [f"![{picture.stem}]({picture.name})", ""]
-    return "\n".join(lines)
+    return Table("Bytes on every link", ["", "rank", "to", "sent per step", "sent per second"], rows)
+
+
+def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list[Picture]:
+    last_size, last = next(reversed(by_size.items()))
+    many = len(by_size) > 1
+    label = f" ({last_size} samples)" if last_size != "all" else ""
+    seed = f"{label}, first seed" if _repeated(last) else label
+    runs = {name: results[0].run for name, results in last.items()}  # of one seed
+
+    def values(field: str) -> dict[str, dict[str, list[float]]]:
+        found: dict[str, dict[str, list[float]]] = {}
+        for size, strategies in by_size.items():
+            for name, results in strategies.items():
+                repeats = [getattr(result.summary, field) for result in results]
+                if all(value is not None and value == value for value in repeats):
+                    found.setdefault(name, {})[size] = repeats
+        return found
+
+    panels = [
+        ("Samples per second", values("samples_per_second"), style.plain_axis),
+        ("Time of an epoch", values("epoch_seconds"), style.seconds_axis),
+        ("Held-out accuracy (%)", values("accuracy"), style.percent_axis),
+        ("Training accuracy (%)", values("train_accuracy"), style.percent_axis),
+        ("Held-out loss (cross-entropy)", values("loss"), style.plain_axis),
+        ("Gradient divergence", values("divergence"), style.plain_axis),
+    ]
+    costs = [
+        ("Compute (% of time)", values("compute"), style.percent_axis),
+        ("Transfer (% of time)", values("transfer"), style.percent_axis),
+        ("Wait (% of time)", values("wait"), style.percent_axis),
+        ("Idle, per rank and epoch", values("idle_seconds"), style.seconds_axis),
+        ("CPU (% of the cores)", values("cpu_utilisation"), style.percent_axis),
+        ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
+        ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
+        ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),
+        ("Sent per second, all ranks", values("bytes_per_second"), style.bytes_axis),
+    ]
+    energy = values("joules_per_sample")
+    if energy:
+        costs.append(("Energy per sample (J)", energy, style.plain_axis))
+    note = (
+        " Bars are medians of the repeats, lines reach from the least to the most." if many or _repeated(last) else ""
+    )
+    category = "training samples" if many else ""
+    found = [
+        Picture(
+            charts.radar(radar_values(last), folder / "radar.png", f"All in all{label}"),
+            f"All in all{label}. {RADAR}",
+        ),
+        Picture(charts.bars(panels, folder / "results-bars.png", category=category), f"What training achieved.{note}"),
+        Picture(charts.bars(costs, folder / "costs-bars.png", category=category), f"What it took.{note}"),
+        Picture(run_plots.learning_curves(runs, folder / "learning-curves.png"), f"How they learned{seed}."),
+        Picture(
+            run_plots.time_split(runs, folder / "time-split.png"),
+            f"Where the time of an average step went, rank by rank{label}.",
+        ),
+    ]
+    for name, run in runs.items():
+        path = run_plots.timeline(name, run, folder / f"timeline-{name}.png") if len(run.stages) > 1 else None
+        if path is not None:
+            found.append(Picture(path, f"One step of {name}{label}: who worked on which micro-batch, and who waited."))
+    return found
+
+
+def _repeated(runs: dict[str, list[Result]]) -> bool:
+    return any(len(results) > 1 for results in runs.values())

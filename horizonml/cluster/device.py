@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import platform
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from horizonml import __version__
 
 
 def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -57,6 +63,49 @@ def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 def threads_per_rank(cores: float, ranks_here: int) -> int:
     """OpenMP threads for each of the ranks on a machine: contended threads are several times slower than one."""
     return max(1, math.floor(cores / ranks_here))
+
+
+def device_name() -> str:
+    """The processor's name, for people and for the cache."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model\t", "Hardware")):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+    except OSError:
+        pass  # not Linux
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+def machine() -> dict[str, Any]:
+    """What this machine is, for records."""
+    return {
+        "processor": device_name(),
+        "architecture": platform.machine(),
+        "system": platform.platform(),
+        "memory": psutil.virtual_memory().total,
+    }
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of what trains here, for records. The revision is that of the source tree, or of the image."""
+    import torch  # heavy, and not needed by all who ask about devices
+
+    found = {"horizonml": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    revision = os.environ.get("HORIZONML_REVISION") or _git_revision(Path(__file__).resolve().parents[2])
+    return found | ({"revision": revision} if revision else {})
+
+
+def _git_revision(tree: Path) -> str | None:
+    """The commit of a source tree, with a mark if it was changed since; None if it is none."""
+    if not (tree / ".git").exists():
+        return None
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
 
 
 def _words(path: Path, count: int) -> tuple[str, ...] | None:

@@ -142,7 +142,7 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, images: bool = True, label
         train = test = ArraySource(None, None)
         train_members = test_members = torch.empty(0, dtype=torch.int64)
     elif spec.name == "synthetic":
-        train = test = _synthetic(info)
+        train, test = _synthetic(info, "train"), _synthetic(info, "held out")
         train_members, test_members = torch.arange(info.train), torch.arange(info.held_out)
     elif spec.name == "digits":
         train = test = _digits()
@@ -213,10 +213,11 @@ def _digits() -> ArraySource:
     return ArraySource(images, table[:, 64].clone())
 
 
-def _synthetic(info: DataInfo) -> ArraySource:
-    """A pool of noisy class patterns, reused for any number of samples."""
+def _synthetic(info: DataInfo, split: str) -> ArraySource:
+    """A pool of class patterns in much noise, reused for any number of samples."""
     generator = torch.Generator().manual_seed(name_seed(_SPLIT_SEED, "synthetic"))
     pool = info.classes * max(1, 256 // info.classes)
     labels = torch.arange(pool) % info.classes
     patterns = torch.randn(info.classes, *info.shape, generator=generator)
-    return ArraySource(patterns[labels] + torch.randn(pool, *info.shape, generator=generator), labels, wrap=True)
+    noise = torch.randn(pool, *info.shape, generator=generator.manual_seed(name_seed(_SPLIT_SEED, "synthetic", split)))
+    return ArraySource((patterns[labels] + 3 * noise) / 10**0.5, labels, wrap=True)

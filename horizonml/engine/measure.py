@@ -7,16 +7,14 @@ about times.
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from horizonml.cluster.device import device_name
 from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job import Sgd
@@ -55,17 +53,6 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
         profile = measure(model, sizes)
     write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
     return profile
-
-
-def device_name() -> str:
-    """The processor's name, for people and for the cache."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model\t", "Hardware")):
-                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
-    except OSError:
-        pass  # not Linux
-    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
 
 
 def measure(model: Model, sizes: tuple[int, ...]) -> Profile:

@@ -89,6 +89,7 @@ class Metrics(Collector):
         self._epochs_planned = gauge("epochs_planned", "Epochs of the whole run.")
         self._last_step = gauge("last_step_timestamp_seconds", "When the newest step ended.")
         self._samples = self._own(counter("samples", "Samples of global batches trained on, by all ranks."))
+        self._joules = counter("energy_joules", "Energy used by the rank's machine in steps, where it tells it.")
         self._rows = self._own(counter("rank_samples", "Samples that went through this rank's stage here."))
         self._loss = gauge("training_loss", "Loss of the newest global batch.")
         self._accuracy = gauge("training_accuracy_ratio", "Accuracy on the newest global batch.")
@@ -200,6 +201,8 @@ class Metrics(Collector):
         self._newest = record
         self._samples.inc(record.batch)
         self._rows.inc(record.samples)
+        if record.joules is not None:
+            self._joules.labels(self.rank).inc(record.joules)
         self._duration.observe(record.wall)
         for phase, seconds in zip(self._phases, (record.compute, record.transfer, record.wait), strict=True):
             phase.observe(seconds)

@@ -24,8 +24,10 @@ class StepRecord:
     lr: float
     bytes_sent: int
     bytes_received: int
+    links: dict[str, tuple[int, int]]  # bytes sent and received: previous stage, next stage, members of this one
     cpu_seconds: float  # of this process, all its threads
     rss_bytes: int
+    joules: float | None  # used by this machine, on its first rank only; None where the machine does not tell
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
 
     def to_json(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Step, Totals
+from horizonml.telemetry.energy import EnergyMeter
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
@@ -25,8 +26,11 @@ class Recorder:
         about: dict[str, Any],
         timeline_every: int,
         metrics: Metrics | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
-        """`about` describes the rank and the run; it is the first record of the file."""
+        """`about` describes the rank and the run; it is the first record of the file. `energy` is this machine's."""
+        self._energy = energy if energy is not None and energy.available else None
+        self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self.steps = metrics, 0  # steps recorded
         self._lines.write({"kind": "run", "time": time.time(), **about})
@@ -54,6 +58,8 @@ class Recorder:
             lr=lr,
             bytes_sent=step.bytes_sent,
             bytes_received=step.bytes_received,
+            links={direction: traffic for direction, traffic in step.traffic.items()},  # noqa: C416  (typed)
+            joules=self._joules_since(),
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),
             divergence=step.divergence,
@@ -86,6 +92,15 @@ class Recorder:
     def skip(self) -> None:
         """What happened since the last step (an evaluation, a checkpoint) belongs to no step."""
         self._cpu = cpu_seconds()
+        self._joules_since()
+
+    def _joules_since(self) -> float | None:
+        """Joules since the last call."""
+        total = self._energy.joules() if self._energy is not None else None
+        if total is None:
+            return None
+        before, self._joules = self._joules, total
+        return total - before
 
     def close(self, outcome: str) -> None:
         """End the file with how the run ended."""

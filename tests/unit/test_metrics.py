@@ -33,7 +33,7 @@ def record(number: int) -> StepRecord:
     return StepRecord(
         step=number, epoch=1, time=100.0 + number, wall=0.2, compute=0.1, transfer=0.04, wait=0.06, samples=16,
         batch=64, loss=2.0, accuracy=0.25, lr=0.1, bytes_sent=30, bytes_received=12, cpu_seconds=0.1, rss_bytes=1,
-        divergence=0.5,
+        divergence=0.5, joules=2.5, links={"previous": (10, 5), "next": (20, 7), "members": (0, 0)},
     )  # fmt: skip
 
 

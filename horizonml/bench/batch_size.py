@@ -1,0 +1,114 @@
+"""Which batch size is fastest, and where memory would end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from horizonml.bench import charts, style
+from horizonml.bench.compare import strategy_changes
+from horizonml.bench.section import Picture, Section, Table, failures, percent, where
+from horizonml.bench.study import Case, Study
+from horizonml.job import Job
+from horizonml.jobfile import changed
+from horizonml.text import human_bytes, human_seconds
+
+
+def cases(
+    job: Job, models: Sequence[str], sizes: Sequence[int], strategy: str, workers: int, steps: int, repeats: int
+) -> list[Case]:
+    """One run for each model and batch size. Raises JobError."""
+    found = []
+    for repeat in range(repeats):
+        for model in models:
+            for size in sizes:
+                changes = {
+                    **strategy_changes(strategy, workers),
+                    "model.name": model,
+                    "batch_size": size,
+                    "epochs": 1,
+                    "data.samples": size * steps,
+                    "data.holdout": min(0.9, max(1e-6, 16 / (size * steps))),
+                    "checkpoint.enabled": False,
+                }
+                factors = {"model": model, "strategy": strategy, "batch_size": size, "repeat": repeat}
+                name = f"{model}-{size}" + (f"-repeat{repeat}" if repeats > 1 else "")
+                found.append(Case(name, changed(job, changes), factors, float(size * steps)))
+    return found
+
+
+def section(study: Study) -> Section:
+    """What came out; pictures are written to the study's folder."""
+    job = study.settings["job"]
+    setting = (
+        f"{study.settings['strategy']} with {study.settings['workers']} rank(s) on {job['data']['name']} data of "
+        f"{job['data']['image_size'] or 'their own'} pixels, {study.settings['steps']} steps each, of which the first half "
+        f"is warm-up. {where(study)}"
+    )
+    result = Section("Batch sizes", setting, failures(study))
+    speeds: dict[str, dict[int, list[float]]] = {}
+    memory: dict[str, dict[int, list[float]]] = {}
+    step_times: dict[str, dict[int, list[float]]] = {}
+    for one in study.succeeded:
+        name, size = one.factors["model"], one.factors["batch_size"]
+        speeds.setdefault(name, {}).setdefault(size, []).append(one.summary.samples_per_second)
+        memory.setdefault(name, {}).setdefault(size, []).append(one.summary.rss_peak_bytes)
+        step_times.setdefault(name, {}).setdefault(size, []).append(size / one.summary.samples_per_second)
+    if not speeds:
+        return result
+    limit = float(study.environment["memory_limit"])
+    rows = []
+    for name, points in speeds.items():
+        middles = {size: charts.middle(values)[0] for size, values in sorted(points.items())}
+        peaks = {size: charts.middle(values)[0] for size, values in sorted(memory[name].items())}
+        fastest = max(middles, key=middles.__getitem__)
+        enough = min(size for size, speed in middles.items() if speed >= 0.95 * middles[fastest])
+        end = memory_end(peaks, limit)
+        words = f"{name}: {fastest} samples per batch are fastest ({middles[fastest]:,.0f} samples/s)"
+        words += (
+            f"; {enough} already reach {percent(middles[enough] / middles[fastest])} of that"
+            if enough != fastest
+            else ""
+        )
+        words += (
+            f". Memory grows by {human_bytes(_slope(peaks))} per sample and would end at about {end:,.0f} samples."
+            if end is not None
+            else "."
+        )
+        result.findings.append(words)
+        for size, speed in middles.items():
+            best = "fastest" if size == fastest else ""
+            rows.append(
+                [name, f"{size:,}", f"{speed:,.0f}", human_seconds(size / speed), human_bytes(peaks[size]), best]
+            )
+    result.tables.append(
+        Table("Batch sizes", ["model", "batch size", "samples/s", "step", "memory, peak rank", ""], rows)
+    )
+    chart = charts.lines(
+        [
+            ("Samples per second", speeds, style.plain_axis),
+            ("Time of a step", step_times, style.seconds_axis),
+            ("Memory of the largest rank", memory, style.bytes_axis),
+        ],
+        study.folder / "batch-sizes.png",
+        x="samples per batch",
+    )
+    result.pictures.append(Picture(chart, "Speed, time of a step and memory over the batch size."))
+    medians = {name: {size: charts.middle(v)[0] for size, v in points.items()} for name, points in memory.items()}
+    fit = charts.memory_fit(medians, limit, study.folder / "memory.png", x="samples per batch", form=style.bytes_axis)
+    result.pictures.append(Picture(fit, "Dots are measured, lines are fitted to them; red is what this machine has."))
+    return result
+
+
+def memory_end(peaks: dict[int, float], limit: float) -> float | None:
+    """The batch size at which the straight line through the measured memory meets the limit; None if it never does."""
+    if len(peaks) < 2:
+        return None
+    slope, base = np.polyfit(list(peaks), list(peaks.values()), 1)
+    return float((limit - base) / slope) if slope > 0 and math.isfinite(slope) else None
+
+
+def _slope(peaks: dict[int, float]) -> float:
+    return float(np.polyfit(list(peaks), list(peaks.values()), 1)[0])

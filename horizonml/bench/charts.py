@@ -1,0 +1,174 @@
+"""Charts of measured numbers: bars, lines and a radar, with the spread of repeats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.projections.polar import PolarAxes
+
+from horizonml.bench.style import AxisFormat, looks, plain_axis, save
+
+Values = Mapping[str, Mapping[str, Sequence[float]]]  # series -> category -> one value per repeat
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and how far the smallest and largest repeats lie from it."""
+    centre = statistics.median(values)
+    return centre, centre - min(values), max(values) - centre
+
+
+def bars(panels: Sequence[tuple[str, Values, AxisFormat]], path: Path, *, category: str = "", columns: int = 3) -> Path:
+    """Panels of bars, grouped by category, with error bars where there are repeats.
+
+    Each panel is (title with its unit, values, format of the axis); `category` names what the categories are.
+    """
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.3 * columns, 3.1 * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (title, values, form) in zip(axes, panels, strict=False):
+        _bar_panel(axis, title, values, form, category)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    handles: dict[str, Artist] = {}
+    for axis in axes[: len(panels)]:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    return save(figure, path)
+
+
+def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, category: str) -> None:
+    categories = list(dict.fromkeys(name for series in values.values() for name in series))
+    width = 0.8 / max(1, len(values))
+    for place, (series, look) in enumerate(looks(values).items()):
+        shown = [(index, values[series][name]) for index, name in enumerate(categories) if values[series].get(name)]
+        centres = [middle(repeats) for _, repeats in shown]
+        axis.bar(
+            [index + (place - (len(values) - 1) / 2) * width for index, _ in shown],
+            [centre for centre, _, _ in centres],
+            width * 0.92,
+            yerr=_errors(centres),
+            capsize=2,
+            error_kw={"ecolor": "#555555", "elinewidth": 1},
+            color=look.colour,
+            edgecolor="white",
+            hatch=look.hatch,
+            linewidth=0.5,
+            label=series,
+        )
+    axis.set_xticks(range(len(categories)), categories)
+    axis.set(title=title, xlabel=category if len(categories) > 1 else "")
+    axis.grid(visible=False, axis="x")
+    if len(categories) == 1:
+        axis.set_xticks([])
+    form(axis)
+
+
+def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
+    errors = np.array([(low, high) for _, low, high in centres]).T
+    return errors if errors.size and errors.max() > 0 else None
+
+
+def lines(
+    panels: Sequence[tuple[str, Mapping[str, Mapping[int, Sequence[float]]], AxisFormat]],
+    path: Path,
+    *,
+    x: str,
+    ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
+) -> Path:
+    """Panels of lines over numbers, with error bars; `ideals[i]` are dotted lines of panel i, by their names."""
+    figure = Figure(figsize=(4.6 * len(panels), 4.0), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    handles: dict[str, Artist] = {}
+    for number, (axis, (title, values, form)) in enumerate(zip(axes, panels, strict=True)):
+        for name, points in (ideals[number] if number < len(ideals) else {}).items():
+            style = ":" if "core" in name else "--"
+            axis.plot(list(points), list(points.values()), color="#888888", linestyle=style, label=name)
+        ticks: set[float] = set()
+        for series, look in looks(values).items():
+            xs = sorted(values[series])
+            centres = [middle(values[series][at]) for at in xs]
+            axis.errorbar(
+                xs,
+                [centre for centre, _, _ in centres],
+                yerr=_errors(centres),
+                color=look.colour,
+                marker=look.marker,
+                linestyle=look.line,
+                markersize=5,
+                capsize=2,
+                label=series,
+            )
+            ticks |= set(xs)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        axis.minorticks_off()
+        axis.set(title=title, xlabel=x)
+        axis.set_ylim(bottom=0)
+        form(axis)
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
+    return save(figure, path)
+
+
+def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> Path:
+    """A radar: series -> axis -> value from 0 (centre) to 1 (rim)."""
+    axes = list(next(iter(values.values())))
+    angles = [2 * math.pi * index / len(axes) for index in range(len(axes))]
+    figure = Figure(figsize=(8.2, 6.2), layout="constrained")
+    axis = figure.subplots(subplot_kw={"projection": "polar"})
+    assert isinstance(axis, PolarAxes)
+    axis.set_theta_offset(math.pi / 2)
+    axis.set_theta_direction(-1)
+    for series, look in looks(values).items():
+        shown = [max(0.0, min(1.0, values[series][name])) for name in axes]
+        axis.plot(
+            [*angles, angles[0]], [*shown, shown[0]], color=look.colour, marker=look.marker, linestyle=look.line,
+            linewidth=1.8, markersize=5, label=series,
+        )  # fmt: skip
+        axis.fill(angles, shown, color=look.colour, alpha=0.06)
+    axis.set_xticks(angles, axes)
+    for label, angle in zip(axis.get_xticklabels(), angles, strict=True):
+        across, up = math.sin(angle), math.cos(angle)
+        label.set_horizontalalignment("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
+        label.set_verticalalignment("center" if abs(up) < 0.1 else "bottom" if up > 0 else "top")
+    axis.tick_params(axis="x", pad=4)
+    axis.set_ylim(0, 1)
+    axis.set_yticks([0.25, 0.5, 0.75, 1.0], ["0.25", "0.5", "0.75", "1"], color="#777777", fontsize=8)
+    axis.set_title(title, pad=24)
+    figure.legend(loc="outside lower center", ncols=len(values))
+    return save(figure, path)
+
+
+def memory_fit(
+    points: Mapping[str, Mapping[int, float]], limit: float, path: Path, *, x: str, form: AxisFormat = plain_axis
+) -> Path:
+    """Memory over batch size with the straight line through it, up to where it would meet the limit."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    end = float(max(max(series) for series in points.values()))
+    for name, look in looks(points).items():
+        xs = sorted(points[name])
+        ys = [points[name][at] for at in xs]
+        axis.plot(xs, ys, color=look.colour, marker=look.marker, linestyle="none", label=name)
+        if len(xs) > 1:
+            slope, base = np.polyfit(xs, ys, 1)
+            meets = (limit - base) / slope if slope > 0 else math.inf
+            end = max(end, min(meets, 8 * max(xs)))
+            reach = np.array([0, min(meets, 8 * max(xs))])
+            axis.plot(reach, base + slope * reach, color=look.colour, linewidth=1, linestyle="--")
+    axis.axhline(limit, color="#D55E00", linewidth=1.2)
+    axis.annotate("memory of this machine", (0, limit), xytext=(4, -12), textcoords="offset points", color="#D55E00")
+    axis.set(title="Memory of the process, and where it would end", xlabel=x, xlim=(0, end * 1.05))
+    axis.set_ylim(0, limit * 1.08)
+    form(axis)
+    axis.legend(loc="lower right")
+    return save(figure, path)

@@ -1,0 +1,124 @@
+"""How speed grows with the number of workers: strong scaling (the same batch) and weak scaling (a batch each)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from horizonml.bench import charts, style
+from horizonml.bench.compare import strategy_changes
+from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, where
+from horizonml.bench.study import Case, Result, Study
+from horizonml.job import Job
+from horizonml.jobfile import changed
+
+
+def cases(
+    job: Job, mode: str, strategies: Sequence[str], workers: Sequence[int], steps: int, repeats: int
+) -> list[Case]:
+    """One worker alone, then each strategy with each number of workers that it can have. Raises JobError.
+
+    Every rank has one thread, as a small device has one core for it. Weak scaling gives every worker
+    `job.batch_size` samples of the batch, strong scaling shares `job.batch_size` among them.
+    """
+    found = []
+    for repeat in range(repeats):
+        for count in sorted({1, *workers}):
+            for strategy in ["single"] if count == 1 else strategies:
+                if strategy == "hybrid" and count < 3:
+                    continue  # nothing to be hybrid with
+                batch = job.batch_size * (count if mode == "weak" else 1)
+                changes = {
+                    **strategy_changes(strategy, count),
+                    "batch_size": batch,
+                    "epochs": 1,
+                    "data.samples": batch * steps,
+                    "data.holdout": min(0.9, max(1e-6, 64 / (batch * steps))),
+                    "parallel.threads": 1,
+                    "checkpoint.enabled": False,
+                }
+                factors = {"strategy": strategy, "workers": count, "repeat": repeat}
+                name = f"{strategy}-{count}" + (f"-repeat{repeat}" if repeats > 1 else "")
+                found.append(Case(name, changed(job, changes), factors, float(batch * steps)))
+    return found
+
+
+def section(study: Study) -> Section:
+    """What came out; pictures are written to the study's folder."""
+    mode, job = study.settings["mode"], study.settings["job"]
+    batch = f"{job['batch_size']} samples per batch" + (
+        " and worker" if mode == "weak" else ", shared among the workers"
+    )
+    setting = (
+        f"{job['model']['name']} on {job['data']['name']}, {batch}, {study.settings['steps']} steps; every worker has one "
+        f"thread. All share one machine: {where(study)}"
+    )
+    result = Section(f"{mode.capitalize()} scaling", setting, failures(study))
+    speeds: dict[str, dict[int, list[float]]] = {}
+    runs: dict[str, dict[int, list[Result]]] = {}
+    for one in study.succeeded:
+        name, count = one.factors["strategy"], one.factors["workers"]
+        speeds.setdefault(name, {}).setdefault(count, []).append(one.summary.samples_per_second)
+        runs.setdefault(name, {}).setdefault(count, []).append(one)
+    alone = speeds.pop("single", {}).get(1)
+    if alone is None or not speeds:
+        return result
+    base = charts.middle(alone)[0]
+    cores = float(study.environment["cores"])
+    for points in speeds.values():
+        points[1] = alone
+    counts = sorted({count for points in speeds.values() for count in points})
+    gains = {name: {n: [v / base for v in points[n]] for n in points} for name, points in speeds.items()}
+    efficiency = {name: {n: [v / n for v in points[n]] for n in points} for name, points in gains.items()}
+    here = f"{cores:g} cores of this machine"
+    ideals = [
+        {"a core for each worker": {n: base * n for n in counts}, here: {n: base * min(n, cores) for n in counts}},
+        {"a core for each worker": {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
+        {"a core for each worker": dict.fromkeys(counts, 1.0), here: {n: min(n, cores) / n for n in counts}},
+    ]
+    picture = charts.lines(
+        [
+            ("Samples per second", speeds, style.plain_axis),
+            ("Speed-up (times one worker)", gains, style.plain_axis),
+            ("Efficiency (% of speed-up / workers)", efficiency, style.percent_axis),
+        ],
+        study.folder / f"{mode}-scaling.png",
+        x="workers",
+        ideals=ideals,
+    )
+    result.pictures.append(
+        Picture(
+            picture, f"{mode.capitalize()} scaling. Grey: the ideal, and what the cores of this machine allow at most."
+        )
+    )
+    result.findings += _findings(gains, runs, cores)
+    rows = [
+        [name, str(n), f"{charts.middle(speeds[name][n])[0]:,.0f}", f"{charts.middle(gains[name][n])[0]:.2f}",
+         percent(charts.middle(efficiency[name][n])[0]), percent(charts.middle(gains[name][n])[0] / min(n, cores))]
+        for name in speeds for n in sorted(speeds[name])
+    ]  # fmt: skip
+    header = ["", "workers", "samples/s", "speed-up", "efficiency", "of what the cores allow"]
+    result.tables.append(Table("Scaling", header, rows))
+    return result
+
+
+def _findings(
+    gains: dict[str, dict[int, list[float]]], runs: dict[str, dict[int, list[Result]]], cores: float
+) -> list[str]:
+    texts = []
+    for name, points in gains.items():
+        most = max(points)
+        if most == 1:
+            continue
+        gain, one = charts.middle(points[most])[0], typical(runs[name][most]).summary
+        lost = "transfer" if one.transfer > one.wait else "waiting"
+        texts.append(
+            f"{name}: {most} workers are {gain:.2f} times as fast as one, {percent(gain / min(most, cores))} of what "
+            f"{min(most, cores):g} cores allow; {percent(one.compute)} of their time is compute, "
+            f"{percent(max(one.transfer, one.wait))} {lost}."
+        )
+    if any(n > cores for points in gains.values() for n in points):
+        texts.append(
+            f"This machine has {cores:g} cores: with more workers they share them, and speed-up beyond {cores:g} cannot be "
+            "seen here. Workers on devices of their own are not held up by that."
+        )
+    return texts

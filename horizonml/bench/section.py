@@ -1,0 +1,146 @@
+"""What a study has to say: findings in words, tables and pictures; the report puts sections on a page."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horizonml.bench.results import Summary, traffic
+from horizonml.bench.study import Result, Study
+from horizonml.files import write_atomically
+from horizonml.text import human_bytes, human_seconds
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture and what it shows."""
+
+    path: Path
+    caption: str
+
+
+@dataclass
+class Section:
+    """A part of the report."""
+
+    title: str
+    setting: str  # what was run, where
+    findings: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    brief: Table | None = None  # what fits a terminal
+
+
+COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "ranks": lambda s: str(s.ranks),
+    "members per stage": lambda s: s.plan,
+    "micro-batches": lambda s: str(s.micro_batches),
+    "updates": lambda s: f"{s.updates:,}",
+    "held-out accuracy": lambda s: percent(s.accuracy, 2),
+    "training accuracy": lambda s: percent(s.train_accuracy, 2),
+    "held-out loss": lambda s: f"{s.loss:.4f}",
+    "epoch": lambda s: human_seconds(s.epoch_seconds),
+    "samples/s": lambda s: f"{s.samples_per_second:,.0f}",
+    "compute": lambda s: percent(s.compute),
+    "transfer": lambda s: percent(s.transfer),
+    "wait": lambda s: percent(s.wait),
+    "idle per rank and epoch": lambda s: human_seconds(s.idle_seconds),
+    "CPU cores in use": lambda s: f"{s.cpu_cores:.2f} ({percent(s.cpu_utilisation)})",
+    "memory, mean rank": lambda s: human_bytes(s.rss_mean_bytes),
+    "memory, peak rank": lambda s: human_bytes(s.rss_peak_bytes),
+    "gradient divergence": lambda s: "-" if s.divergence is None else f"{s.divergence:.2f}",
+    "sent per step": lambda s: human_bytes(s.bytes_per_step),
+    "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
+    "energy per sample": lambda s: (
+        "not told" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
+    ),
+}
+NOTE = (
+    "compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and energy are of all ranks "
+    "together; gradient divergence is the distance of a member's gradient from the mean before the reduction, relative "
+    "to the mean."
+)
+
+
+def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
+    """The numbers of some runs side by side; of repeats the median by speed is shown."""
+    shown = {name: typical(results).summary for name, results in columns.items()}
+    rows = [[label, *(show(summary) for summary in shown.values())] for label, show in COLUMNS.items()]
+    idle = human_bytes(max(summary.idle_rss_bytes for summary in shown.values()))
+    note = f"{NOTE} A process that has only imported torch has {idle} of memory."
+    return Table(title, ["", *shown], rows, note)
+
+
+def typical(results: Sequence[Result]) -> Result:
+    """The repeat with the median speed."""
+    return sorted(results, key=lambda result: result.summary.samples_per_second)[(len(results) - 1) // 2]
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """0.125 -> "12%"."""
+    return "-" if math.isnan(share) else f"{share:.{digits}%}"
+
+
+def where(study: Study) -> str:
+    """The machine and the versions, in a sentence."""
+    machine, versions = study.environment["machine"], study.environment["versions"]
+    revision = f", revision {versions['revision']}" if "revision" in versions else ""
+    return (
+        f"{machine['processor']}, {study.environment['cores']:g} usable, "
+        f"{human_bytes(study.environment['memory_limit'])} of memory; {machine['system']}; Python {versions['python']}, "
+        f"torch {versions['torch']}, HorizonML {versions['horizonml']}{revision}; {study.environment['time']}."
+    )
+
+
+def failures(study: Study) -> list[str]:
+    """What did not work, as findings."""
+    return [f"{result.name} failed: {(result.error or '').splitlines()[0]}" for result in study.failed]
+
+
+def write_data(study: Study) -> list[Path]:
+    """`results.csv`, one run per line, and `results.json`, with the environment and every link; returns their paths."""
+    rows = [{**result.factors, **dataclasses.asdict(result.summary)} for result in study.succeeded]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    document: dict[str, Any] = {
+        "kind": study.kind,
+        "settings": study.settings,
+        "environment": study.environment,
+        "runs": [
+            {
+                "name": result.name,
+                "factors": result.factors,
+                "summary": dataclasses.asdict(result.summary),
+                "links": [dataclasses.asdict(link) for link in traffic(result.run)],
+                "environment": {
+                    key: result.run.lead.run.get(key) for key in ("machine", "versions", "cores", "memory", "threads")
+                },
+            }
+            for result in study.succeeded
+        ],
+        "failed": {result.name: result.error for result in study.failed},
+    }
+    table, data = study.folder / "results.csv", study.folder / "results.json"
+    write_atomically(table, text.getvalue().encode())
+    write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
+    return [table, data]

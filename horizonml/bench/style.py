@@ -1,0 +1,105 @@
+"""How all pictures look: readable in print, and by the colour-blind (Okabe and Ito's colours, markers and hatches)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from horizonml.text import human_bytes, human_seconds
+
+mpl.rcParams.update(
+    {
+        "figure.dpi": 110,
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#e6e6e6",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "hatch.linewidth": 0.6,
+    }
+)
+
+
+class Look(NamedTuple):
+    """Of one series."""
+
+    colour: str
+    marker: str
+    line: str
+    hatch: str
+
+
+_LOOKS = {
+    "single": Look("#000000", "o", "-", ""),
+    "ddp": Look("#0072B2", "s", "-", "//"),
+    "pipeline": Look("#E69F00", "^", "-", "\\\\"),
+    "hybrid": Look("#009E73", "D", "-", ".."),
+    "tensor": Look("#CC79A7", "v", "--", "xx"),
+    "horovod": Look("#56B4E9", "P", "--", "++"),
+    "auto": Look("#D55E00", "X", "-", "oo"),
+}
+_OTHERS = [Look(look.colour, look.marker, ":", look.hatch) for look in reversed(_LOOKS.values())]
+KINDS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#d9d9d9"}
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """A look for each name: the strategies have their own, always the same."""
+    others = iter(_OTHERS * 10)
+    return {name: _LOOKS.get(name) or next(others) for name in dict.fromkeys(names)}
+
+
+class _BinaryLocator(MaxNLocator):
+    """Ticks at round numbers of KiB, MiB or GiB."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        unit = next((2.0**power for power in (30, 20, 10) if vmax >= 2 * 2.0**power), 1.0)
+        return [tick * unit for tick in super().tick_values(vmin / unit, vmax / unit)]
+
+
+def bytes_axis(axis: Axes) -> None:
+    """Label the y axis in KiB, MiB, ..."""
+    axis.yaxis.set_major_locator(_BinaryLocator(7))
+    axis.yaxis.set_major_formatter(lambda value, _: _bytes(value))
+
+
+def _bytes(value: float) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if value >= 2 * 2.0**power:
+            return f"{value / 2.0**power:g} {unit}"
+    return human_bytes(value).replace(".0 ", " ")
+
+
+def seconds_axis(axis: Axes) -> None:
+    """Label the y axis in ms, s, min."""
+    axis.yaxis.set_major_formatter(lambda value, _: human_seconds(value).replace(".0 ", " "))
+
+
+def percent_axis(axis: Axes) -> None:
+    """Label the y axis in percent."""
+    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+
+
+def plain_axis(axis: Axes) -> None:
+    """Label the y axis with thousands separated."""
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+AxisFormat = Callable[[Axes], None]
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
