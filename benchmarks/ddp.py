@@ -1,30 +1,43 @@
-"""Data parallelism against a minimal training loop on torch's DDP: `python -m benchmarks.ddp`."""
+"""Data parallelism against torch's DDP and Horovod: `python -m benchmarks.ddp`."""
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
+from pathlib import Path
 
-from benchmarks.harness import ddp_plan, machine, race, table, variant
+from benchmarks.harness import Race, ddp_plan, run_all, variant
 
 LAYERS = 14  # of ResNet-18
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
-    print(machine())
-    for world_size, batch_size in ((2, 128), (5, 320)):
+def races(short: bool) -> list[Race]:
+    """Two ranks, and, unless `short`, five."""
+    found = []
+    for world_size, batch_size in ((2, 128), (5, 320))[: 1 if short else 2]:
         variants = [
             variant("HorizonML ddp", "horizonml", world_size, batch_size, plan=ddp_plan(world_size, LAYERS)),
             variant("torch DDP", "ddp", world_size, batch_size),
             variant("torch DDP, memory kept", "ddp", world_size, batch_size, keep_memory=True),
         ]
-        race(variants, arguments.rounds, arguments.steps)
-        print(f"\nResNet-18 at 32 px, {world_size} ranks, global batch {batch_size}, 1 thread a rank")
-        print(table(variants, "torch DDP"))
+        if find_spec("horovod"):
+            variants.append(variant("Horovod", "horovod", world_size, batch_size))
+        else:
+            print("Horovod is left out: it is not installed (`make horovod` builds it)")
+        title = f"Data parallelism: ResNet-18 at 32 px, {world_size} ranks, global batch {batch_size}, 1 thread a rank"
+        found.append(Race(title, f"data parallel, {world_size} ranks", "torch DDP", variants))
+    return found
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--short", action="store_true", help="two ranks only")
+    parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
+    arguments = parser.parse_args()
+    run_all(races(arguments.short), arguments.rounds, arguments.steps, arguments.out)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from horizonml.cluster.device import available_cores, device_name
+from horizonml.files import write_atomically
 from horizonml.plan.plan import Plan, Stage
 
 
@@ -44,7 +47,9 @@ class Variant:
         return float(self.config["batch_size"] / self.median)
 
     def run(self, steps: int, keep: bool) -> None:
-        """Take some steps."""
+        """Take some steps. Between its turns a competitor is stopped: some have threads that never rest."""
+        for process in self.processes:
+            process.send_signal(signal.SIGCONT)
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -54,6 +59,8 @@ class Variant:
             self.times += [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
         self.rss = [answer["rss"] for answer in answers]
         self.idle = answers[0]["idle"]
+        for process in self.processes:
+            process.send_signal(signal.SIGSTOP)
 
 
 def variant(name: str, peer: str, world_size: int, batch_size: int, **config: Any) -> Variant:
@@ -97,6 +104,8 @@ def started(variants: list[Variant]) -> Iterator[list[Variant]]:
                 )
             for process in one.processes:
                 _line(process)
+            for process in one.processes:
+                process.send_signal(signal.SIGSTOP)
         yield variants
     finally:
         for one in variants:
@@ -125,6 +134,52 @@ def table(variants: list[Variant], reference: str) -> str:
             f"{one.speed:>10.0f} {base.median / one.median:>6.2f}x {max(one.rss) / 2**20:>6.0f} MB"
         )
     return "\n".join(lines)
+
+
+@dataclass
+class Race:
+    """What is raced, and against which of the variants ratios are given."""
+
+    title: str
+    short: str
+    reference: str
+    variants: list[Variant]
+
+    def run(self, rounds: int, steps: int) -> None:
+        """Race, and print the table."""
+        race(self.variants, rounds, steps)
+        print(f"\n{self.title}")
+        print(table(self.variants, self.reference), flush=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        rows = [
+            {
+                "name": one.name,
+                "seconds": one.median,
+                "times": one.times,
+                "samples_per_second": one.speed,
+                "batch_size": one.config["batch_size"],
+                "rss_bytes": max(one.rss),
+            }
+            for one in self.variants
+        ]
+        return {"title": self.title, "short": self.short, "reference": self.reference, "rows": rows}
+
+
+def run_all(races: list[Race], rounds: int, steps: int, out: Path | None) -> None:
+    """Run the races; with `out`, write `peers.json` there, for `horizonml report`. Earlier races of it are kept."""
+    print(machine())
+    for one in races:
+        one.run(rounds, steps)
+    if out is None:
+        return
+    path = out / "peers.json"
+    before = json.loads(path.read_text())["races"] if path.exists() else []
+    new = [one.to_json() for one in races]
+    kept = [one for one in before if one["short"] not in {race["short"] for race in new}]
+    content = json.dumps({"machine": machine(), "races": [*kept, *new]}, indent=2)
+    write_atomically(path, content.encode())
 
 
 def machine() -> str:

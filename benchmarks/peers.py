@@ -84,9 +84,67 @@ def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, bat
     return step
 
 
-def torch_1f1b(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
-    """torch.distributed.pipelining's Schedule1F1B, with static shapes."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
+    """A minimal training loop on Horovod, over gloo."""
+    import horovod.torch as hvd
+
+    from horizonml.engine.horovod import rendezvous
+
+    world_size = config["world_size"]
+    os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))
+    hvd.init()
+    own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
+    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    module = model.stage(0, len(model.chain))
+    optimizer = hvd.DistributedOptimizer(optimizer_for(module), module.named_parameters())
+    hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        functional.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
+    """The naive layer split: one rank after the other, forward and back again, each waiting for its neighbour."""
+    plan, world_size = Plan.from_json(config["plan"]), config["world_size"]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    own = plan.stages[rank]
+    module = model.stage(own.start, own.stop)
+    optimizer = optimizer_for(module)
+    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        entered = images
+        if rank > 0:
+            entered = torch.empty(batch.size, *entry.shape)
+            dist.recv(entered, rank - 1)
+            entered.requires_grad_()
+        left = module(entered)
+        if rank == world_size - 1:
+            functional.cross_entropy(left, labels).backward()
+        else:
+            dist.send(left.detach(), rank + 1)
+            gradient = torch.empty(batch.size, *exit_.shape)
+            dist.recv(gradient, rank + 1)
+            left.backward(gradient)
+        if rank > 0:
+            assert entered.grad is not None
+            dist.send(entered.grad, rank - 1)
+        optimizer.step()
+
+    return step
+
+
+def torch_pipeline(
+    config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch
+) -> StepFunction:
+    """torch.distributed.pipelining's Schedule1F1B or ScheduleGPipe, with static shapes."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     plan = Plan.from_json(config["plan"])
     world_size = config["world_size"]
@@ -104,7 +162,8 @@ def torch_1f1b(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
         input_args=(torch.empty(rows, *entry.shape, device="meta", requires_grad=rank > 0),),
         output_args=(torch.empty(rows, *exit_.shape, device="meta", requires_grad=True),),
     )
-    schedule = Schedule1F1B(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
+    kind = {"torch_1f1b": Schedule1F1B, "torch_gpipe": ScheduleGPipe}[config["peer"]]
+    schedule = kind(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
     optimizer = optimizer_for(module)
     images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
 
@@ -166,7 +225,14 @@ class Head(nn.Module):
         return value[:, : self.classes]
 
 
-PEERS = {"horizonml": horizonml, "ddp": ddp, "torch_1f1b": torch_1f1b}
+PEERS = {
+    "horizonml": horizonml,
+    "ddp": ddp,
+    "horovod": horovod,
+    "sequential": sequential,
+    "torch_1f1b": torch_pipeline,
+    "torch_gpipe": torch_pipeline,
+}
 
 
 def main() -> None:

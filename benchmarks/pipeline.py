@@ -1,8 +1,8 @@
 """Pipelines against torch's own and against data parallelism: `python -m benchmarks.pipeline`.
 
-1. HorizonML with the cuts and micro-batches it chooses, against torch's 1F1B with equal block counts and 20
-   micro-batches, and plain DDP: ResNet-18, 5 ranks, global batch 320.
-2. HorizonML against torch's Schedule1F1B with the same cuts and micro-batches.
+1. HorizonML with the cuts and micro-batches it chooses, against torch's 1F1B and GPipe with equal block counts and 20
+   micro-batches, the naive sequential split, and plain DDP: ResNet-18, 5 ranks, global batch 320.
+2. HorizonML against torch's schedules and the naive split with the same cuts and micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import machine, pipeline_plan, race, table, variant
+from benchmarks.harness import Race, pipeline_plan, run_all, variant
 from horizonml.plan.plan import Plan
 
 LAYERS = 14  # of ResNet-18: stem (3), eight residual blocks, head (3)
@@ -38,41 +38,50 @@ def chosen_plan() -> dict[str, object]:
     return plan
 
 
+def races(short: bool) -> list[Race]:
+    """Five ranks with the plan that is chosen here; and with the same cuts and micro-batches for all."""
+    plan = chosen_plan()
+    print("HorizonML chose:")
+    print(Plan.from_json(plan).describe())
+    equal = pipeline_plan(EQUAL_BLOCKS, LAYERS, 20)
+    variants = [
+        variant("HorizonML pipeline, its own plan", "horizonml", 5, 320, plan=plan),
+        variant("torch 1F1B, equal blocks, 20 micro", "torch_1f1b", 5, 320, plan=equal),
+        variant("torch GPipe, equal blocks, 20 micro", "torch_gpipe", 5, 320, plan=equal),
+        variant("naive sequential split, equal blocks", "sequential", 5, 320, plan=equal),
+        variant("torch DDP", "ddp", 5, 320),
+        variant("torch DDP, memory kept", "ddp", 5, 320, keep_memory=True),
+    ]
+    title = "Pipelines: ResNet-18 at 32 px, 5 ranks, global batch 320, 1 thread a rank"
+    found = [Race(title, "pipelines, 5 ranks", "torch DDP", variants)]
+    same = (
+        ("5 ranks, 5 micro-batches", 5, [3, 5, 7, 9], 5, 320),
+        ("2 ranks, 8 micro-batches", 2, [6], 8, 256),
+        ("5 ranks, 20 micro-batches", 5, EQUAL_BLOCKS, 20, 320),
+    )
+    for name, world_size, cuts, micro_batches, batch_size in same[: 1 if short else 3]:
+        shared = pipeline_plan(cuts, LAYERS, micro_batches)
+        variants = [
+            variant("HorizonML 1f1b", "horizonml", world_size, batch_size, plan=shared),
+            variant("torch Schedule1F1B", "torch_1f1b", world_size, batch_size, plan=shared),
+            variant("torch ScheduleGPipe", "torch_gpipe", world_size, batch_size, plan=shared),
+            variant("naive sequential split", "sequential", world_size, batch_size, plan=shared),
+            variant("torch 1F1B, memory kept", "torch_1f1b", world_size, batch_size, plan=shared, keep_memory=True),
+        ]
+        title = f"The same cuts {cuts} for all: {name}, global batch {batch_size}"
+        found.append(Race(title, f"same cuts, {name}", "torch Schedule1F1B", variants))
+    return found
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="five ranks with 5 micro-batches only")
+    parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
     arguments = parser.parse_args()
-    print(machine())
-    plan = chosen_plan()
-    equal = pipeline_plan(EQUAL_BLOCKS, LAYERS, 20)
-    print("\nResNet-18 at 32 px, 5 ranks, global batch 320, 1 thread a rank; HorizonML chose:")
-    print(Plan.from_json(plan).describe())
-    variants = [
-        variant("HorizonML pipeline, its own plan", "horizonml", 5, 320, plan=plan),
-        variant("torch 1F1B, equal blocks, 20 micro", "torch_1f1b", 5, 320, plan=equal),
-        variant("torch DDP", "ddp", 5, 320),
-        variant("torch DDP, memory kept", "ddp", 5, 320, keep_memory=True),
-    ]
-    race(variants, arguments.rounds, arguments.steps)
-    print(table(variants, "torch DDP"))
-    for name, world_size, cuts, micro_batches, batch_size in (
-        ("2 ranks, 8 micro-batches", 2, [6], 8, 256),
-        ("5 ranks, 20 micro-batches", 5, EQUAL_BLOCKS, 20, 320),
-        ("5 ranks, 5 micro-batches", 5, [3, 5, 7, 9], 5, 320),
-    ):
-        same = pipeline_plan(cuts, LAYERS, micro_batches)
-        variants = [
-            variant("HorizonML 1f1b", "horizonml", world_size, batch_size, plan=same),
-            variant("torch Schedule1F1B", "torch_1f1b", world_size, batch_size, plan=same),
-            variant(
-                "torch Schedule1F1B, memory kept", "torch_1f1b", world_size, batch_size, plan=same, keep_memory=True
-            ),
-        ]
-        race(variants, arguments.rounds, arguments.steps)
-        print(f"\nthe same cuts {cuts} and micro-batches: {name}, global batch {batch_size}")
-        print(table(variants, "torch Schedule1F1B"))
+    run_all(races(arguments.short), arguments.rounds, arguments.steps, arguments.out)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ def section(study: Study) -> Section:
     job = study.settings["job"]
     setting = (
         f"{study.settings['strategy']} with {study.settings['workers']} rank(s) on {job['data']['name']} data of "
-        f"{job['data']['image_size'] or 'their own'} pixels, {study.settings['steps']} steps each, of which the first half "
+        f"{job['data']['image_size'] or 'their own'} pixels, {study.settings['steps']} steps each, of which the first "
+        f"half "
         f"is warm-up. {where(study)}"
     )
     result = Section("Batch sizes", setting, failures(study))
@@ -58,7 +59,7 @@ def section(study: Study) -> Section:
         step_times.setdefault(name, {}).setdefault(size, []).append(size / one.summary.samples_per_second)
     if not speeds:
         return result
-    limit = float(study.environment["memory_limit"])
+    limit = float(study.environment["memory_limit"]) / study.settings["workers"]
     rows = []
     for name, points in speeds.items():
         middles = {size: charts.middle(values)[0] for size, values in sorted(points.items())}
@@ -98,7 +99,9 @@ def section(study: Study) -> Section:
     result.pictures.append(Picture(chart, "Speed, time of a step and memory over the batch size."))
     medians = {name: {size: charts.middle(v)[0] for size, v in points.items()} for name, points in memory.items()}
     fit = charts.memory_fit(medians, limit, study.folder / "memory.png", x="samples per batch", form=style.bytes_axis)
-    result.pictures.append(Picture(fit, "Dots are measured, lines are fitted to them; red is what this machine has."))
+    result.pictures.append(
+        Picture(fit, "Dots are measured, lines are fitted to them, up to the memory of a rank here.")
+    )
     return result
 
 

@@ -83,13 +83,15 @@ def lines(
     x: str,
     ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
 ) -> Path:
-    """Panels of lines over numbers, with error bars; `ideals[i]` are dotted lines of panel i, by their names."""
+    """Panels of lines over numbers, with error bars; `ideals[i]` are up to two grey lines of panel i, by their "
+    "names."""
     figure = Figure(figsize=(4.6 * len(panels), 4.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     handles: dict[str, Artist] = {}
     for number, (axis, (title, values, form)) in enumerate(zip(axes, panels, strict=True)):
-        for name, points in (ideals[number] if number < len(ideals) else {}).items():
-            style = ":" if "core" in name else "--"
+        for (name, points), style in zip(
+            (ideals[number] if number < len(ideals) else {}).items(), ("--", ":"), strict=False
+        ):
             axis.plot(list(points), list(points.values()), color="#888888", linestyle=style, label=name)
         ticks: set[float] = set()
         for series, look in looks(values).items():
@@ -165,8 +167,10 @@ def memory_fit(
             end = max(end, min(meets, 8 * max(xs)))
             reach = np.array([0, min(meets, 8 * max(xs))])
             axis.plot(reach, base + slope * reach, color=look.colour, linewidth=1, linestyle="--")
-    axis.axhline(limit, color="#D55E00", linewidth=1.2)
-    axis.annotate("memory of this machine", (0, limit), xytext=(4, -12), textcoords="offset points", color="#D55E00")
+    axis.axhline(limit, color="#333333", linewidth=1.4, linestyle="-.")
+    axis.annotate(
+        "memory that a rank has here", (0, limit), xytext=(4, -12), textcoords="offset points", color="#333333"
+    )
     axis.set(title="Memory of the process, and where it would end", xlabel=x, xlim=(0, end * 1.05))
     axis.set_ylim(0, limit * 1.08)
     form(axis)

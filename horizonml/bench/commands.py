@@ -211,12 +211,13 @@ def _run(kind: str, cases: Sequence[Case], settings: dict[str, Any], out: Path, 
 
 
 def _show(study: Study, section: Section) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     for table in [section.brief] if section.brief else section.tables:
-        shown = Table(title=section.title)
+        shown = Table(title=section.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for number, name in enumerate(table.header):
             shown.add_column(name, justify="right" if number else "left")
         for row in table.rows:

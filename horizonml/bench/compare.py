@@ -96,7 +96,7 @@ def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
                     human_bytes(one.bytes_per_step),
                 ]
             )
-    header = ["", "samples", "accuracy", "samples/s", "epoch", "compute / transfer / wait %", "memory", "sent/step"]
+    header = ["", "samples", "accuracy", "samples/s", "epoch", "compute/ transfer/ wait %", "memory", "sent/step"]
     return Table(title, header, rows)
 
 
@@ -179,8 +179,10 @@ def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
 
 
 RADAR = (
-    "The rim is 1, the centre 0. Accuracy and the two shares of time stand for themselves; speed, memory and samples per "
-    "CPU second are ratios to the best run shown (half as good is 0.5), so that the last place is not 0 by construction."
+    "The rim is 1, the centre 0. Accuracy and the two shares of time stand for themselves; speed, memory and samples "
+    "per "
+    "CPU second are ratios to the best run shown (half as good is 0.5), so that the last place is not 0 by "
+    "construction."
 )
 
 

@@ -18,7 +18,8 @@ def section(path: Path) -> Section:
         races = document["races"]
         result = Section(
             "Beside other libraries",
-            "Same model, batch, threads and number of ranks; all ranks of all competitors live at once and take turns, and "
+            "Same model, batch, threads and number of ranks; all ranks of all competitors live at once and take "
+            "turns, and "
             f"medians of the slowest rank's steps are compared. {document['machine']}",
         )
         speeds: dict[str, dict[str, list[float]]] = {}
@@ -42,7 +43,8 @@ def section(path: Path) -> Section:
             others = [r for r in race["rows"] if not r["name"].startswith("HorizonML")]
             nearest = min(others, key=lambda r: r["seconds"])
             result.findings.append(
-                f"{race['title']}: {ours['name']} takes {nearest['seconds'] / ours['seconds']:.2f} times as many samples per "
+                f"{race['title']}: {ours['name']} takes {nearest['seconds'] / ours['seconds']:.2f} times as many "
+                f"samples per "
                 f"second as the fastest other, {nearest['name']}."
             )
             header = ["", "median step", "samples/s", f"against {race['reference']}", "memory, peak rank"]

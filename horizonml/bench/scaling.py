@@ -49,7 +49,8 @@ def section(study: Study) -> Section:
         " and worker" if mode == "weak" else ", shared among the workers"
     )
     setting = (
-        f"{job['model']['name']} on {job['data']['name']}, {batch}, {study.settings['steps']} steps; every worker has one "
+        f"{job['model']['name']} on {job['data']['name']}, {batch}, {study.settings['steps']} steps; every worker has "
+        f"one "
         f"thread. All share one machine: {where(study)}"
     )
     result = Section(f"{mode.capitalize()} scaling", setting, failures(study))
@@ -118,7 +119,8 @@ def _findings(
         )
     if any(n > cores for points in gains.values() for n in points):
         texts.append(
-            f"This machine has {cores:g} cores: with more workers they share them, and speed-up beyond {cores:g} cannot be "
+            f"This machine has {cores:g} cores: with more workers they share them, and speed-up beyond {cores:g} "
+            f"cannot be "
             "seen here. Workers on devices of their own are not held up by that."
         )
     return texts

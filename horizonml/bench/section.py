@@ -104,7 +104,8 @@ def where(study: Study) -> str:
     revision = f", revision {versions['revision']}" if "revision" in versions else ""
     return (
         f"{machine['processor']}, {study.environment['cores']:g} usable, "
-        f"{human_bytes(study.environment['memory_limit'])} of memory; {machine['system']}; Python {versions['python']}, "
+        f"{human_bytes(study.environment['memory_limit'])} of memory; {machine['system']}; Python "
+        f"{versions['python']}, "
         f"torch {versions['torch']}, HorizonML {versions['horizonml']}{revision}; {study.environment['time']}."
     )
 

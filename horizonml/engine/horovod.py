@@ -190,7 +190,7 @@ def _start(group: Group) -> Any:
 
     given = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and not os.environ.get(_OURS)
     if not given and not _under_mpi():
-        os.environ.update(_rendezvous(group))
+        os.environ.update(rendezvous(group))
     try:
         hvd.init()
     except RuntimeError as error:
@@ -215,8 +215,8 @@ def _under_mpi() -> bool:
     return any(library in content for library in wanted)
 
 
-def _rendezvous(group: Group) -> dict[str, str]:
-    """What Horovod wants to know, with a rendezvous server in rank 0 that lives as long as the group."""
+def rendezvous(group: Group) -> dict[str, str]:
+    """The environment that Horovod wants, with a rendezvous server in rank 0 that lives as long as the group."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     address: Any = None
     if group.rank == 0:
