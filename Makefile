@@ -10,6 +10,9 @@ TORCH_VERSION ?= 2.13.0
 TORCHVISION_VERSION ?= 0.28.0
 export TORCH_INDEX TORCH_VERSION TORCHVISION_VERSION ALLOW_CUDA
 
+BENCH_DATA ?= cifar10
+TENSORFLOW := examples/horovod_tensorflow
+
 # Containers.
 IMAGE ?= horizonml/worker:dev
 DOCKER ?= docker
@@ -27,12 +30,13 @@ MONITORING ?= k8s/kind
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint format generate images kind-up kind-down e2e bench clean
+.PHONY: help setup demo test unit lint format generate images kind-up kind-down e2e bench bench-long bench-smoke \
+	footprint horovod horovod-tensorflow test-launchers clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
 		/^##@ / {printf "\n\033[1m%s\033[0m\n", substr($$0, 5)} \
-		/^[a-zA-Z0-9_-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+		/^[a-zA-Z0-9_-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ##@ Start here
 setup: ## Create .venv and install everything (the targets below do it when needed)
@@ -85,11 +89,32 @@ e2e: setup ## Test in real containers and real Kubernetes (needs Docker; see tes
 	@$(BIN)/python -m pytest tests/e2e
 
 ##@ Measure
-bench: setup ## Compare the engine with torch's own (see benchmarks/README.md; about 10 minutes)
-	@$(BIN)/python -m benchmarks.ddp
-	@$(BIN)/python -m benchmarks.pipeline
+bench: setup ## Measure everything in short, under 12 minutes, and write runs/bench/report.html
+	@scripts/horovod $(VENV) torch || echo "Horovod is left out, see above"
+	@$(BIN)/python -m benchmarks.suite short
+
+bench-long: setup ## The same at full length, with CIFAR-10 (BENCH_DATA=synthetic needs no network)
+	@$(BIN)/python -m benchmarks.suite long --data $(BENCH_DATA)
+
+bench-smoke: setup ## See that all of it runs, in a minute
+	@$(BIN)/python -m benchmarks.suite smoke --out runs/bench-smoke
+
+footprint: setup ## Measure start-up, memory, bubbles and what recording costs
 	@$(BIN)/python -m benchmarks.bubble
 	@$(BIN)/python -m benchmarks.footprint
+
+##@ Other launchers and libraries
+horovod: setup ## Build Horovod into .venv, for parallel.strategy horovod (needs g++, cmake, make)
+	@scripts/horovod $(VENV) torch
+
+horovod-tensorflow: ## Train with Horovod and TensorFlow, in an environment of its own (see examples/)
+	@test -x $(TENSORFLOW)/.venv/bin/python || $(PYTHON) -m venv $(TENSORFLOW)/.venv
+	@$(TENSORFLOW)/.venv/bin/pip install --quiet --disable-pip-version-check -r $(TENSORFLOW)/requirements.txt
+	@scripts/horovod $(TENSORFLOW)/.venv tensorflow
+	@$(TENSORFLOW)/run.sh
+
+test-launchers: setup ## Test torchrun, Open MPI, MPICH, horovodrun and Slurm for real (needs them; make horovod)
+	@$(BIN)/python -m pytest tests/launchers
 
 ##@ Tidy up
 clean: ## Delete the environment and all caches (runs/ stays)
