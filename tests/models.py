@@ -44,6 +44,11 @@ def normed(num_classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, num_classes))
 
 
+def narrow(num_classes: int = 10) -> nn.Sequential:
+    """A layer of two channels. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2), nn.Tanh(), nn.Linear(2, num_classes))
+
+
 class Residual(nn.Module):
     """As in a ResNet: two convolutions with BatchNorm, and a third one beside them."""
 

@@ -84,7 +84,7 @@ def train(options: argparse.Namespace, idle: int) -> None:
             tape = hvd.DistributedGradientTape(tape, compression=compression, op=hvd.Sum)
             clocked(tape, clock)
             gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
             clock.switch("transfer", "metrics")
             correct = tf.reduce_sum(tf.cast(tf.argmax(logits, 1) == labels[own], tf.float32))
             total = hvd.allreduce(tf.stack([loss, correct / len(batch)]), op=hvd.Sum, name="metrics").numpy()

@@ -71,6 +71,27 @@ def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, categor
     form(axis)
 
 
+def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, own: str) -> Path:
+    """Bars from left to right, one for each name, with error bars; those whose name begins with `own` stand out."""
+    figure = Figure(figsize=(9, 0.42 * len(values) + 1.3), layout="constrained")
+    axis = figure.subplots()
+    centres = [middle(repeats) for repeats in values.values()]
+    axis.barh(
+        list(values),
+        [centre for centre, _, _ in centres],
+        0.66,
+        xerr=_errors(centres),
+        capsize=2,
+        error_kw={"ecolor": "#555555", "elinewidth": 1},
+        color=["#0072B2" if name.startswith(own) else "#c9c9c9" for name in values],
+    )
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.set_title(title, loc="left")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    return save(figure, path)
+
+
 def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
     errors = np.array([(low, high) for _, low, high in centres]).T
     return errors if errors.size and errors.max() > 0 else None

@@ -30,6 +30,10 @@ class _Many(TyperCommand):
     """A command whose options that can be repeated also take several values at once: `--workers 1 2 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self.spread(args))
+
+    def spread(self, args: list[str]) -> list[str]:
+        """`--workers 1 2 4` as `--workers 1 --workers 2 --workers 4`; a word with a dot or slash is a file."""
         many = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
         many.discard("--set")
         spread, current = [], ""
@@ -46,7 +50,7 @@ class _Many(TyperCommand):
                     current = ""
                 spread.append(word)
                 fresh = False
-        return super().parse_args(ctx, spread)
+        return spread
 
 
 app = typer.Typer(help="Measure and compare ways of training, on this machine.", no_args_is_help=True)

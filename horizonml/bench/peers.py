@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from horizonml.bench import charts, style
+from horizonml.bench import charts
 from horizonml.bench.section import Picture, Section, Table
 from horizonml.errors import HorizonError
 from horizonml.text import human_bytes
@@ -52,12 +52,11 @@ def section(path: Path) -> Section:
     except (OSError, ValueError, KeyError, StopIteration) as error:
         raise HorizonError(f"{path} cannot be read: {error}") from error
     for race in races:
-        names = [row["name"] for row in race["rows"]]
-        shown = {name: {"": speeds[name][race["short"]]} for name in names}
-        picture = charts.bars(
-            [(f"Samples per second: {race['short']}", shown, style.plain_axis)],
+        picture = charts.ranking(
+            {row["name"]: speeds[row["name"]][race["short"]] for row in race["rows"]},
             path.parent / f"{race['short'].replace(' ', '-').replace(',', '')}.png",
-            columns=2,
+            title=f"Samples per second: {race['short']}",
+            own="HorizonML",
         )
         result.pictures.append(Picture(picture, f"{race['title']}. Lines reach from the slowest to the fastest step."))
     return result

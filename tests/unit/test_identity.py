@@ -7,6 +7,7 @@ SOURCES = [
     ("RANK", {"RANK": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"POD_INDEX": "2", "WORLD_SIZE": "5"}),
     ("StatefulSet", {"HOSTNAME": "worker-2", "WORLD_SIZE": "5"}),
+    ("horovodrun", {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "5"}),
     ("Open MPI", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "5"}),
     ("MVAPICH", {"MV2_COMM_WORLD_RANK": "2", "MV2_COMM_WORLD_SIZE": "5"}),
     ("PMI", {"PMI_RANK": "2", "PMI_SIZE": "5"}),

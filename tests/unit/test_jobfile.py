@@ -108,3 +108,12 @@ def test_a_dumped_job_reads_back() -> None:
         "parallel: {stages: [{ranks: [0], layers: [0, 1]}, {ranks: [1, 2], shares: [1, 3], layers: [2, 4]}]}", "j"
     )
     assert parse(yaml.safe_dump(job.model_dump(exclude_none=True)), "again") == job
+
+
+def test_horovod_that_is_not_installed_is_named_with_the_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horizonml import launch
+
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(JobError, match=r"needs Horovod, which is not installed; `make horovod` builds it"):
+        launch.check_strategy(parse("parallel: {strategy: horovod}", "job.yaml"))
+    launch.check_strategy(parse("parallel: {strategy: ddp}", "job.yaml"))

@@ -1,0 +1,135 @@
+"""Benches and launches as a user runs them: real processes, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import horizonml, wait_for
+
+SMALL = ["job.yaml", "--samples", "64", "--epochs", "1", "--workers", "2"]
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(
+    folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    arguments = ["bench", "compare", *SMALL, "--strategies", "ddp", "pipeline", "--out", "out"]
+    process = start(*arguments)
+    first, second = (folder / "out" / "runs" / f"{name}-64" for name in ("ddp", "pipeline"))
+    wait_for(lambda: second.exists(), "the second run")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on where it stopped" in output
+    assert (first / "done.json").exists()
+    assert not (second / "done.json").exists()
+    records = (first / "rank-0.jsonl").stat().st_mtime_ns
+
+    result = horizonml(folder, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "1 of 2 runs in out are done already" in result.stdout
+    assert "[2/2] pipeline, 64 samples" in result.stdout
+    assert "[1/2]" not in result.stdout
+    assert (first / "rank-0.jsonl").stat().st_mtime_ns == records
+    assert (folder / "out" / "report.html").exists()
+    document = json.loads((folder / "out" / "results.json").read_text())
+    assert [run["factors"]["strategy"] for run in document["runs"]] == ["ddp", "pipeline"]
+    assert document["runs"][0]["environment"]["versions"]["torch"]
+
+    changed = horizonml(folder, *arguments, "--set", "optimizer.lr=0.01", "--strategies", "ddp")
+    assert "done already" not in changed.stdout.split("ddp")[0]
+
+
+def test_tensor_and_single_learn_the_same(folder: Path) -> None:
+    options = ["--set", "model.name=tests.models:plain", "--strategies", "single,tensor"]
+    result = horizonml(folder, "bench", "compare", *SMALL, *options, "--out", "out")
+    assert result.returncode == 0, result.stderr
+    runs = json.loads((folder / "out" / "results.json").read_text())["runs"]
+    single, tensor = (run["summary"] for run in runs)
+    assert (single["ranks"], tensor["ranks"]) == (1, 2)
+    assert tensor["loss"] == pytest.approx(single["loss"], rel=1e-4)
+    assert tensor["bytes_per_step"] > 0
+
+
+def test_a_run_that_fails_is_noted_and_the_others_go_on(folder: Path) -> None:
+    many = ["bench", "batch-size", "8", "--models", "digits_cnn", "vit_b_16", "--strategy", "tensor", "--workers", "2"]
+    result = horizonml(folder, *many, "--steps", "2", "--out", "out")
+    assert result.returncode == 1
+    assert "failed: rank 0:" in result.stdout
+    page = (folder / "out" / "report.html").read_text()
+    assert "vit_b_16-8 failed: rank 0:" in page
+    assert "digits_cnn: 8 samples per batch are fastest" in page
+
+
+def test_scaling_runs_one_thread_a_rank(folder: Path) -> None:
+    options = ["--mode", "weak", "--workers", "1", "2", "--strategies", "ddp", "--steps", "4"]
+    result = horizonml(
+        folder, "bench", "scaling", "--data", "digits", "--set", "batch_size=16", *options, "--out", "out"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Weak scaling" in result.stdout
+    for rank in (0, 1):
+        about = json.loads((folder / f"out/runs/ddp-2/rank-{rank}.jsonl").read_text().splitlines()[0])
+        assert about["threads"] == 1
+        assert about["job"]["batch_size"] == 32
+
+
+def test_the_report_of_a_training(folder: Path) -> None:
+    trained = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=pipeline", "--set", "epochs=1")
+    assert trained.returncode == 0, trained.stderr
+    result = horizonml(folder, "report", "runs/test")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0] == "runs/test/report.html"
+    assert "Training run test" in (folder / "runs/test/report.html").read_text()
+
+
+MISTAKES = [
+    (["bench", "compare", "job.yaml", "--strategies", "single", "ddq"], 2, "'ddq' is not one of"),
+    (["bench", "compare", "--data", "digitz"], 2, "'digitz' is not one of cifar10, digits, synthetic; did you mean"),
+    (["bench", "compare", "job.yaml", "--samples", "4"], 2, "batch_size: 32 is more than data.samples (4)"),
+    (["bench", "scaling", "--mode", "wide"], 2, "'wide' is neither weak nor strong"),
+    (["report", "nowhere"], 1, "nowhere is not a folder"),
+    (["train", "job.yaml", "--set", "parallel.gradient_compression=fp16"], 2, "is for strategy horovod, not for ddp"),
+    (
+        ["train", "job.yaml", "--set", "parallel.strategy=tensor", "--set", "model.name=tests.models:narrow"],
+        1,
+        "layer 1 has 2 channels, which cannot be split over 3 ranks; use at most 2 workers",
+    ),
+    (["rendezvous", "--", "no-such-command"], 2, "cannot start no-such-command: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), MISTAKES, ids=[" ".join(case[0]) for case in MISTAKES])
+def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: list[str], code: int, message: str) -> None:
+    result = horizonml(folder, *arguments)
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_rendezvous_before_a_command_lives_as_long_as_it(folder: Path) -> None:
+    script = "for r in 0 1; do RANK=$r WORLD_SIZE=2 python -m horizonml train job.yaml -n 2 & done; wait -n; wait"
+    result = horizonml(folder, "rendezvous", "--", "bash", "-c", script)
+    assert result.returncode == 0, result.stderr
+    assert "done: records and checkpoints are in runs/test" in result.stdout
+    code = horizonml(
+        folder, "rendezvous", "--advertise", "10.1.2.3", "--", "bash", "-c", "echo at $HORIZONML_RENDEZVOUS; exit 7"
+    )
+    assert code.returncode == 7
+    assert code.stdout.startswith("at 10.1.2.3:")
+
+
+def test_a_terminated_rendezvous_ends_its_command(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(
+        "rendezvous", "--", "bash", "-c", "trap 'echo ended; exit 3' TERM; echo begun > begun; sleep 60 & wait"
+    )
+    wait_for(lambda: (folder / "begun").exists(), "the command")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "ended" in output

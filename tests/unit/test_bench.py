@@ -1,0 +1,301 @@
+"""Benches: reading records, summing up, words, pictures and the report."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.bench import batch_size, compare, scaling
+from horizonml.bench.commands import _Many
+from horizonml.bench.report import write_report
+from horizonml.bench.results import load_run, summarise, traffic
+from horizonml.bench.study import load_study
+from horizonml.errors import HorizonError, JobError
+from horizonml.job import Job
+from horizonml.jobfile import changed
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+
+JOB = {
+    "batch_size": 32, "epochs": 2, "model": {"name": "digits_cnn"}, "data": {"name": "digits", "image_size": 8},
+}  # fmt: skip
+
+
+def write_run(
+    folder: Path, strategy: str = "ddp", ranks: int = 2, wall: float = 0.2, steps: int = 6, epochs: int = 2,
+    accuracy: float = 0.9, rss: int = 400 << 20, batch: int = 32,
+) -> None:  # fmt: skip
+    """Records as ranks write them: rank r waits (r + 1) * 10% of each step, and transfers 10%."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = [{"start": 0, "stop": 4, "ranks": list(range(ranks)), "shares": [1.0] * ranks}]
+    if strategy == "pipeline":
+        stages = [{"start": r, "stop": r + 1, "ranks": [r], "shares": [1.0]} for r in range(ranks)]
+    for rank in range(ranks):
+        lines: list[dict[str, Any]] = [
+            {
+                "kind": "run", "rank": rank, "stage": rank if strategy == "pipeline" else 0, "world_size": ranks,
+                "host": "here", "cores": 2.0, "rss_idle_bytes": 100 << 20, "machine": {"processor": "a test"},
+                "versions": {"python": "3", "torch": "2", "horizonml": "1"},
+                "job": JOB | {"batch_size": batch, "epochs": epochs},
+                "plan": {"stages": stages, "micro_batches": 2, "schedule": "1f1b"},
+            }
+        ]  # fmt: skip
+        wait, transfer = 0.1 * (rank + 1) * wall, 0.1 * wall
+        for number in range(1, steps + 1):
+            epoch = 1 + (number - 1) * epochs // steps
+            lines.append(
+                StepRecord(
+                    step=number, epoch=epoch, time=100.0 + number, wall=wall, compute=wall - wait - transfer,
+                    transfer=transfer, wait=wait, samples=batch // ranks, batch=batch, loss=2.0 / number, accuracy=0.5,
+                    lr=0.1, bytes_sent=1000, bytes_received=1000, links={"members": (1000, 1000), "next": (0, 0)},
+                    cpu_seconds=wall / 2, rss_bytes=rss + rank, joules=3.0 if rank == 0 else None,
+                    divergence=0.5 if number % 2 else None,
+                ).to_json()
+            )  # fmt: skip
+            if number % (steps // epochs) == 0:
+                lines.append(EvaluationRecord(number, epoch, 100.0, 0.1, 0.3, accuracy, 10).to_json())
+        spans = [["compute", "forward", 0, 1.0, 1.1], ["wait", "receive", -1, 1.1, 1.2]]
+        lines.append({"kind": "timeline", "step": steps, "spans": spans})
+        (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_study(folder: Path, kind: str, settings: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+    """A study whose cases are (factors, and what `write_run` is to write)."""
+    environment = {
+        "machine": {"processor": "a test", "system": "any"}, "cores": 2.0, "memory_limit": 4 << 30, "time": "now",
+        "versions": {"python": "3", "torch": "2", "horizonml": "1"},
+    }  # fmt: skip
+    manifest = {"kind": kind, "settings": settings, "environment": environment, "cases": []}
+    for number, case in enumerate(cases):
+        run = folder / "runs" / f"case-{number}"
+        write_run(run, **case["run"])
+        (run / "done.json").write_text(json.dumps({"digest": "x", "seconds": 1.0, "error": case.get("error")}))
+        manifest["cases"].append({"name": f"case-{number}", "factors": case["factors"]})
+    (folder / "study.json").write_text(json.dumps(manifest))
+
+
+def comparison(folder: Path) -> None:
+    cases = []
+    for repeat, slower in enumerate((1.0, 1.2)):
+        for samples in (1000, 2000):
+            for strategy, wall, ranks in (("single", 0.2, 1), ("ddp", 0.1, 3), ("pipeline", 0.15, 3)):
+                run = {"strategy": strategy, "ranks": ranks, "wall": wall * slower, "rss": int(1e8 / wall)}
+                cases.append({"factors": {"strategy": strategy, "samples": samples, "repeat": repeat}, "run": run})
+    write_study(folder, "compare", {"workers": 3, "repeats": 2, "job": JOB}, cases)
+
+
+def test_a_run_is_summed_up(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    one = summarise(load_run("x", tmp_path))
+    assert (one.ranks, one.plan, one.updates, one.epochs, one.samples) == (2, "2", 6, 2, 192)
+    assert (one.compute, one.transfer, one.wait) == pytest.approx((0.75, 0.1, 0.15))
+    assert one.samples_per_second == pytest.approx(160)
+    assert one.epoch_seconds == pytest.approx(0.6)
+    assert one.idle_seconds == pytest.approx(0.15 * 0.6)
+    assert one.cpu_cores == pytest.approx(1.0)
+    assert one.cpu_utilisation == pytest.approx(0.5)
+    assert (one.accuracy, one.train_accuracy, one.divergence) == (0.9, 0.5, 0.5)
+    assert one.rss_peak_bytes == (400 << 20) + 1
+    assert (one.bytes_per_step, one.bytes_per_second) == pytest.approx((2000, 10_000))
+    assert one.joules_per_sample == pytest.approx(3 / 32)
+    links = list(traffic(load_run("x", tmp_path)))
+    assert [(link.rank, link.to) for link in links] == [(0, "members"), (1, "members")]
+    assert links[0].bytes_per_second == pytest.approx(5000)
+
+
+def test_steps_that_were_done_twice_count_once_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    path = tmp_path / "rank-0.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    again = [line for line in lines if '"step": 5' in line or '"step": 6' in line]
+    path.write_text("".join([*lines, lines[0], *again]) + '{"kind": "st')
+    one = summarise(load_run("x", tmp_path))
+    assert (one.updates, one.samples) == (6, 192)
+
+
+def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HorizonError, match=r"has no records of a run \(rank-\*\.jsonl\)"):
+        load_run("x", tmp_path)
+    (tmp_path / "rank-0.jsonl").write_text('{"kind": "run"}\n')
+    with pytest.raises(HorizonError, match="ended before its first one was through"):
+        load_run("x", tmp_path)
+
+
+def test_what_is_not_told_is_absent_and_never_invented(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(
+        path.read_text().replace('"joules": 3.0', '"joules": null').replace('"divergence": 0.5', '"divergence": null')
+    )
+    one = summarise(load_run("x", tmp_path))
+    assert one.joules_per_sample is None
+    assert one.divergence is None
+
+
+def test_the_report_of_a_comparison(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    files = write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert files[0] == tmp_path / "report.html"
+    assert all(path.exists() for path in files)
+    assert not re.search(r'(src|href)="(?!data:image/png;base64,|#)', page), "the page must need no other file"
+    for name in ("radar", "results-bars", "costs-bars", "learning-curves", "time-split", "timeline-pipeline"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("<img ") == 6
+    assert "1,000 samples: ddp is fastest with 267 samples/s: 1.50 times pipeline, 2.00 times single." in page
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert len(rows) == 12
+    assert {row["strategy"] for row in rows} == {"single", "ddp", "pipeline"}
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["runs"][1]["links"][0]["to"] == "members"
+    assert document["environment"]["cores"] == 2.0
+
+
+def test_the_radar_gives_nobody_nothing_for_being_last(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    study = load_study(tmp_path)
+    runs = {
+        r.factors["strategy"]: [r] for r in study.results if r.factors["samples"] == 1000 and not r.factors["repeat"]
+    }
+    values = compare.radar_values(runs)
+    assert all(0 < value <= 1 for axes in values.values() for value in axes.values())
+    assert values["single"]["speed\n(/ fastest)"] == pytest.approx(0.5)
+    assert values["single"]["not waiting\n(share of time)"] == pytest.approx(0.9)
+
+
+def test_the_report_of_scaling_compares_with_one_worker_and_with_the_cores(tmp_path: Path) -> None:
+    cases = [{"factors": {"strategy": "single", "workers": 1, "repeat": 0}, "run": {"ranks": 1, "wall": 0.4}}]
+    cases += [
+        {"factors": {"strategy": "ddp", "workers": n, "repeat": 0}, "run": {"ranks": n, "wall": wall}}
+        for n, wall in ((2, 0.25), (4, 0.2))
+    ]
+    write_study(tmp_path, "scaling", {"mode": "strong", "steps": 6, "repeats": 1, "job": JOB}, cases)
+    part = scaling.section(load_study(tmp_path))
+    assert part.title == "Strong scaling"
+    assert part.tables[0].rows[2] == ["ddp", "4", "160", "2.00", "50%", "100%"]
+    assert part.findings[0].startswith("ddp: 4 workers are 2.00 times as fast as one, 100% of what 2 cores allow")
+    assert "This machine has 2 cores" in part.findings[1]
+    assert (tmp_path / "strong-scaling.png").exists()
+
+
+def test_the_report_of_batch_sizes_names_the_best_and_where_memory_ends(tmp_path: Path) -> None:
+    cases = [
+        {
+            "factors": {"model": "resnet18", "strategy": "single", "batch_size": size, "repeat": 0},
+            "run": {"ranks": 1, "wall": wall, "batch": size, "rss": (100 << 20) + size * (1 << 20)},
+        }
+        for size, wall in ((64, 0.2), (128, 0.32), (256, 0.63))
+    ]
+    cases.append({**cases[0], "error": "rank 0 was killed by SIGKILL"})
+    settings = {"strategy": "single", "workers": 1, "steps": 6, "repeats": 1, "job": JOB}
+    write_study(tmp_path, "batch-size", settings, cases)
+    part = batch_size.section(load_study(tmp_path))
+    assert part.findings[0] == "case-3 failed: rank 0 was killed by SIGKILL"
+    assert part.findings[1].startswith(
+        "resnet18: 256 samples per batch are fastest (406 samples/s); 128 already reach 98%"
+    )
+    assert "grows by 1.0 MiB per sample and would end at about 3,996 samples" in part.findings[1]
+    assert batch_size.memory_end({64: 5.0}, 10.0) is None
+    assert batch_size.memory_end({64: 5.0, 128: 5.0}, 10.0) is None
+
+
+def test_runs_of_any_kind_and_studies_share_a_page(tmp_path: Path) -> None:
+    comparison(tmp_path / "compare")
+    write_run(tmp_path / "mine", "pipeline")
+    write_run(tmp_path / "other", "ddp")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "rank-0.jsonl").write_text("")
+    page = write_report(tmp_path)[0].read_text()
+    assert "Training runs" in page
+    assert "mine: 6 updates at 160 samples/s" in page
+    assert "broken" not in page
+    assert {row["run"] for row in csv.DictReader((tmp_path / "runs.csv").open())} == {"mine", "other"}
+    alone = write_report(tmp_path / "mine", tmp_path / "elsewhere.html")
+    assert alone[0] == tmp_path / "elsewhere.html"
+    assert "Training run mine" in alone[0].read_text()
+
+
+def test_a_report_on_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(HorizonError, match="is not a folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(HorizonError, match="has no records"):
+        write_report(tmp_path)
+    (tmp_path / "study.json").write_text('{"kind": "compare"')
+    with pytest.raises(HorizonError, match=r"study\.json cannot be read"):
+        write_report(tmp_path)
+
+
+def test_peers_are_shown_against_the_nearest_other(tmp_path: Path) -> None:
+    rows = [
+        {"name": name, "seconds": seconds, "times": [seconds], "samples_per_second": 64 / seconds, "batch_size": 64,
+         "rss_bytes": 1 << 28}
+        for name, seconds in (("HorizonML ddp", 0.1), ("torch DDP", 0.2), ("Horovod", 0.15))
+    ]  # fmt: skip
+    race = {"title": "Data parallelism", "short": "ddp, 2 ranks", "reference": "torch DDP", "rows": rows}
+    (tmp_path / "peers.json").write_text(json.dumps({"machine": "a test", "races": [race]}))
+    page = write_report(tmp_path)[0].read_text()
+    assert "HorizonML ddp takes 1.50 times as many samples per second as the fastest other, Horovod." in page
+    (tmp_path / "peers.json").write_text("{}")
+    with pytest.raises(HorizonError, match=r"peers\.json cannot be read"):
+        write_report(tmp_path)
+
+
+def test_cases_differ_in_nothing_but_their_factors() -> None:
+    job = Job.model_validate({"seed": 3, "parallel": {"micro_batches": 2, "strategy": "ddp"}})
+    cases = compare.cases(job, ["single", "ddp", "tensor"], [100, 200], 5, 2)
+    assert len({case.name for case in cases}) == len(cases) == 12
+    assert {(case.job.seed, case.factors["repeat"]) for case in cases} == {(3, 0), (4, 1)}
+    for case in cases:
+        assert case.job.data.samples == case.factors["samples"]
+        assert case.job.batch_size == job.batch_size
+        assert not case.job.checkpoint.enabled
+    weak = scaling.cases(job, "weak", ["ddp", "hybrid"], [2, 4], 6, 1)
+    assert [(case.name, case.job.batch_size) for case in weak] == [
+        ("single-1", 64), ("ddp-2", 128), ("ddp-4", 256), ("hybrid-4", 256)
+    ]  # fmt: skip
+    strong = scaling.cases(job, "strong", ["ddp"], [2, 4], 6, 1)
+    assert {case.job.batch_size for case in strong} == {64}
+    assert all(case.job.parallel.threads == 1 for case in [*weak, *strong])
+
+
+def test_changes_of_a_job_are_checked() -> None:
+    with pytest.raises(JobError, match=r"data\.samples"):
+        changed(Job(), {"data.samples": 10})
+    assert changed(Job(), {"optimizer.lr": 0.5}).optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--samples", "1", "2", "3"], ["--samples", "1", "--samples", "2", "--samples", "3"]),
+        (["job", "--samples", "1", "2", "--epochs", "4"], ["job", "--samples", "1", "--samples", "2", "--epochs", "4"]),
+        (["--samples", "1", "jobs/a.yaml"], ["--samples", "1", "jobs/a.yaml"]),
+        (["--set", "a=1", "--epochs", "2"], ["--set", "a=1", "--epochs", "2"]),
+    ],
+)  # fmt: skip
+def test_options_take_several_values_at_once(words: list[str], expected: list[str]) -> None:
+    import click
+    from typer.core import TyperOption
+
+    samples = TyperOption(param_decls=["--samples"], multiple=True, type=int)
+    set_ = TyperOption(param_decls=["--set"], multiple=True)
+    epochs = TyperOption(param_decls=["--epochs"], type=int)
+    many = _Many(name="x", params=[samples, set_, epochs, click.Argument(["job"], required=False)])
+    assert many.spread(words) == expected
+    context = many.make_context("x", list(words))
+    after = itertools.pairwise(expected)
+    assert list(context.params["samples"] or []) == [int(word) for option, word in after if option == "--samples"]
+
+
+def test_nan_is_no_accuracy(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "evaluation" not in line))
+    assert math.isnan(summarise(load_run("x", tmp_path)).accuracy)
+    assert "nan" not in write_report(tmp_path)[0].read_text().lower().replace("finance", "")
