@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -110,7 +109,7 @@ def memory_end(peaks: dict[int, float], limit: float) -> float | None:
     if len(peaks) < 2:
         return None
     slope, base = np.polyfit(list(peaks), list(peaks.values()), 1)
-    return float((limit - base) / slope) if slope > 0 and math.isfinite(slope) else None
+    return float((limit - base) / slope) if slope >= 1 else None  # a byte
 
 
 def _slope(peaks: dict[int, float]) -> float:

@@ -55,7 +55,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "updates": lambda s: f"{s.updates:,}",
     "held-out accuracy": lambda s: percent(s.accuracy, 2),
     "training accuracy": lambda s: percent(s.train_accuracy, 2),
-    "held-out loss": lambda s: f"{s.loss:.4f}",
+    "held-out loss": lambda s: "-" if math.isnan(s.loss) else f"{s.loss:.4f}",
     "epoch": lambda s: human_seconds(s.epoch_seconds),
     "samples/s": lambda s: f"{s.samples_per_second:,.0f}",
     "compute": lambda s: percent(s.compute),

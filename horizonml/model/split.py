@@ -80,7 +80,7 @@ def _follow(module: fx.GraphModule, node: fx.Node, picture: bool, times: Counter
         node = next(iter(node.users))
         if node.op == "call_module":
             name, layer = str(node.target), module.get_submodule(str(node.target))
-            if times[name] > 1:
+            if times[name] > 1 and any(True for _ in layer.parameters()):
                 return None
             if isinstance(layer, _SPLIT) and getattr(layer, "groups", 1) == 1:
                 return Pair(first, tuple(between), name) if picture or isinstance(layer, nn.Linear) else None
