@@ -217,6 +217,9 @@ def show_plan(job: Job, as_json: bool) -> None:
         )
     print(f"\nplan for {world_size} rank{'s' if world_size > 1 else ''} on this machine:")
     print(plan.describe(model.chain.names))
+    if any(stage.split == "channels" for stage in plan.stages):
+        print("\nno prediction: what layers send in their middle is not in the profile")
+        return
     memory = max(prediction.memory.values())
     print(
         f"\npredicted: {human_seconds(prediction.seconds)} a step of {job.batch_size} samples "

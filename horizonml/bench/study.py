@@ -81,7 +81,7 @@ def run_study(
 ) -> Study | None:
     """Run the cases that are not done yet; None if interrupted. Raises HorizonError.
 
-    A case whose ranks fail is noted, and the others go on.
+    A case whose ranks fail is noted, and the others go on, unless it is the first.
     """
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), names
@@ -108,7 +108,7 @@ def run_study(
             if not train_here(case.job.model_copy(update={"folder": str(folder / "runs" / case.name)}), fresh=False):
                 return None
         except RankFailed as failure:
-            if failure.exit_code == 2:  # the job is wrong, and so are the others
+            if failure.exit_code == 2 or not (done or finished):  # the job is wrong, and so are the others
                 raise
             error = str(failure)
             say(f"failed: {error}")

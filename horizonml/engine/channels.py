@@ -5,8 +5,9 @@ channel-wise operations between them, the first is split by its outputs and the 
 needs one sum in the forward and one in the backward pass. A layer without such a partner is split by its outputs, which
 are gathered at once. Everything else (normalisation between pairs, additions) is computed by all members alike.
 
-torch's own `parallelize_module` splits only linear and embedding layers, and needs torch's default process group; here
-convolutions are split the same way, over the job's own group, and the clock sees what is sent.
+torch's own `parallelize_module` splits linear and embedding layers only; a DTensor convolution whose weight is split by
+outputs returns one member's channels as if they were all (torch 2.13, gloo). So both are split here, alike, over the
+job's own group, where the clock sees what is sent.
 """
 
 from __future__ import annotations

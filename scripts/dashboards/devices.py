@@ -104,7 +104,6 @@ PANELS = [
         "Bps",
         [(f"rate(horizonml_network_sent_bytes_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
-        width=12,
     ),
     Panel(
         "timeseries",
@@ -113,7 +112,14 @@ PANELS = [
         "Bps",
         [(f"rate(horizonml_network_received_bytes_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
-        width=12,
+    ),
+    Panel(
+        "timeseries",
+        "How much power does training take?",
+        "Of each device that tells it, during its steps; empty where none does.",
+        "watt",
+        [(f"rate(horizonml_energy_joules_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
+        low=0,
     ),
     Panel(
         "timeseries",
