@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horizonml.bench import charts, run_plots, style
-from horizonml.bench.results import traffic
-from horizonml.bench.section import Picture, Section, Table, failures, percent, summary_table, typical, where
+from horizonml.bench.section import (
+    Picture,
+    Section,
+    Table,
+    failures,
+    percent,
+    rank_tables,
+    summary_table,
+    typical,
+    where,
+)
 from horizonml.bench.study import Case, Result, Study
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -68,13 +77,15 @@ def section(study: Study) -> Section:
     part = Section(title, setting, failures(study))
     if not by_size:
         return part
+    largest = next(reversed(by_size))
     for size, runs in by_size.items():
         label = f"{size} samples: " if len(by_size) > 1 else ""
-        part.findings += [label + text for text in findings(runs, study)]
+        texts = findings(runs, study)
+        part.findings += [label + text for text in (texts if size == largest else texts[:1])]
         part.tables.append(summary_table(f"{size} training samples" if size != "all" else "All samples", runs))
     part.brief = _brief(title, by_size)
     last = next(reversed(by_size.values()))
-    part.tables.append(_links(last))
+    part.tables += rank_tables({name: typical(results).run for name, results in last.items()})
     part.pictures = list(_pictures(study.folder, by_size))
     return part
 
@@ -186,15 +197,6 @@ RADAR = (
 )
 
 
-def _links(runs: dict[str, list[Result]]) -> Table:
-    rows = [
-        [name, str(link.rank), link.to, human_bytes(link.bytes_per_step), human_bytes(link.bytes_per_second) + "/s"]
-        for name, results in runs.items()
-        for link in traffic(typical(results).run)
-    ]
-    return Table("Bytes on every link", ["", "rank", "to", "sent per step", "sent per second"], rows)
-
-
 def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list[Picture]:
     last_size, last = next(reversed(by_size.items()))
     many = len(by_size) > 1
@@ -233,9 +235,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
     energy = values("joules_per_sample")
     if energy:
         costs.append(("Energy per sample (J)", energy, style.plain_axis))
-    note = (
-        " Bars are medians of the repeats, lines reach from the least to the most." if many or _repeated(last) else ""
-    )
+    note = " Bars are medians of the repeats, lines reach from the least to the most." if _repeated(last) else ""
     category = "training samples" if many else ""
     found = [
         Picture(

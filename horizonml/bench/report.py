@@ -15,11 +15,10 @@ from typing import Any
 from horizonml import __version__
 from horizonml.bench import batch_size, compare, peers, run_plots, scaling
 from horizonml.bench.results import Run, load_run, summarise, traffic
-from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, write_data
+from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_data
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically
-from horizonml.text import human_bytes
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "compare": compare.section,
@@ -88,14 +87,7 @@ def runs_section(folder: Path, runs: dict[str, Run]) -> Section:
         result.findings.append("; ".join(texts) + ".")
     rows = [[label, *(show(one) for one in summaries.values())] for label, show in COLUMNS.items()]
     result.tables.append(Table("Numbers", ["", *summaries], rows, NOTE))
-    links = [
-        [name, str(link.rank), link.to, human_bytes(link.bytes_per_step), human_bytes(link.bytes_per_second) + "/s"]
-        for name, run in runs.items()
-        for link in traffic(run)
-    ]
-    if links:
-        header = ["", "rank", "to", "sent per step", "sent per second"]
-        result.tables.append(Table("Bytes on every link", header, links))
+    result.tables += rank_tables(runs)
     result.pictures += [
         Picture(run_plots.learning_curves(runs, folder / "learning-curves.png"), "How it learned."),
         Picture(run_plots.time_split(runs, folder / "time-split.png"), "Where the time of an average step went."),

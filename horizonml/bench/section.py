@@ -7,13 +7,15 @@ import dataclasses
 import io
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizonml.bench.results import Summary, traffic
+from horizonml.bench.results import Run, Summary, traffic
 from horizonml.bench.study import Result, Study
+from horizonml.engine.clock import KINDS
 from horizonml.files import write_atomically
 from horizonml.text import human_bytes, human_seconds
 
@@ -86,6 +88,33 @@ def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
     idle = human_bytes(max(summary.idle_rss_bytes for summary in shown.values()))
     note = f"{NOTE} A process that has only imported torch has {idle} of memory."
     return Table(title, ["", *shown], rows, note)
+
+
+def rank_tables(runs: Mapping[str, Run]) -> list[Table]:
+    """What every rank did and held, and what it sent over every link."""
+    ranks = [
+        [
+            name,
+            str(rank.run["rank"]),
+            str(rank.run.get("stage", 0)),
+            *(percent(sum(s[kind] for s in rank.settled) / sum(s["wall"] for s in rank.settled)) for kind in KINDS),
+            f"{sum(s['cpu_seconds'] for s in rank.settled) / sum(s['wall'] for s in rank.settled):.2f}",
+            human_bytes(statistics.mean(step["rss_bytes"] for step in rank.settled)),
+            human_bytes(max(step["rss_bytes"] for step in rank.steps)),
+        ]
+        for name, run in runs.items()
+        for rank in run.ranks
+    ]
+    header = ["", "rank", "stage", *KINDS, "CPU cores", "memory, mean", "memory, peak"]
+    links = [
+        [name, str(link.rank), link.to, human_bytes(link.bytes_per_step), human_bytes(link.bytes_per_second) + "/s"]
+        for name, run in runs.items()
+        for link in traffic(run)
+    ]
+    tables = [Table("Rank by rank", header, ranks)]
+    if links:
+        tables.append(Table("Bytes on every link", ["", "rank", "to", "sent per step", "sent per second"], links))
+    return tables
 
 
 def typical(results: Sequence[Result]) -> Result:

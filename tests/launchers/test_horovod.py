@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from horizonml.job import Adam, Job, ModelSpec, Sgd
 from horizonml.model.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from tests.distributed.pool import Pool
+from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 from tests.distributed.test_training import job, run, whole
 
@@ -110,3 +113,46 @@ def test_checkpoints_go_from_horovod_to_ddp_and_back(pool: Pool, tmp_path: Path)
             assert torch.equal(value, whole(first)[key]), key
     further = pool.run(2, run, horovod_job(tmp_path))
     assert {outcome for outcome, _, _ in further} == {"complete"}
+
+
+def runs(folder: Path, rank: int) -> list[int]:
+    """The world sizes of the groups that a rank was in."""
+    path = folder / "runs" / "test" / f"rank-{rank}.jsonl"
+    records = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [record["world_size"] for record in records if record["kind"] == "run"]
+
+
+def test_horovod_goes_on_without_a_lost_rank_and_takes_it_in_again(
+    folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    service = start("rendezvous", "--port", "0")
+    assert service.stdout is not None
+    address = service.stdout.readline().split()[-1]
+
+    def rank(number: int) -> subprocess.Popen[str]:
+        options = [
+            "parallel.strategy=horovod",
+            "epochs=5000",
+            "checkpoint.every_steps=5",
+            "rendezvous.replace_timeout=3",
+        ]
+        sets = [word for option in options for word in ("--set", option)]
+        return start("train", "job.yaml", *sets, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=address)
+
+    ranks = [rank(number) for number in range(3)]
+    wait_for(lambda: steps(folder) > 7, "the first steps")
+    rank_process(folder, 1).kill()
+    wait_for(lambda: runs(folder, 0) == [3, 2], "a group of two")
+    before = steps(folder)
+    wait_for(lambda: steps(folder) > before + 5, "steps of the two")
+    ranks[1] = rank(1)
+    wait_for(lambda: runs(folder, 0) == [3, 2, 3], "a group of three again")
+    before = steps(folder)
+    wait_for(lambda: steps(folder) > before + 5, "more steps")
+    for process in ranks:
+        process.terminate()
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0, 0], outputs
+    assert "Traceback" not in "".join(outputs)
+    service.terminate()
+    service.communicate(timeout=10)

@@ -1,0 +1,3 @@
+from tests.distributed.conftest import folder, start
+
+__all__ = ["folder", "start"]
