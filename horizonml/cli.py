@@ -180,11 +180,13 @@ def rendezvous(
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one. [default: 29400, with COMMAND: 0]"),
+        typer.Option(
+            min=0, max=65535, help="Port to listen on; 0 for any free one. Default: 29400; before a command any."
+        ),
     ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(help="Name or address under which COMMAND's ranks reach this machine. [default: its host name]"),
+        typer.Option(help="Name or address under which COMMAND's ranks reach this machine. Default: its host name."),
     ] = None,
     inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
@@ -229,7 +231,7 @@ def report(
         Path, typer.Argument(help="A run (runs/NAME), a bench, or a folder of several.", show_default=False)
     ],
     page: Annotated[
-        Path | None, typer.Option("--page", help="The page to write. [default: FOLDER/report.html]", show_default=False)
+        Path | None, typer.Option("--page", help="The page to write. Default: FOLDER/report.html.", show_default=False)
     ] = None,
 ) -> None:
     """Write a page about runs and benches: findings in words, tables, and pictures of where the time went.

@@ -56,7 +56,7 @@ class _Many(TyperCommand):
 app = typer.Typer(help="Measure and compare ways of training, on this machine.", no_args_is_help=True)
 
 JobFile = Annotated[
-    Path | None, typer.Argument(help="A job file (YAML). [default: a built-in one for --data]", show_default=False)
+    Path | None, typer.Argument(help="A job file (YAML). Default: a built-in one for --data.", show_default=False)
 ]
 Data = Annotated[
     str, typer.Option(help=f"Without a job file: {', '.join(BUILT_IN)}. digits and synthetic need no network.")
@@ -79,12 +79,13 @@ def compare(
     samples: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Training samples, several at once. [default: 1000 10000 50000; all, for a job file or digits]"
+            min=1, help="Training samples, several at once. Default: 1000 10000 50000; all, for a job file or digits."
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="World size of the parallel runs.")] = 5,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="[default: 5, or the job file's]", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Passes over the samples. Default: 5, or the job file's.", show_default=False),
     ] = None,
     strategies: Strategies = None,
     data: Data = "cifar10",
@@ -98,7 +99,8 @@ def compare(
 ) -> None:
     """Train in several ways on the same samples, with the same updates and seeds, and compare them.
 
-    Interrupted, the same command goes on where it stopped.
+    For example, without a network: horizonml bench compare --data digits --samples 400 1400 --strategies single ddp
+    pipeline. Interrupted, the same command goes on where it stopped.
     """
     from horizonml.bench import compare as study
 
@@ -121,9 +123,7 @@ def scaling(
     data_folder: DataFolder = None,
     overrides: Set = None,
     repeats: Repeats = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for records and report. [default: runs/scaling-MODE]")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for records and report. Default: runs/scaling-MODE.")] = None,
     fresh: Fresh = False,
 ) -> None:
     """Measure throughput, speed-up and efficiency over the number of workers, against the ideal."""
@@ -143,7 +143,7 @@ def scaling(
 
 @app.command("batch-size", cls=_Many)
 def batch_size(
-    sizes: Annotated[list[int] | None, typer.Argument(help="Batch sizes. [default: 64 128 256 512 1024]")] = None,
+    sizes: Annotated[list[int] | None, typer.Argument(help="Batch sizes. Default: 64 128 256 512 1024.")] = None,
     models: Annotated[list[str], typer.Option(help="Models, several at once.")] = ["resnet50", "resnet18"],  # noqa: B006
     strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "single",
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="World size.")] = 1,
