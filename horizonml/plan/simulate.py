@@ -1,18 +1,23 @@
-"""Predicts a plan's step time and memory from a profile, without a process group.
+"""Predicts a plan's step time and memory from profiles, without a process group.
 
 A discrete-event simulation of the schedule: each rank works through its actions in order, an action waits for the
-tensors it needs, and ranks that share a machine share its cores. It covers what closed formulas such as Asteroid's
-(MobiCom 2024, section 4) leave out: uneven stages, few micro-batches, and more ranks than cores.
+tensors it needs, what a rank sends goes one after the other over its link, and ranks that share a machine share its
+cores. It covers what closed formulas such as Asteroid's (MobiCom 2024, section 4) leave out: uneven stages and shares,
+few micro-batches, links that are busy, and more ranks than cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import bisect
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.schedule import SCHEDULES, Action, in_flight
+
+_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,24 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Between two ranks: latency in seconds, bandwidth in bytes per second."""
+    """Between two ranks: latency in seconds, bandwidth in bytes per second.
+
+    `access[r]` is the bandwidth of rank r's own link where that is less; `pairs[a, b]` is (latency, bandwidth) from a
+    to b where it differs from all that.
+    """
 
     latency: float
     bandwidth: float
+    access: tuple[float, ...] = ()
+    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+
+    def between(self, one: int, other: int) -> tuple[float, float]:
+        """Latency and bandwidth from one rank to another."""
+        if (one, other) in self.pairs:
+            return self.pairs[one, other]
+        if not self.access:
+            return self.latency, self.bandwidth
+        return self.latency, min(self.bandwidth, self.access[one], self.access[other])
 
 
 @dataclass(frozen=True)
@@ -39,135 +58,228 @@ class Prediction:
     seconds: float  # of a step
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
     fits: bool
+    busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
+    spans: list[tuple[int, str, int, float, float]]  # rank, "forward" or "backward", micro-batch, begin and end
 
 
 def predict(
-    plan: Plan, profile: Profile, batch_size: int, hosts: Sequence[Host], network: Network, optimizer_copies: int
+    plan: Plan,
+    profiles: Profile | Sequence[Profile],
+    batch_size: int,
+    hosts: Sequence[Host],
+    network: Network,
+    optimizer_copies: int,
 ) -> Prediction:
-    """Step time and memory of a plan. `optimizer_copies` is 1 for momentum SGD, 2 for Adam, 0 for plain SGD."""
-    sizes = plan.micro_sizes(batch_size, batch_size)
-    tasks = {rank: _tasks(plan, profile, rank, sizes) for stage in plan.stages for rank in stage.ranks}
-    finish = _run(plan, tasks, sizes, profile, hosts, network)
-    seconds = max(finish[rank] + _after(plan, profile, rank, network, hosts) for rank in finish)
-    memory = {rank: _memory(plan, profile, rank, sizes, optimizer_copies) for rank in tasks}
+    """Step time and memory of a plan.
+
+    `profiles` is one for all ranks, or one for each. `optimizer_copies` is 1 for momentum SGD, 2 for Adam, 0 for plain
+    SGD.
+    """
+    own = [profiles] * plan.world_size if isinstance(profiles, Profile) else list(profiles)
+    simulation = _Simulation(plan, own, plan.micro_sizes(batch_size, batch_size), hosts, network)
+    finish = simulation.run()
+    crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in hosts for rank in host.ranks}
+    seconds = 0.0
+    for stage in plan.stages:
+        size = sum(layer.parameter_bytes for layer in own[stage.ranks[0]].layers[stage.start : stage.stop])
+        done = max(finish[rank] for rank in stage.ranks)
+        done += _reduce_seconds(stage.ranks, size, network) * max(crowd[rank] for rank in stage.ranks)
+        done += max(size * own[rank].update_seconds_per_byte * crowd[rank] for rank in stage.ranks)
+        seconds = max(seconds, done)
+    sizes = simulation.sizes
+    memory = {
+        rank: _memory(plan, own[rank], number, rows, sizes, optimizer_copies)
+        for number, stage in enumerate(plan.stages)
+        for rank, rows in zip(stage.ranks, stage.rows(max(sizes)), strict=True)
+    }
     capacity = {rank: host.memory for host in hosts for rank in host.ranks}
-    return Prediction(seconds, memory, all(memory[rank] <= capacity[rank] for rank in memory))
+    return Prediction(
+        seconds,
+        memory,
+        all(memory[rank] <= capacity[rank] for rank in memory),
+        {rank: sum(task.work for task in tasks) for rank, tasks in simulation.tasks.items()},
+        simulation.spans,
+    )
 
 
 @dataclass(frozen=True)
 class _Task:
     action: Action
     work: float  # seconds on a core of its own
+    inputs: int  # messages that must have arrived
+    sends: tuple[tuple[int, float], ...]  # to which rank how many bytes
 
 
-def _tasks(plan: Plan, profile: Profile, rank: int, sizes: list[int]) -> list[_Task]:
-    number, member = plan.stage_of(rank), plan.member_of(rank)
-    stage = plan.stages[number]
-    tasks = []
-    for action in SCHEDULES[plan.schedule](number, len(plan.stages), len(sizes)):
-        first, end = stage.rows(sizes[action.micro])[member]
-        if end > first:
-            times = [profile.seconds(layer, end - first) for layer in range(stage.start, stage.stop)]
-            tasks.append(_Task(action, sum(time[action.kind == "backward"] for time in times)))
-    return tasks
+@dataclass
+class _Cores:
+    """The ranks that compute on a machine now, and the work that each has left."""
+
+    cores: float
+    left: dict[int, float] = field(default_factory=dict)
+    since: float = 0.0
+    version: int = 0
+
+    @property
+    def speed(self) -> float:
+        return min(1.0, self.cores / len(self.left)) if self.left else 1.0
+
+    def advance(self, now: float) -> None:
+        done = (now - self.since) * self.speed
+        for rank in self.left:
+            self.left[rank] -= done
+        self.since = now
 
 
-def _run(
-    plan: Plan,
-    tasks: dict[int, list[_Task]],
-    sizes: list[int],
-    profile: Profile,
-    hosts: Sequence[Host],
-    network: Network,
-) -> dict[int, float]:
-    """When each rank has finished its last action."""
-    host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
-    done: dict[tuple[str, int, int], float] = {}  # (kind, stage, micro) -> when its slowest member was through
-    members_left = {
-        (kind, number, micro): sum(end > first for first, end in stage.rows(size))
-        for number, stage in enumerate(plan.stages)
-        for micro, size in enumerate(sizes)
-        for kind in ("forward", "backward")
-    }
-    stage_of = {rank: plan.stage_of(rank) for rank in tasks}
-    position = dict.fromkeys(tasks, 0)
-    running: dict[int, float] = {}  # rank -> work left
-    ready_at: dict[int, float | None] = dict.fromkeys(tasks)
-    finish = dict.fromkeys(tasks, 0.0)
-    now = 0.0
+class _Simulation:
+    """One step of a plan."""
 
-    def arrival(rank: int) -> float | None:
-        """When the input of the rank's next action is there; None while that is not known."""
-        action, number = tasks[rank][position[rank]].action, stage_of[rank]
-        if action.kind == "forward":
-            if number == 0:
-                return 0.0
-            needed, boundary = ("forward", number - 1, action.micro), plan.stages[number].start - 1
-        else:
-            if number == len(plan.stages) - 1:
-                return 0.0
-            needed, boundary = ("backward", number + 1, action.micro), plan.stages[number].stop - 1
-        if needed not in done:
-            return None
-        size = profile.layers[boundary].output_bytes * sizes[action.micro]
-        return done[needed] + network.latency + size / network.bandwidth
+    def __init__(
+        self, plan: Plan, profiles: Sequence[Profile], sizes: list[int], hosts: Sequence[Host], network: Network
+    ) -> None:
+        self.sizes = sizes
+        self.spans: list[tuple[int, str, int, float, float]] = []
+        self._network = network
+        self._cores = [_Cores(host.cores) for host in hosts]
+        self._host_of = {rank: self._cores[number] for number, host in enumerate(hosts) for rank in host.ranks}
+        self.tasks: dict[int, list[_Task]] = {}
+        rows = [{size: stage.rows(size) for size in set(sizes)} for stage in plan.stages]
+        for number, stage in enumerate(plan.stages):
+            actions = SCHEDULES[plan.schedule](number, len(plan.stages), len(sizes))
+            for member, rank in enumerate(stage.ranks):
+                self.tasks[rank] = _tasks(plan, profiles[rank], number, member, sizes, actions, rows)
+        self._position = dict.fromkeys(self.tasks, 0)
+        self._arrived: dict[tuple[int, str, int], int] = {}
+        self._link_free = dict.fromkeys(self.tasks, 0.0)
+        self._began: dict[int, float] = {}
+        self._events: list[tuple[float, int, int, int, str, int]] = []
+        self._count = 0
+        self._index = {id(cores): number for number, cores in enumerate(self._cores)}
 
-    while any(position[rank] < len(tasks[rank]) for rank in tasks):
-        for rank in tasks:
-            if rank not in running and position[rank] < len(tasks[rank]):
-                ready_at[rank] = arrival(rank)
-                at = ready_at[rank]
-                if at is not None and at <= now + 1e-12:
-                    running[rank] = tasks[rank][position[rank]].work
-        busy: dict[int, int] = {}
-        for rank in running:
-            busy[host_of[rank]] = busy.get(host_of[rank], 0) + 1
-        speed = {rank: min(1.0, hosts[host_of[rank]].cores / busy[host_of[rank]]) for rank in running}
-        waits = [at - now for rank, at in ready_at.items() if rank not in running and at is not None and at > now]
-        ends = [left / speed[rank] for rank, left in running.items()]
-        assert ends or waits, "the schedule cannot go on"
-        step = min([*ends, *waits])
-        now += step
-        for rank in list(running):
-            running[rank] -= step * speed[rank]
-            if running[rank] <= 1e-12:
-                del running[rank]
-                key = (
-                    tasks[rank][position[rank]].action.kind,
-                    stage_of[rank],
-                    tasks[rank][position[rank]].action.micro,
-                )
-                members_left[key] -= 1
-                if not members_left[key]:
-                    done[key] = now
-                position[rank] += 1
-                ready_at[rank] = None
+    def run(self) -> dict[int, float]:
+        """When each rank has finished its last action."""
+        finish = dict.fromkeys(self.tasks, 0.0)
+        for rank in self.tasks:
+            self._try(rank, 0.0)
+        while self._events:
+            now, _, number, version, kind, micro = heapq.heappop(self._events)
+            if kind:  # a message for rank `number`
+                key = (number, kind, micro)
+                self._arrived[key] = self._arrived.get(key, 0) + 1
+                self._try(number, now)
+                continue
+            cores = self._cores[number]
+            if cores.version != version:
+                continue
+            cores.advance(now)
+            ended = [rank for rank, left in cores.left.items() if left <= _EPSILON + 1e-9 * now]
+            for rank in ended:
+                del cores.left[rank]
+            for rank in ended:
                 finish[rank] = now
-    return finish
+                self._complete(rank, now)
+            self._schedule(cores)
+        assert all(self._position[rank] == len(tasks) for rank, tasks in self.tasks.items()), "the schedule stopped"
+        return finish
+
+    def _complete(self, rank: int, now: float) -> None:
+        task = self.tasks[rank][self._position[rank]]
+        self.spans.append((rank, task.action.kind, task.action.micro, self._began.pop(rank), now))
+        self._position[rank] += 1
+        for peer, size in task.sends:
+            latency, bandwidth = self._network.between(rank, peer)
+            free = max(now, self._link_free[rank]) + size / bandwidth
+            self._link_free[rank] = free
+            self._push(free + latency, peer, 0, task.action.kind, task.action.micro)
+        self._try(rank, now)
+
+    def _try(self, rank: int, now: float) -> None:
+        """Begin the rank's next action if it is idle and everything for it is here."""
+        position = self._position[rank]
+        if rank in self._began or position == len(self.tasks[rank]):
+            return
+        task = self.tasks[rank][position]
+        if self._arrived.get((rank, task.action.kind, task.action.micro), 0) < task.inputs:
+            return
+        cores = self._host_of[rank]
+        cores.advance(now)
+        cores.left[rank] = task.work
+        self._began[rank] = now
+        self._schedule(cores)
+
+    def _schedule(self, cores: _Cores) -> None:
+        """Note when the next of the machine's ranks will be through."""
+        cores.version += 1
+        if cores.left:
+            at = cores.since + min(cores.left.values()) / cores.speed
+            self._push(at, self._index[id(cores)], cores.version, "", 0)
+
+    def _push(self, at: float, number: int, version: int, kind: str, micro: int) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (at, self._count, number, version, kind, micro))
 
 
-def _after(plan: Plan, profile: Profile, rank: int, network: Network, hosts: Sequence[Host]) -> float:
-    """Seconds for the sum of gradients in the rank's stage, and the update."""
-    stage = plan.stages[plan.stage_of(rank)]
-    size = sum(profile.layers[layer].parameter_bytes for layer in range(stage.start, stage.stop))
-    members = len(stage.ranks)
-    host = next(host for host in hosts if rank in host.ranks)
-    crowd = max(1.0, len(host.ranks) / host.cores)
-    reduce = 2 * (members - 1) * (network.latency + size / members / network.bandwidth)
-    return (
-        (reduce + size * profile.update_seconds_per_byte) * crowd
-        if members > 1
-        else (size * profile.update_seconds_per_byte * crowd)
-    )
+def _tasks(
+    plan: Plan,
+    profile: Profile,
+    number: int,
+    member: int,
+    sizes: list[int],
+    actions: Sequence[Action],
+    rows: Sequence[Mapping[int, list[tuple[int, int]]]],
+) -> list[_Task]:
+    """A rank's actions; `rows[s][size]` are the rows of the members of stage s in a micro-batch of `size`."""
+    stage = plan.stages[number]
+    share = stage.shares[member] / sum(stage.shares) if stage.split == "channels" else 1.0
+    made: dict[int, dict[str, tuple[float, int, tuple[tuple[int, float], ...]]]] = {}
+    for size in set(sizes):
+        first, end = rows[number][size][member]
+        if first == end:
+            continue
+        pairs = [profile.seconds(layer, end - first) for layer in range(stage.start, stage.stop)]
+        before: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
+        if number > 0:
+            before = _overlaps((first, end), rows[number - 1][size], plan.stages[number - 1].ranks)
+        if number + 1 < len(plan.stages):
+            after = _overlaps((first, end), rows[number + 1][size], plan.stages[number + 1].ranks)
+        entry, exit_ = profile.layers[stage.start - 1].output_bytes, profile.layers[stage.stop - 1].output_bytes
+        forward, backward = (share * sum(pair[way] for pair in pairs) for way in (0, 1))
+        made[size] = {
+            "forward": (forward, len(before), tuple((peer, float(exit_ * count)) for peer, count in after)),
+            "backward": (backward, len(after), tuple((peer, float(entry * count)) for peer, count in before)),
+        }
+    return [_Task(action, *made[sizes[action.micro]][action.kind]) for action in actions if sizes[action.micro] in made]
 
 
-def _memory(plan: Plan, profile: Profile, rank: int, sizes: list[int], optimizer_copies: int) -> float:
-    number = plan.stage_of(rank)
+def _overlaps(own: tuple[int, int], rows: list[tuple[int, int]], ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranks with which a rank shares rows, and how many; `rows` are consecutive."""
+    place = bisect.bisect_right(rows, own[0], key=lambda part: part[1])
+    found = []
+    while place < len(rows) and rows[place][0] < own[1]:
+        shared = min(own[1], rows[place][1]) - max(own[0], rows[place][0])
+        if shared > 0:
+            found.append((ranks[place], shared))
+        place += 1
+    return found
+
+
+def _reduce_seconds(ranks: Sequence[int], size: float, network: Network) -> float:
+    """A ring's time to sum `size` bytes over some ranks; its slowest link decides."""
+    count = len(ranks)
+    if count == 1:
+        return 0.0
+    links = [network.between(rank, ranks[(place + 1) % count]) for place, rank in enumerate(ranks)]
+    latency, bandwidth = max(link[0] for link in links), min(link[1] for link in links)
+    return 2 * (count - 1) * (latency + size / count / bandwidth)
+
+
+def _memory(
+    plan: Plan, profile: Profile, number: int, rows: tuple[int, int], sizes: list[int], optimizer_copies: int
+) -> float:
     stage = plan.stages[number]
     layers = profile.layers[stage.start : stage.stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
-    first, end = stage.rows(max(sizes))[plan.member_of(rank)]
     held = in_flight(plan.schedule, number, len(plan.stages), len(sizes))
-    activations = held * (end - first) * sum(layer.saved_bytes for layer in layers)
+    activations = held * (rows[1] - rows[0]) * sum(layer.saved_bytes for layer in layers)
     buckets = 1 if len(stage.ranks) > 1 else 0
     return float(parameters * (2 + optimizer_copies + buckets) + activations)
