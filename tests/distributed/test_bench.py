@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: list[str
 
 
 def test_a_rendezvous_before_a_command_lives_as_long_as_it(folder: Path) -> None:
-    script = "for r in 0 1; do RANK=$r WORLD_SIZE=2 python -m horizonml train job.yaml -n 2 & done; wait -n; wait"
+    train = f"{sys.executable} -m horizonml train job.yaml -n 2"
+    script = f"for r in 0 1; do RANK=$r WORLD_SIZE=2 {train} & done; wait -n && wait -n"
     result = horizonml(folder, "rendezvous", "--", "bash", "-c", script)
     assert result.returncode == 0, result.stderr
     assert "done: records and checkpoints are in runs/test" in result.stdout
