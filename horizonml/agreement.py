@@ -19,10 +19,13 @@ from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile
+from horizonml.plan.profile import Profile
 from horizonml.plan.simulate import Host, Network
 
 _PROBE_TAG = (1 << 30) + 100
 _PROBE_BYTES = 256 << 10
+_SLOW_SECONDS = 5e-3
+MOST_PROBED = 16  # ranks between which every pair is probed
 
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
@@ -53,13 +56,28 @@ def make_plan(
     world_size = group.world_size
     if not needs_profile(job.parallel, world_size):
         return fixed_plan(job, len(model.chain), world_size)
-    network = probe_network(group)
-    answer: dict[str, Any] = {}
-    if group.rank == 0:
+    automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
+    network = probe_pairs(group) if automatic and world_size <= MOST_PROBED else probe_network(group)
+    # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
+    lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks)
+    own: dict[str, Any] | None = None
+    problem = None
+    if group.rank == (lead if automatic else 0):
         try:
-            profile = cached_profile(model, profile_key(job, info), job.batch_size, say)
+            own = cached_profile(model, profile_key(job, info), job.batch_size, say).to_json()
+        except HorizonError as error:
+            problem = str(error)
+    measured = group.gather_json([own, problem])
+    answer: dict[str, Any] = next(({"error": text} for _, text in measured if text is not None), {})
+    if group.rank == 0 and not answer:
+        try:
+            first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
+            profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
             copies = optimizer_copies(job)
-            choice = choose(job, profile, world_size, hosts, network, copies)
+            choice = choose(job, profiles, world_size, hosts, network, copies)
+            if automatic:
+                say(f"predicted to be fastest, with {choice.prediction.seconds * 1000:.0f} ms a step:")
+                say(choice.plan.describe(model.chain.names))
             if not choice.prediction.fits:
                 say("warning: no plan was found that fits into the ranks' memory; this one comes nearest")
             answer = {"plan": choice.plan.to_json()}
@@ -81,6 +99,46 @@ def optimizer_copies(job: Job) -> int:
     if isinstance(job.optimizer, Sgd):
         return int(job.optimizer.momentum > 0)
     return 2
+
+
+def tournament(players: int) -> list[list[tuple[int, int]]]:
+    """Rounds in which every pair meets exactly once, and nobody is in two pairs of a round (the circle method)."""
+    seats = [*range(players), *([-1] if players % 2 else [])]
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def probe_pairs(group: Group) -> Network:
+    """Latency and bandwidth between every two ranks, which meet in rounds that do not collide."""
+    found: dict[int, tuple[float, float]] = {}
+    for pairs in tournament(group.world_size):
+        for pair in pairs:
+            if group.rank in pair:
+                peer = pair[0] + pair[1] - group.rank
+                latency = _exchange(group, peer, 4)
+                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES))
+                # Both see about the same, but must decide alike whether the link is slow: rank by rank.
+                slow = torch.tensor([float(seconds > _SLOW_SECONDS)])
+                other = torch.zeros(1)
+                works = [group.receive(other, peer, _PROBE_TAG), group.send(slow, peer, _PROBE_TAG)]
+                for work in works:
+                    group.wait(work, peer)
+                if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
+                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES)
+                found[peer] = max(1e-6, latency), size / seconds
+        group.gather_json(None)  # keeps the rounds apart
+    everyone = group.gather_json([[peer, *link] for peer, link in found.items()])
+    pairs_ = {
+        (rank, int(peer)): (float(latency), float(bandwidth))
+        for rank, links in enumerate(everyone)
+        for peer, latency, bandwidth in links
+    }
+    latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
+    return Network(latency, bandwidth, pairs=pairs_)
 
 
 def probe_network(group: Group) -> Network:

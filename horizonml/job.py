@@ -28,7 +28,7 @@ TORCHVISION_MODELS = (
 )
 MODELS = ("digits_cnn", *TORCHVISION_MODELS)
 
-Strategy = Literal["single", "ddp", "pipeline", "hybrid", "tensor", "horovod"]
+Strategy = Literal["single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod"]
 ScheduleName = Literal["gpipe", "1f1b"]
 DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic"]
 
@@ -165,7 +165,8 @@ class Parallel(_Section):
     strategy: Strategy = Field(
         "single",
         description="Which kind of plan to make, if `stages` does not give one: `ddp` splits the batch, `pipeline` the "
-        "layers, `hybrid` both, `tensor` the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
+        "layers, `hybrid` both; `auto` measures the devices and the links between them, and takes what is predicted to "
+        "be fastest; `tensor` splits the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
     )
     workers: int | None = Field(
         None, ge=1, description="World size. Default: what the environment says, else 5 (1 for `single`)."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from horizonml.bench.study import Case, Study
     from horizonml.job import Job
 
-STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "tensor", "horovod")
+STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
 BUILT_IN = {
     "cifar10": "{name: cifar10, epochs: 5, batch_size: 160, model: {name: resnet18}, data: {name: cifar10}, "
     "optimizer: {lr: 0.1, nesterov: true}, lr_schedule: {warmup_steps: 20}}",

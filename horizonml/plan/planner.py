@@ -14,9 +14,8 @@ from horizonml.errors import PlanError
 from horizonml.job import Job, Parallel, StageSpec
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.profile import Profile
+from horizonml.plan.search import MICRO_BATCHES, Problem, search
 from horizonml.plan.simulate import Host, Network, Prediction, predict
-
-_MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def needs_profile(parallel: Parallel, world_size: int) -> bool:
     if stages is not None:
         cut = any(stage.layers is None for stage in stages) and len(stages) > 1
         return cut or (len(stages) > 1 and parallel.micro_batches is None)
-    return parallel.strategy in ("pipeline", "hybrid") and world_size > 1
+    return parallel.strategy in ("pipeline", "hybrid", "auto") and world_size > 1
 
 
 def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
@@ -51,12 +50,24 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
 
 
 def choose(
-    job: Job, profile: Profile, world_size: int, hosts: Sequence[Host], network: Network, optimizer_copies: int
+    job: Job,
+    profiles: Profile | Sequence[Profile],
+    world_size: int,
+    hosts: Sequence[Host],
+    network: Network,
+    optimizer_copies: int,
 ) -> Choice:
     """The fastest predicted plan of the kind that the job asks for, among those that fit into memory.
 
-    If none fits, the one that comes nearest. Raises PlanError if the model has too few layers.
+    `profiles` is one for all ranks, or, for strategy `auto`, one for each. If none fits, the one that comes nearest.
+    Raises PlanError if the model has too few layers.
     """
+    if job.parallel.strategy == "auto" and job.parallel.stages is None:
+        own = [profiles] * world_size if isinstance(profiles, Profile) else profiles
+        counts = (job.parallel.micro_batches,) if job.parallel.micro_batches else MICRO_BATCHES
+        found = search(Problem(own, hosts, network, job.batch_size, optimizer_copies, job.parallel.schedule, counts))
+        return Choice(found.plan, found.prediction)
+    profile = profiles if isinstance(profiles, Profile) else profiles[0]
     candidates = []
     for plan in _candidates(job, profile, world_size):
         prediction = predict(plan, profile, job.batch_size, hosts, network, optimizer_copies)
@@ -75,7 +86,7 @@ def choose(
 
 def _candidates(job: Job, profile: Profile, world_size: int) -> Iterator[Plan]:
     parallel, layers = job.parallel, len(profile.layers)
-    counts = (parallel.micro_batches,) if parallel.micro_batches else _MICRO_BATCHES
+    counts = (parallel.micro_batches,) if parallel.micro_batches else MICRO_BATCHES
     for micro_batches in counts:
         if micro_batches > job.batch_size:
             continue

@@ -18,7 +18,7 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.profile import Profile
 from horizonml.plan.simulate import Host, Network, Prediction, predict
 
-MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 _MOST_BLOCKS = 48  # devices that the dynamic programme tells apart
 _SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # of the slowest stage above the best
 
@@ -47,8 +47,10 @@ class Problem:
         batch_size: int,
         optimizer_copies: int,
         schedule: str = "1f1b",
+        micro_batches: Sequence[int] = MICRO_BATCHES,
     ) -> None:
         """`profiles[r]` is that of rank r's device; `optimizer_copies` as for `predict`."""
+        self.micro_batches = [count for count in micro_batches if count <= batch_size]
         self.profiles, self.hosts, self.network = list(profiles), list(hosts), network
         self.batch_size, self.optimizer_copies, self.schedule = batch_size, optimizer_copies, schedule
         self.layers, self.ranks = len(profiles[0].layers), len(profiles)
@@ -87,7 +89,7 @@ class Problem:
         return self._stages[key]
 
     def _share_out(self, start: int, stop: int, ranks: Sequence[int], rows: int) -> list[float]:
-        """Rows of each rank: in proportion to its speed; then one moves from the slowest to the fastest while it helps."""
+        """Rows of each rank: in proportion to its speed, then moved from the slowest to the fastest while it helps."""
         if len(ranks) == 1:
             return [1.0]
         fair = max(1, rows // len(ranks))
@@ -118,11 +120,6 @@ class Problem:
             for (start, stop), group in zip(itertools.pairwise(bounds), groups, strict=True)
         )
         return Plan(stages, self.schedule, micro_batches)
-
-    @property
-    def micro_batches(self) -> list[int]:
-        """The numbers of micro-batches to try."""
-        return [count for count in MICRO_BATCHES if count <= self.batch_size]
 
 
 def search(problem: Problem, evaluations: int | None = None) -> Found:

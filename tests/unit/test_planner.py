@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from horizonml.agreement import tournament
 from horizonml.errors import PlanError
 from horizonml.jobfile import parse
 from horizonml.plan.plan import Plan, Stage
@@ -161,3 +162,23 @@ def test_times_between_measured_sizes_are_interpolated() -> None:
     assert found.seconds(0, 4) == (1.0, 2.0)
     assert 0 < found.seconds(0, 1)[0] < 1.0
     assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("players", [2, 3, 4, 5, 8])
+def test_a_tournament_lets_every_pair_meet_once_and_nobody_twice_in_a_round(players: int) -> None:
+    rounds = tournament(players)
+    met = [pair for pairs in rounds for pair in pairs]
+    assert sorted(met) == sorted(itertools.combinations(range(players), 2))
+    assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
+    assert len(rounds) == players - 1 + players % 2
+
+
+def test_auto_gives_the_slow_device_less() -> None:
+    job = parse("parallel: {strategy: auto, workers: 2}\nbatch_size: 60", "job.yaml")
+    assert needs_profile(job.parallel, 2)
+    fast, slow = profile(*[0.001] * 6), profile(*[0.005] * 6)
+    hosts = [Host((0,), 1.0, 1e12), Host((1,), 1.0, 1e12)]
+    choice = choose(job, [fast, slow], 2, hosts, Network(1e-5, 1e9), 0)
+    work = choice.prediction.busy
+    assert choice.prediction.seconds < 0.6 * 60 * 6 * 0.003 * 5 / 2
+    assert work[0] == pytest.approx(work[1], rel=0.35)
