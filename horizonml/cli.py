@@ -50,6 +50,7 @@ def main() -> NoReturn:
     try:
         app()
     except HorizonError as error:
+        sys.stdout.flush()  # what was said before comes before
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
@@ -92,6 +93,10 @@ def train(
             show_default=False,
         ),
     ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="Train by the plan that `horizonml plan --out` wrote.", show_default=False),
+    ] = None,
     stay: Annotated[
         bool,
         typer.Option(
@@ -110,6 +115,10 @@ def train(
     from horizonml.cluster.identity import identify
 
     job = _load(job_file, overrides, workers)
+    if plan_file is not None:
+        from horizonml.planning import read_plan
+
+        job = read_plan(job, plan_file)
     identity = identify(os.environ)
     metrics_at = _metrics_address(metrics)
     if identity is None:
@@ -161,12 +170,25 @@ def plan(
     job_file: JobFile,
     overrides: Overrides = None,
     workers: Workers = None,
+    devices: Annotated[
+        Path | None,
+        typer.Option(
+            help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan there; `train --plan` takes it.", show_default=False)
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a step of the plan, rank by rank, there (PNG).", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show a model's layers, their measured times, and the plan this machine would make of the job."""
-    from horizonml.launch import show_plan
+    """Show a model's layers, their measured times, the plan made from them, and why it is as it is."""
+    from horizonml.planning import show_plan
 
-    show_plan(_load(job_file, overrides, workers), as_json)
+    show_plan(_load(job_file, overrides, workers), devices, as_json, out, picture)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -173,56 +172,3 @@ def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str
     done.set()
     thread.join(5)
     return code if code >= 0 else 128 - code
-
-
-def show_plan(job: Job, as_json: bool) -> None:
-    """Print the layers of a job's model, their times here, and the plan for this machine. Raises HorizonError."""
-    import torch
-
-    from horizonml.agreement import describe_together, optimizer_copies, profile_key
-    from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
-    from horizonml.engine.group import Group
-    from horizonml.engine.measure import cached_profile
-    from horizonml.engine.memory import keep_freed_memory
-    from horizonml.plan.planner import choose, fixed_plan, needs_profile
-    from horizonml.plan.simulate import Host, Network, predict
-    from horizonml.text import human_bytes, human_seconds
-
-    keep_freed_memory()
-    world_size, cores = job.parallel.world_size(), available_cores()
-    torch.set_num_threads(job.parallel.threads or threads_per_rank(cores, world_size))
-    info, model = describe_together(job, Group(None, 0, 1, 60.0))
-    profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
-    hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size)]
-    network, copies = Network(1e-4, 1e9), optimizer_copies(job)  # ranks of one machine
-    if needs_profile(job.parallel, world_size):
-        choice = choose(job, profile, world_size, hosts, network, copies)
-        plan, prediction = choice.plan, choice.prediction
-    else:
-        plan = fixed_plan(job, len(model.chain), world_size)
-        prediction = predict(plan, profile, job.batch_size, hosts, network, copies)
-    if as_json:
-        print(
-            json.dumps({"plan": plan.to_json(), "seconds": prediction.seconds, "profile": profile.to_json()}, indent=2)
-        )
-        return
-    size = profile.sizes[-1]
-    print(f"{job.model.name} on {profile.device}, forward and backward for {size} samples:\n")
-    print(f"{'layer':>5}  {'name':32} {'forward':>10} {'backward':>10} {'parameters':>11} {'output/sample':>14}")
-    for number, layer in enumerate(profile.layers):
-        print(
-            f"{number:>5}  {layer.name[:32]:32} {human_seconds(layer.forward[-1]):>10} "
-            f"{human_seconds(layer.backward[-1]):>10} {human_bytes(layer.parameter_bytes):>11} "
-            f"{human_bytes(layer.output_bytes):>14}"
-        )
-    print(f"\nplan for {world_size} rank{'s' if world_size > 1 else ''} on this machine:")
-    print(plan.describe(model.chain.names))
-    if any(stage.split == "channels" for stage in plan.stages):
-        print("\nno prediction: what layers send in their middle is not in the profile")
-        return
-    memory = max(prediction.memory.values())
-    print(
-        f"\npredicted: {human_seconds(prediction.seconds)} a step of {job.batch_size} samples "
-        f"({job.batch_size / prediction.seconds:,.0f} samples/s), up to {human_bytes(memory)} of tensors in a rank"
-        + ("" if prediction.fits else "; this is more than a rank has here")
-    )

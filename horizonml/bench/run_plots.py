@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from matplotlib.patches import Patch
 
 from horizonml.bench.results import RankRecords, Run
 from horizonml.bench.style import KINDS, looks, percent_axis, save
+from horizonml.plan.plan import Plan
+from horizonml.plan.simulate import Prediction
 
 _WORK = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#009E73", "prepare": "#a6cee3"}
 
@@ -93,6 +95,26 @@ def timeline(name: str, run: Run, path: Path) -> Path | None:
         Patch(facecolor="#f2f2f2", edgecolor="#bfbfbf", hatch="///", label="wait (bubble)"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return save(figure, path)
+
+
+def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Path) -> Path:
+    """One step of a plan as it is predicted, rank by rank; `names` are the ranks' devices."""
+    figure = Figure(figsize=(12, 0.5 * plan.world_size + 1.9), layout="constrained")
+    axis = figure.subplots()
+    axis.grid(visible=False)
+    order = [rank for stage in plan.stages for rank in stage.ranks]
+    for rank, kind, micro, begin, end in prediction.spans:
+        _draw_span(axis, order.index(rank), "compute", kind, micro, 1000 * begin, 1000 * end)
+    axis.set_yticks(range(len(order)), [f"{names[rank]} (stage {plan.stage_of(rank)})" for rank in order])
+    axis.set_ylim(len(order) - 0.5, -0.5)
+    axis.set(
+        title=f"predicted: {1000 * prediction.seconds:.0f} ms a step, {plan.schedule}; numbers are micro-batches",
+        xlabel="milliseconds",
+        xlim=(0, 1000 * prediction.seconds),
+    )
+    handles = [Patch(color=_WORK[name], label=name) for name in ("forward", "backward")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return save(figure, path)
 
 

@@ -6,7 +6,7 @@ Plain data; `engine.measure` makes one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -35,6 +35,18 @@ class Profile:
         """Forward and backward seconds of a layer for `rows` samples: between measured sizes by interpolation."""
         found = self.layers[layer]
         return _interpolate(self.sizes, found.forward, rows), _interpolate(self.sizes, found.backward, rows)
+
+    def scaled(self, factor: float) -> Profile:
+        """The same layers on a device that takes `factor` times as long for everything."""
+        layers = tuple(
+            replace(
+                layer,
+                forward=tuple(time * factor for time in layer.forward),
+                backward=tuple(time * factor for time in layer.backward),
+            )
+            for layer in self.layers
+        )
+        return replace(self, update_seconds_per_byte=self.update_seconds_per_byte * factor, layers=layers)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

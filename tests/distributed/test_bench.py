@@ -140,3 +140,32 @@ def test_a_terminated_rendezvous_ends_its_command(folder: Path, start: Callable[
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 3
     assert "ended" in output
+
+
+def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
+    (folder / "devices.yaml").write_text(
+        "devices: [{name: fast, memory: 4GiB}, {name: slow, speed: 0.3, memory: 1GiB, count: 2, bandwidth: 50Mbit}]"
+    )
+    planned = horizonml(
+        folder, "plan", "job.yaml", "--devices", "devices.yaml", "--out", "plan.yaml", "--picture", "plan.png"
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert "plan for 3 ranks:" in planned.stdout
+    assert "The bottleneck: " in planned.stdout
+    assert "times as fast as ddp, equal shares" in planned.stdout
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    trained = horizonml(folder, "train", "job.yaml", "--plan", "plan.yaml", "--set", "epochs=1")
+    assert trained.returncode == 0, trained.stderr
+    assert "epoch 1/1" in trained.stdout
+
+
+def test_auto_measures_plans_and_trains(folder: Path) -> None:
+    result = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=auto", "--set", "epochs=1")
+    assert result.returncode == 0, result.stderr
+    assert "predicted to be fastest, with " in result.stdout
+    assert "epoch 1/1: held-out loss" in result.stdout
+    plans = {
+        json.dumps(json.loads((folder / f"runs/test/rank-{rank}.jsonl").read_text().splitlines()[0])["plan"])
+        for rank in range(3)
+    }
+    assert len(plans) == 1

@@ -1,0 +1,126 @@
+"""Why a plan is as it is: its stages as a table, what a step's time goes to, and how simpler plans compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.search import Found, Problem, data_parallel, equal_split, search
+from horizonml.plan.simulate import Host
+from horizonml.text import human_bytes, human_seconds
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a plan, for people."""
+
+    stage: str
+    layers: str
+    rank: str
+    rows: str  # of every micro-batch
+    memory: str
+    busy: str
+
+
+def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
+    """The plan's table, a line for each rank."""
+    plan, prediction = found.plan, found.prediction
+    size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
+    table = []
+    for number, stage in enumerate(plan.stages):
+        first, last = layer_names[stage.start], layer_names[stage.stop - 1]
+        for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
+            share = problem.crowd[rank] * prediction.busy[rank] / prediction.seconds
+            table.append(
+                Row(
+                    str(number),
+                    f"{stage.start}-{stage.stop - 1} ({first} .. {last})",
+                    f"{rank} ({names[rank]})",
+                    f"{stop - start} of {size}",
+                    f"{human_bytes(prediction.memory[rank])} of {human_bytes(problem.memory[rank])}",
+                    f"{min(1.0, share):.0%}",
+                )
+            )
+    return table
+
+
+def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
+    """What the step waits for most, in a sentence."""
+    plan, seconds = found.plan, found.prediction.seconds
+    busiest = max(found.prediction.busy, key=lambda rank: problem.crowd[rank] * found.prediction.busy[rank])
+    shares = {
+        f"{names[busiest]} (rank {busiest}) computes": problem.crowd[busiest] * found.prediction.busy[busiest] / seconds
+    }
+    for number, stage in enumerate(plan.stages):
+        if len(stage.ranks) > 1:
+            size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[stage.start : stage.stop])
+            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * size
+            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in stage.ranks if a != b)
+            words = f"the members of stage {number} sum their gradients ({human_bytes(moved)} each)"
+            shares[words] = moved / slowest / seconds
+        if number + 1 < len(plan.stages):
+            after = plan.stages[number + 1]
+            moved = problem.profiles[0].layers[stage.stop - 1].output_bytes * problem.batch_size
+            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks)
+            words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}, and back)"
+            shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
+    words = max(shares, key=lambda name: shares[name])
+    return f"The bottleneck: {words} for {min(1.0, shares[words]):.0%} of a step."
+
+
+def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
+    """Simpler plans: data parallelism, an equal split of the layers, the best device alone."""
+    found = {"ddp, equal shares": problem.judge(data_parallel(problem))}
+    splits = [plan for count in problem.micro_batches if (plan := equal_split(problem, count)) is not None]
+    if splits and problem.ranks > 1:
+        best = min((problem.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
+        found[f"equal split of the layers, {best.plan.micro_batches} micro-batches"] = best
+    alone = []
+    host_of = {rank: host for host in problem.hosts for rank in host.ranks}
+    for rank in range(problem.ranks):
+        single = Problem(
+            [problem.profiles[rank]],
+            [Host((0,), host_of[rank].cores, host_of[rank].memory)],
+            problem.network,
+            problem.batch_size,
+            problem.optimizer_copies,
+        )
+        plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", count) for count in single.micro_batches[:8]]
+        alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.rank))
+    best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].rank)
+    found[f"{names[best_rank]} alone"] = alone[best_rank]
+    return found
+
+
+def lacking(problem: Problem, found: Found, names: Sequence[str]) -> str:
+    """Who lacks how many bytes, and the nearest change that would fit."""
+    short = {
+        rank: need - problem.memory[rank]
+        for rank, need in found.prediction.memory.items()
+        if need > problem.memory[rank]
+    }
+    worst = max(short, key=lambda rank: short[rank])
+    text = (
+        f"{names[worst]} (rank {worst}) lacks {human_bytes(short[worst])}: it needs "
+        f"{human_bytes(found.prediction.memory[worst])} and has {human_bytes(problem.memory[worst])}"
+    )
+    batch = problem.batch_size
+    while batch > 1:
+        batch //= 2
+        smaller = Problem(
+            problem.profiles, problem.hosts, problem.network, batch, problem.optimizer_copies, problem.schedule
+        )
+        if search(smaller, 60).prediction.fits:
+            return f"{text}. A batch_size of {batch} would fit."
+    return f"{text}. No batch size would fit: more devices, or more memory, are needed."
+
+
+def compare(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
+    """How much faster the plan is than simpler ones."""
+    lines = []
+    for name, other in alternatives(problem, names).items():
+        ratio = other.prediction.seconds / found.prediction.seconds
+        fits = "" if other.prediction.fits else ", and does not fit into memory"
+        lines.append(f"{ratio:.2f} times as fast as {name} ({human_seconds(other.prediction.seconds)} a step{fits})")
+    return lines

@@ -1,0 +1,161 @@
+"""`horizonml plan`: the plan for a job, on this machine or on a cluster on paper, and why it is as it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from horizonml.errors import JobError, PlanError
+from horizonml.files import write_atomically
+from horizonml.job import Job
+from horizonml.jobfile import changed
+from horizonml.plan.devices import load_cluster
+from horizonml.plan.plan import Plan
+from horizonml.plan.profile import Profile
+from horizonml.plan.search import Found, Problem
+from horizonml.plan.simulate import Host, Network, predict
+from horizonml.text import human_bytes, human_seconds
+
+
+def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, picture: Path | None) -> None:
+    """Print a model's layers and the plan made of the job; write the plan, or a picture of it. Raises HorizonError.
+
+    With `devices`, for the cluster that the file describes: the job's explicit stages, else the best that is found.
+    """
+    import torch
+
+    from horizonml.agreement import describe_together, optimizer_copies, profile_key
+    from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
+    from horizonml.engine.group import Group
+    from horizonml.engine.measure import cached_profile
+    from horizonml.engine.memory import keep_freed_memory
+    from horizonml.plan.planner import choose, fixed_plan, needs_profile
+
+    keep_freed_memory()
+    cores = available_cores()
+    if devices is not None:
+        cluster = load_cluster(devices)
+        names, hosts, network = cluster.names, cluster.hosts(), cluster.network()
+        changes: dict[str, Any] = {"parallel.workers": len(names)}
+        if job.parallel.stages is None:
+            changes["parallel.strategy"] = "auto"
+        job = changed(job, changes)
+        world_size, threads = len(names), 1
+    else:
+        world_size = job.parallel.world_size()
+        names = [f"rank {rank}" for rank in range(world_size)]
+        hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size)]
+        network = Network(1e-4, 1e9)  # ranks of one machine
+        threads = job.parallel.threads or threads_per_rank(cores, world_size)
+    torch.set_num_threads(threads)
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
+    profiles = cluster.profiles(profile) if devices is not None else [profile] * world_size
+    copies = optimizer_copies(job)
+    if needs_profile(job.parallel, world_size):
+        plan = choose(
+            job, profiles if job.parallel.strategy == "auto" else profile, world_size, hosts, network, copies
+        ).plan
+    else:
+        plan = fixed_plan(job, len(model.chain), world_size)
+    problem = Problem(profiles, hosts, network, job.batch_size, copies, plan.schedule)
+    found = Found(plan, predict(plan, profiles, job.batch_size, hosts, network, copies))
+    if out is not None:
+        write_plan(plan, out)
+    if picture is not None:
+        from horizonml.bench.run_plots import predicted
+
+        predicted(found.plan, found.prediction, names, picture)
+    if as_json:
+        content = {"plan": plan.to_json(), "seconds": found.prediction.seconds, "profile": profile.to_json()}
+        print(json.dumps(content, indent=2))
+        return
+    _print_layers(job, profile)
+    _print_plan(job, problem, found, names, model.chain.names, devices is not None)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
+    stages = [
+        {"ranks": list(stage.ranks), "shares": list(stage.shares), "layers": [stage.start, stage.stop - 1]}
+        for stage in plan.stages
+    ]
+    content = {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
+    text = "# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS\n" + yaml.safe_dump(
+        content, sort_keys=False
+    )
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_plan(job: Job, path: Path) -> Job:
+    """The job with the plan of a file. Raises JobError."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise JobError(f"--plan {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(values, dict) or set(values) != {"schedule", "micro_batches", "stages"}:
+        raise JobError(f"--plan {path}: not a plan; `horizonml plan JOB --out {path}` writes one")
+    changes = {f"parallel.{key}": value for key, value in values.items()}
+    return changed(job, {**changes, "parallel.workers": None})
+
+
+def _print_layers(job: Job, profile: Profile) -> None:
+    print(f"{job.model.name} on {profile.device}, forward and backward for {profile.sizes[-1]} samples:\n")
+    print(f"{'layer':>5}  {'name':32} {'forward':>10} {'backward':>10} {'parameters':>11} {'output/sample':>14}")
+    for number, layer in enumerate(profile.layers):
+        print(
+            f"{number:>5}  {layer.name[:32]:32} {human_seconds(layer.forward[-1]):>10} "
+            f"{human_seconds(layer.backward[-1]):>10} {human_bytes(layer.parameter_bytes):>11} "
+            f"{human_bytes(layer.output_bytes):>14}"
+        )
+
+
+def _print_plan(
+    job: Job, problem: Problem, found: Found, names: list[str], layer_names: list[str], elsewhere: bool
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from horizonml.plan.explain import bottleneck, compare, lacking, rows
+
+    console, plan = Console(), found.plan
+    if any(stage.split == "channels" for stage in plan.stages):
+        print(f"\n{plan.describe(layer_names)}")
+        print("\nno prediction: what layers send in their middle is not in the profile")
+        return
+    where = "" if elsewhere else " on this machine"
+    ranks = f"{problem.ranks} rank{'s' if problem.ranks > 1 else ''}"
+    table = Table(
+        title=f"plan for {ranks}{where}: {plan.schedule}, {plan.micro_batches} micro-batches",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for title in ("stage", "layers", "rank", "rows", "memory", "busy"):
+        table.add_column(title, justify="left" if title in ("layers", "rank") else "right")
+    shown = rows(problem, found, names, layer_names)
+    for row in shown[:40]:
+        table.add_row(row.stage, row.layers, row.rank, row.rows, row.memory, row.busy)
+    print()
+    console.print(table)
+    if len(shown) > 40:
+        print(f"... and {len(shown) - 40} more ranks (--out writes them all)\n")
+    seconds = found.prediction.seconds
+    print(
+        f"predicted: {human_seconds(seconds)} a step of {job.batch_size} samples ({job.batch_size / seconds:,.0f} "
+        "samples/s)"
+    )
+    console.print(bottleneck(problem, found, names), highlight=False, markup=False)
+    if problem.ranks > 1 and problem.ranks <= 200:
+        console.print("This is", highlight=False)
+        for line in compare(problem, found, names):
+            console.print(f"- {line}", highlight=False, markup=False)
+    if not found.prediction.fits:
+        raise PlanError(f"the plan does not fit into memory: {lacking(problem, found, names)}")

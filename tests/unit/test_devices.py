@@ -1,0 +1,121 @@
+"""A cluster on paper, and the plan made for it, in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horizonml.errors import JobError
+from horizonml.jobfile import parse
+from horizonml.plan.devices import load_cluster
+from horizonml.plan.explain import bottleneck, compare, lacking, rows
+from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.search import Found, Problem, search
+from horizonml.plan.simulate import predict
+from horizonml.planning import read_plan, write_plan
+from tests.unit.test_planner import profile
+
+TEXT = """
+latency: 2ms
+devices:
+  - {name: laptop, memory: 8GiB}
+  - {name: pi, count: 2, speed: 0.25, memory: 512MiB, bandwidth: 40Mbit}
+links:
+  - {between: [laptop, pi], bandwidth: 20Mbit, latency: 5ms}
+"""
+
+
+def cluster_file(folder: Path, text: str = TEXT) -> Path:
+    path = folder / "devices.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_devices_links_and_units(tmp_path: Path) -> None:
+    cluster = load_cluster(cluster_file(tmp_path))
+    assert cluster.names == ["laptop", "pi-0", "pi-1"]
+    assert [host.memory for host in cluster.hosts()] == [8 * 2**30, 2**29, 2**29]
+    network = cluster.network()
+    assert network.between(0, 2) == (0.005, 2.5e6)
+    assert network.between(1, 2) == (0.002, 5e6)
+    fast, slow, _ = cluster.profiles(profile(0.001, 0.002))
+    assert slow.seconds(1, 10) == pytest.approx([4 * time for time in fast.seconds(1, 10)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devices: []", "devices: List should have at least 1 item"),
+        (
+            "devices: [{name: a, memory: 8XB}]",
+            "'8XB' is no number with one of B, KB, MB, GB, KiB, MiB, GiB",
+        ),
+        ("devices: [{name: a}]", r"devices\.0\.memory: Field required"),
+        ("devices: [{name: a, memory: 1GiB, colour: red}]", r"devices\.0\.colour: Extra inputs"),
+        ("devices: [{name: a, memory: 1GiB}]\nlinks: [{between: [a, b], bandwidth: 1Mbit}]", "'b' is no device; there"),
+        ("devices: [", "not YAML"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        load_cluster(cluster_file(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"nowhere\.yaml: No such file or directory"):
+        load_cluster(tmp_path / "nowhere.yaml")
+
+
+def problem(tmp_path: Path, batch: int = 32) -> tuple[Problem, list[str]]:
+    cluster = load_cluster(cluster_file(tmp_path))
+    profiles = cluster.profiles(profile(*[0.001] * 6, parameters=1 << 20, saved=1 << 16))
+    return Problem(profiles, cluster.hosts(), cluster.network(), batch, 1), cluster.names
+
+
+def test_a_plan_is_explained(tmp_path: Path) -> None:
+    made, names = problem(tmp_path)
+    found = search(made)
+    table = rows(made, found, names, [f"layer{number}" for number in range(6)])
+    assert len(table) == 3
+    assert table[0].rank == "0 (laptop)"
+    assert table[0].layers.startswith("0-")
+    assert "of 8.0 GiB" in table[0].memory
+    assert bottleneck(made, found, names).startswith("The bottleneck: laptop (rank 0) computes for ")
+    lines = compare(made, found, names)
+    assert [line.split(" times as fast as ")[1].split(" (")[0].split(",")[0] for line in lines] == [
+        "ddp", "equal split of the layers", "laptop alone"
+    ]  # fmt: skip
+    assert all(float(line.split()[0]) >= 1.0 for line in lines[:2])
+
+
+def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> None:
+    made, names = problem(tmp_path)
+    plan = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
+    found = Found(plan, predict(plan, made.profiles, 32, made.hosts, made.network, 1))
+    assert "the members of stage 0 sum their gradients (8.0 MiB each)" in bottleneck(made, found, names)
+
+
+def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
+    made, names = problem(tmp_path, batch=1 << 20)
+    plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 6, (1, 2), (1.0, 1.0))))
+    found = Found(plan, predict(plan, made.profiles, 1 << 20, made.hosts, made.network, 1))
+    assert not found.prediction.fits
+    text = lacking(made, found, names)
+    assert text.startswith("pi-0 (rank 1) lacks 127.5 GiB")
+    assert "would fit" in text
+
+
+def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
+    plan = Plan((Stage(0, 4, (1,), (1.0,)), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3)
+    write_plan(plan, tmp_path / "plan.yaml")
+    job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
+    assert job.parallel.world_size() == 3
+    assert job.parallel.micro_batches == 3
+    assert job.parallel.stages is not None
+    assert [(spec.ranks, spec.shares, spec.layers) for spec in job.parallel.stages] == [
+        ([1], [1.0], [0, 3]), ([0, 2], [3.0, 1e-9], [4, 8])
+    ]  # fmt: skip
+    (tmp_path / "plan.yaml").write_text("a: 1")
+    with pytest.raises(JobError, match=r"not a plan; `horizonml plan JOB --out"):
+        read_plan(job, tmp_path / "plan.yaml")
