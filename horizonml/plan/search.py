@@ -59,7 +59,7 @@ class Problem:
         self.evaluations = 0
         self._known: dict[Plan, Found] = {}
         self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
-        self._sums: dict[tuple[int, int], np.ndarray] = {}
+        self._sums: dict[tuple[int, int], list[float]] = {}
 
     def judge(self, plan: Plan) -> Found:
         """What a plan costs."""
@@ -76,9 +76,9 @@ class Problem:
         if (rank, rows) not in self._sums:
             profile = self.profiles[rank]
             times = [self.crowd[rank] * sum(profile.seconds(layer, rows)) for layer in range(self.layers)]
-            self._sums[rank, rows] = np.concatenate([[0.0], np.cumsum(times)])
+            self._sums[rank, rows] = list(itertools.accumulate(times, initial=0.0))
         sums = self._sums[rank, rows]
-        return float(sums[stop] - sums[start])
+        return sums[stop] - sums[start]
 
     def stage(self, start: int, stop: int, ranks: Sequence[int], micro_batches: int) -> Stage:
         """A stage with the shares that let its members finish together; `ranks` in their order."""
@@ -93,22 +93,22 @@ class Problem:
         if len(ranks) == 1:
             return [1.0]
         fair = max(1, rows // len(ranks))
-        speed = np.array([fair / max(1e-12, self.seconds(rank, start, stop, fair)) for rank in ranks])
-        ends = np.rint(rows * np.cumsum(speed) / speed.sum()).astype(int)
-        own = np.diff(ends, prepend=0)
+        speeds = [fair / max(1e-12, self.seconds(rank, start, stop, fair)) for rank in ranks]
+        total = sum(speeds)
+        ends = [round(rows * done / total) for done in itertools.accumulate(speeds)]
+        own = [end - begin for begin, end in itertools.pairwise([0, *ends])]
         if len(ranks) <= 64:
-            times = [self.seconds(rank, start, stop, int(count)) for rank, count in zip(ranks, own, strict=True)]
+            times = [self.seconds(rank, start, stop, count) for rank, count in zip(ranks, own, strict=True)]
+            after = [self.seconds(rank, start, stop, count + 1) for rank, count in zip(ranks, own, strict=True)]
             for _ in range(4 * len(ranks)):
-                slow = int(np.argmax(times))
-                after = [
-                    self.seconds(rank, start, stop, int(count) + 1) for rank, count in zip(ranks, own, strict=True)
-                ]
-                fast = int(np.argmin([time if place != slow else np.inf for place, time in enumerate(after)]))
+                slow = max(range(len(ranks)), key=times.__getitem__)
+                fast = min((place for place in range(len(ranks)) if place != slow), key=after.__getitem__)
                 if own[slow] == 0 or after[fast] >= times[slow]:
                     break
-                own[slow] -= 1
-                own[fast] += 1
-                times[fast], times[slow] = after[fast], self.seconds(ranks[slow], start, stop, int(own[slow]))
+                for place, change in ((slow, -1), (fast, 1)):
+                    own[place] += change
+                    times[place] = self.seconds(ranks[place], start, stop, own[place])
+                    after[place] = self.seconds(ranks[place], start, stop, own[place] + 1)
         # A member needs a share, if only for form: so small that it gets no rows.
         return [float(count) if count else 1e-9 for count in own]
 
