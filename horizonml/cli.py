@@ -191,6 +191,26 @@ def plan(
     show_plan(_load(job_file, overrides, workers), devices, as_json, out, picture)
 
 
+@app.command()
+def profile(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write it there as YAML, for a device in `plan --devices`.", show_default=False)
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads to measure with. Default: the cores.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure a model's layers on this device: time forward and backward, parameters, outputs.
+
+    Times are measured once for a model, a device and a version of torch, and kept.
+    """
+    from horizonml.planning import show_profile
+
+    show_profile(_load(job_file, overrides, None), out, threads)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def rendezvous(
     command: Annotated[

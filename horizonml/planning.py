@@ -13,7 +13,7 @@ from horizonml.errors import JobError, PlanError
 from horizonml.files import write_atomically
 from horizonml.job import Job
 from horizonml.jobfile import changed
-from horizonml.plan.devices import load_cluster
+from horizonml.plan.devices import load_cluster, write_profile
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem
@@ -54,7 +54,7 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     torch.set_num_threads(threads)
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
     profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
-    profiles = cluster.profiles(profile) if devices is not None else [profile] * world_size
+    profiles = [profile] * world_size if devices is None else cluster.profiles(profile, devices.parent)
     copies = optimizer_copies(job)
     if needs_profile(job.parallel, world_size):
         plan = choose(
@@ -76,6 +76,35 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         return
     _print_layers(job, profile)
     _print_plan(job, problem, found, names, model.chain.names, devices is not None)
+
+
+def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
+    """Measure a model's layers here, print them, and write them as YAML. Raises HorizonError."""
+    import torch
+
+    from horizonml.agreement import describe_together, profile_key
+    from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank, versions
+    from horizonml.engine.group import Group
+    from horizonml.engine.measure import cached_profile
+    from horizonml.engine.memory import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(threads or threads_per_rank(available_cores(), 1))
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
+    _print_layers(job, profile)
+    if out is not None:
+        about = {
+            "model": job.model.name,
+            "threads": torch.get_num_threads(),
+            "cores": available_cores(),
+            "memory_limit": int(memory_limit()),
+            "versions": versions(),
+        }
+        try:
+            write_profile(profile, about, out)
+        except OSError as error:
+            raise PlanError(f"cannot write {out}: {error.strerror or error}") from None
 
 
 def write_plan(plan: Plan, path: Path) -> None:

@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
     """Versions of what trains here, for records. The revision is that of the source tree, or of the image."""
     import torch  # heavy, and not needed by all who ask about devices
 
-    found = {"horizonml": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found = {"horizonml": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     revision = os.environ.get("HORIZONML_REVISION") or _git_revision(Path(__file__).resolve().parents[2])
     return found | ({"revision": revision} if revision else {})
 

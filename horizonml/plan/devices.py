@@ -21,7 +21,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from horizonml.errors import JobError
-from horizonml.plan.profile import Profile
+from horizonml.files import write_atomically
+from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.plan.simulate import Host, Network
 
 _BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -56,6 +57,9 @@ class Device(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     count: int = Field(1, ge=1)
     speed: float = Field(1.0, gt=0, description="Of one core, relative to where the profile was measured.")
+    profile: str | None = Field(
+        None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
+    )
     memory: Bytes = Field(description="That a rank may use, e.g. 1GiB.")
     bandwidth: Rate | None = Field(None, description="Of the device's own link, e.g. 100Mbit.")
 
@@ -106,10 +110,62 @@ class Cluster(_Section):
         access = tuple(device.bandwidth or self.bandwidth for device in ranks)
         return Network(self.latency, self.bandwidth, access, pairs)
 
-    def profiles(self, base: Profile) -> list[Profile]:
-        """Every rank's profile: `base`, slower or faster."""
-        scaled = {device.speed: base.scaled(1 / device.speed) for device in self.devices}
-        return [scaled[device.speed] for device in self.ranks]
+    def profiles(self, base: Profile, folder: Path = Path()) -> list[Profile]:
+        """Every rank's profile: its own, from a file in `folder`, or `base`, slower or faster. Raises JobError."""
+        made = {}
+        for device in self.devices:
+            own = base if device.profile is None else read_profile(folder / device.profile, base)
+            made[device.name] = own.scaled(1 / device.speed)
+        return [made[device.name] for device in self.ranks]
+
+
+def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
+    """A profile as YAML for people: seconds by micro-batch size, bytes. Raises OSError."""
+    layers = [
+        {
+            "name": layer.name,
+            "forward": dict(zip(profile.sizes, layer.forward, strict=True)),
+            "backward": dict(zip(profile.sizes, layer.backward, strict=True)),
+            "parameter_bytes": layer.parameter_bytes,
+            "saved_bytes_per_sample": layer.saved_bytes,
+            "output_bytes_per_sample": layer.output_bytes,
+        }
+        for layer in profile.layers
+    ]
+    content = {
+        "device": profile.device,
+        **about,
+        "update_seconds_per_byte": profile.update_seconds_per_byte,
+        "layers": layers,
+    }
+    text = yaml.safe_dump(content, sort_keys=False, width=120)
+    write_atomically(path, f"# Made by `horizonml profile`: seconds by micro-batch size.\n{text}".encode())
+
+
+def read_profile(path: Path, base: Profile) -> Profile:
+    """A profile that `write_profile` wrote, of the same model as `base`. Raises JobError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        layers = tuple(
+            LayerProfile(
+                str(layer["name"]),
+                tuple(map(float, layer["forward"].values())),
+                tuple(map(float, layer["backward"].values())),
+                int(layer["parameter_bytes"]),
+                int(layer["saved_bytes_per_sample"]),
+                int(layer["output_bytes_per_sample"]),
+            )
+            for layer in content["layers"]
+        )
+        sizes = tuple(map(int, content["layers"][0]["forward"]))
+        found = Profile(str(content["device"]), sizes, float(content["update_seconds_per_byte"]), layers)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror or error}; `horizonml profile JOB --out FILE` writes one") from None
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise JobError(f"{path} is no profile of `horizonml profile` ({type(error).__name__}: {error})") from None
+    if [layer.name for layer in layers] != [layer.name for layer in base.layers]:
+        raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")
+    return found
 
 
 def load_cluster(path: Path) -> Cluster:

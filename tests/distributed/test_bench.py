@@ -143,9 +143,10 @@ def test_a_terminated_rendezvous_ends_its_command(folder: Path, start: Callable[
 
 
 def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
-    (folder / "devices.yaml").write_text(
-        "devices: [{name: fast, memory: 4GiB}, {name: slow, speed: 0.3, memory: 1GiB, count: 2, bandwidth: 50Mbit}]"
-    )
+    measured = horizonml(folder, "profile", "job.yaml", "--out", "here.yaml", "--threads", "1")
+    assert measured.returncode == 0, measured.stderr
+    slow = "{name: slow, profile: here.yaml, speed: 0.3, memory: 1GiB, count: 2, bandwidth: 50Mbit}"
+    (folder / "devices.yaml").write_text(f"devices: [{{name: fast, memory: 4GiB}}, {slow}]")
     planned = horizonml(
         folder, "plan", "job.yaml", "--devices", "devices.yaml", "--out", "plan.yaml", "--picture", "plan.png"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.jobfile import parse
-from horizonml.plan.devices import load_cluster
+from horizonml.plan.devices import load_cluster, write_profile
 from horizonml.plan.explain import bottleneck, compare, lacking, rows
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.search import Found, Problem, search
@@ -119,3 +119,21 @@ def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("a: 1")
     with pytest.raises(JobError, match=r"not a plan; `horizonml plan JOB --out"):
         read_plan(job, tmp_path / "plan.yaml")
+
+
+def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:
+    base, other = profile(0.001, 0.002), profile(0.003, 0.001)
+    write_profile(other, {"threads": 1}, tmp_path / "pi.yaml")
+    text = "devices: [{name: a, memory: 1GiB}, {name: pi, memory: 1GiB, profile: pi.yaml, speed: 0.5}]"
+    cluster = load_cluster(cluster_file(tmp_path, text))
+    first, second = cluster.profiles(base, tmp_path)
+    assert first == base
+    assert second.seconds(0, 10) == pytest.approx([2 * time for time in other.seconds(0, 10)])
+    with pytest.raises(JobError, match="profile of another model: its first layer is layer0"):
+        cluster.profiles(profile(0.001), tmp_path)
+    (tmp_path / "pi.yaml").write_text("layers: 3")
+    with pytest.raises(JobError, match="is no profile of `horizonml profile`"):
+        cluster.profiles(base, tmp_path)
+    (tmp_path / "pi.yaml").unlink()
+    with pytest.raises(JobError, match="No such file or directory; `horizonml profile JOB --out FILE` writes one"):
+        cluster.profiles(base, tmp_path)
