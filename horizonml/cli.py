@@ -192,6 +192,25 @@ def plan(
 
 
 @app.command()
+def simulate(
+    job_file: JobFile,
+    plan_file: Annotated[Path, typer.Argument(help="A plan that `horizonml plan --out` wrote.", show_default=False)],
+    devices: Annotated[
+        Path | None,
+        typer.Option(help="The devices and links to step it on; default: this machine.", show_default=False),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the step, rank by rank, there (PNG).", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Step a plan over devices on paper, as many as there are: its time, memory, and what limits it."""
+    from horizonml.planning import read_plan, show_plan
+
+    show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture)
+
+
+@app.command()
 def profile(
     job_file: JobFile,
     overrides: Overrides = None,

@@ -155,6 +155,9 @@ def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
     assert "The bottleneck: " in planned.stdout
     assert "times as fast as ddp, equal shares" in planned.stdout
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+    simulated = horizonml(folder, "simulate", "job.yaml", "plan.yaml", "--devices", "devices.yaml")
+    assert simulated.returncode == 0, simulated.stderr
+    assert planned.stdout.split("predicted: ")[1].split(" a step")[0] in simulated.stdout
     trained = horizonml(folder, "train", "job.yaml", "--plan", "plan.yaml", "--set", "epochs=1")
     assert trained.returncode == 0, trained.stderr
     assert "epoch 1/1" in trained.stdout

@@ -182,3 +182,15 @@ def test_auto_gives_the_slow_device_less() -> None:
     work = choice.prediction.busy
     assert choice.prediction.seconds < 0.6 * 60 * 6 * 0.003 * 5 / 2
     assert work[0] == pytest.approx(work[1], rel=0.35)
+
+
+def test_thousands_of_devices_are_simulated() -> None:
+    stages, members = 10, 200
+    plan = Plan(
+        tuple(Stage(s, s + 1, tuple(range(s * members, (s + 1) * members)), (1.0,) * members) for s in range(stages)),
+        micro_batches=4,
+    )
+    hosts = [Host((rank,), 1.0, 1e12) for rank in range(stages * members)]
+    found = predict(plan, profile(*[0.001] * stages), 4 * members, hosts, FAST, 0)
+    assert found.seconds == pytest.approx((4 + stages - 1) * 0.003)
+    assert len(found.spans) == 2 * 4 * stages * members
