@@ -36,20 +36,16 @@ class _Many(TyperCommand):
         """`--workers 1 2 4` as `--workers 1 --workers 2 --workers 4`; a word with a dot or slash is a file."""
         many = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
         many.discard("--set")
-        spread, current = [], ""
-        fresh = False
+        spread: list[str] = []
+        option, given = "", False  # the option whose values these may be, and whether it has one already
         for word in args:
             if word.startswith("-"):
-                current = word if word in many else ""
-                fresh = True
-                spread.append(word)
-            elif current and not fresh and not {".", "/"} & set(word):
-                spread += [current, word]
+                option, given = word if word in many else "", False
+            elif option and given and not {".", "/"} & set(word):
+                spread.append(option)
             else:
-                if not fresh:
-                    current = ""
-                spread.append(word)
-                fresh = False
+                option, given = option if not given else "", True
+            spread.append(word)
         return spread
 
 
