@@ -100,5 +100,10 @@ def panel_queries() -> Iterator[tuple[str, str, str]]:
 
 
 def empty_panels(query: Query) -> list[str]:
-    """The queries of all dashboards that this Prometheus has no data for."""
-    return [f"{dashboard}: {title}: {text}" for dashboard, title, text in panel_queries() if not query(text)]
+    """The queries of all dashboards that this Prometheus has no data for, but ought to have."""
+    return [
+        f"{dashboard}: {title}: {text}"
+        for dashboard, title, text in panel_queries()
+        # A container may not read the counters of energy, and most machines of tests have none.
+        if "horizonml_energy_joules" not in text and not query(text)
+    ]
