@@ -129,6 +129,7 @@ class Engine:
             self._channels = Channels(self.module, self._stage, self.member, exchange)
         # Where members split channels, all have the same samples, which count once.
         self._alike = len(self._stage.ranks) if self._channels else 1
+        self._parameters = list(self.module.parameters())
         self.optimizer, self._reducer = self._update_by(optimizer)
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
         self._entry = entry
@@ -167,7 +168,7 @@ class Engine:
             link.sent_bytes = link.received_bytes = 0
         if self._channels:
             self._channels.exchange.bytes = 0
-        for parameter in self.module.parameters():
+        for parameter in self._parameters:
             parameter.grad = None
         self._agree.post()
         self._reducer.begin(measure_divergence)
@@ -186,8 +187,6 @@ class Engine:
             )
         self.clock.switch("compute", "update")
         divergence = self._reducer.finish(weight)
-        if self._channels:
-            divergence = None  # nothing to compare: no two members compute the same part
         self.optimizer.step(lr)
         self.clock.switch("transfer", "send")
         for link in self._links:

@@ -50,12 +50,16 @@ def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...
     constructor = _constructor(spec, classes, sample_shape)
     try:
         model, tape = record(constructor)
-    except (RuntimeError, NotImplementedError) as reason:
-        # The constructor reads values back, which the meta device does not have: build it for real.
+    except RuntimeError as reason:  # NotImplementedError is one
+        # Either the constructor reads values back, which the meta device does not have, and then it can be built for
+        # real; or it is at fault itself, and then that fails the same way, and is told.
         _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model, tape = _call(spec, constructor), Tape()
+            try:
+                model, tape = _call(spec, constructor), Tape()
+            except RuntimeError as error:
+                raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
     chain = Chain(model, sample_shape)
