@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
-from pathlib import Path
 
-from benchmarks.harness import Race, ddp_plan, run_all, variant
+from benchmarks.harness import Race, ddp_plan, main, variant
 
 LAYERS = 14  # of ResNet-18
 
@@ -29,16 +27,5 @@ def races(short: bool) -> list[Race]:
     return found
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--short", action="store_true", help="two ranks only")
-    parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
-    arguments = parser.parse_args()
-    run_all(races(arguments.short), arguments.rounds, arguments.steps, arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, races, rounds=8, steps=4, short="two ranks only")

@@ -5,6 +5,7 @@ Rounds are interleaved (A B C A B C ...), so that a machine whose speed drifts d
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,18 +168,27 @@ class Race:
         return {"title": self.title, "short": self.short, "reference": self.reference, "rows": rows}
 
 
-def run_all(races: list[Race], rounds: int, steps: int, out: Path | None) -> None:
-    """Run the races; with `out`, write `peers.json` there, for `horizonml report`. Earlier races of it are kept."""
+def main(doc: str | None, races: Callable[[bool], list[Race]], rounds: int, steps: int, short: str) -> None:
+    """The command line of some races; `short` says what `--short` leaves.
+
+    With `--out`, `peers.json` is written there, for `horizonml report`; earlier races of it are kept.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--short", action="store_true", help=short)
+    parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
+    arguments = parser.parse_args()
     print(machine())
-    for one in races:
-        one.run(rounds, steps)
-    if out is None:
+    run = races(arguments.short)
+    for one in run:
+        one.run(arguments.rounds, arguments.steps)
+    if arguments.out is None:
         return
-    path = out / "peers.json"
+    path = arguments.out / "peers.json"
     before = json.loads(path.read_text())["races"] if path.exists() else []
-    new = [one.to_json() for one in races]
-    kept = [one for one in before if one["short"] not in {race["short"] for race in new}]
-    content = json.dumps({"machine": machine(), "races": [*kept, *new]}, indent=2)
+    kept = [one for one in before if one["short"] not in {race.short for race in run}]
+    content = json.dumps({"machine": machine(), "races": [*kept, *(race.to_json() for race in run)]}, indent=2)
     write_atomically(path, content.encode())
 
 

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import Race, pipeline_plan, run_all, variant
+from benchmarks.harness import Race, main, pipeline_plan, variant
 from horizonml.plan.plan import Plan
 
 LAYERS = 14  # of ResNet-18: stem (3), eight residual blocks, head (3)
@@ -73,16 +72,5 @@ def races(short: bool) -> list[Race]:
     return found
 
 
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--short", action="store_true", help="five ranks with 5 micro-batches only")
-    parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
-    arguments = parser.parse_args()
-    run_all(races(arguments.short), arguments.rounds, arguments.steps, arguments.out)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, races, rounds=8, steps=3, short="five ranks with 5 micro-batches only")

@@ -6,26 +6,19 @@ For the plan rank 0 measures and decides, and all follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
-
-import torch
 
 from horizonml.data.datasets import DataInfo, agree, describe
 from horizonml.engine.group import Group
 from horizonml.engine.measure import cached_profile
+from horizonml.engine.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile
 from horizonml.plan.profile import Profile
-from horizonml.plan.simulate import Host, Network
-
-_PROBE_TAG = (1 << 30) + 100
-_PROBE_BYTES = 256 << 10
-_SLOW_SECONDS = 5e-3
-MOST_PROBED = 16  # ranks between which every pair is probed
+from horizonml.plan.simulate import Host
 
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
@@ -99,72 +92,3 @@ def optimizer_copies(job: Job) -> int:
     if isinstance(job.optimizer, Sgd):
         return int(job.optimizer.momentum > 0)
     return 2
-
-
-def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which every pair meets exactly once, and nobody is in two pairs of a round (the circle method)."""
-    seats = [*range(players), *([-1] if players % 2 else [])]
-    rounds = []
-    for _ in range(len(seats) - 1):
-        pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
-
-
-def probe_pairs(group: Group) -> Network:
-    """Latency and bandwidth between every two ranks, which meet in rounds that do not collide."""
-    found: dict[int, tuple[float, float]] = {}
-    for pairs in tournament(group.world_size):
-        for pair in pairs:
-            if group.rank in pair:
-                peer = pair[0] + pair[1] - group.rank
-                latency = _exchange(group, peer, 4)
-                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES))
-                # Both see about the same, but must decide alike whether the link is slow: rank by rank.
-                slow = torch.tensor([float(seconds > _SLOW_SECONDS)])
-                other = torch.zeros(1)
-                works = [group.receive(other, peer, _PROBE_TAG), group.send(slow, peer, _PROBE_TAG)]
-                for work in works:
-                    group.wait(work, peer)
-                if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
-                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES)
-                found[peer] = max(1e-6, latency), size / seconds
-        group.gather_json(None)  # keeps the rounds apart
-    everyone = group.gather_json([[peer, *link] for peer, link in found.items()])
-    pairs_ = {
-        (rank, int(peer)): (float(latency), float(bandwidth))
-        for rank, links in enumerate(everyone)
-        for peer, latency, bandwidth in links
-    }
-    latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    return Network(latency, bandwidth, pairs=pairs_)
-
-
-def probe_network(group: Group) -> Network:
-    """The slowest connection between neighbouring ranks, which exchange a small and a larger message in two rounds."""
-    found = [1e-5, 1e12]
-    for first in (0, 1):
-        place = group.rank - first
-        peer = group.rank + 1 if place % 2 == 0 else group.rank - 1
-        if 0 <= peer < group.world_size and place >= 0:
-            found = [
-                max(found[0], _exchange(group, peer, 4)),
-                min(found[1], _PROBE_BYTES / max(1e-6, _exchange(group, peer, _PROBE_BYTES))),
-            ]
-        group.gather_json(None)  # keeps the rounds apart
-    everyone = group.gather_json(found)
-    return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
-
-
-def _exchange(group: Group, peer: int, size: int) -> float:
-    """Seconds for `size` bytes one way, while as many come back; the best of three."""
-    sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    best = float("inf")
-    for _ in range(3):
-        start = perf_counter()
-        works = [group.receive(received, peer, _PROBE_TAG), group.send(sent, peer, _PROBE_TAG)]
-        for work in works:
-            group.wait(work, peer)
-        best = min(best, perf_counter() - start)
-    return best

@@ -57,13 +57,12 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     profiles = [profile] * world_size if devices is None else cluster.profiles(profile, devices.parent)
     copies = optimizer_copies(job)
     if needs_profile(job.parallel, world_size):
-        plan = choose(
-            job, profiles if job.parallel.strategy == "auto" else profile, world_size, hosts, network, copies
-        ).plan
+        found = choose(job, profiles, world_size, hosts, network, copies)
     else:
-        plan = fixed_plan(job, len(model.chain), world_size)
+        fixed = fixed_plan(job, len(model.chain), world_size)
+        found = Found(fixed, predict(fixed, profiles, job.batch_size, hosts, network, copies))
+    plan = found.plan
     problem = Problem(profiles, hosts, network, job.batch_size, copies, plan.schedule)
-    found = Found(plan, predict(plan, profiles, job.batch_size, hosts, network, copies))
     if out is not None:
         write_plan(plan, out)
     if picture is not None:

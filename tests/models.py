@@ -172,3 +172,8 @@ def two_outputs() -> nn.Module:
             return value, value
 
     return Pair()
+
+
+def broken(num_classes: int = 10) -> nn.Module:
+    """Its constructor fails, on any device."""
+    raise RuntimeError("no such device\nand more about it")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from horizonml.bench import charts, style
 from horizonml.bench.compare import strategy_changes
 from horizonml.bench.section import Picture, Section, Table, failures, percent, where
@@ -72,12 +70,10 @@ def section(study: Study) -> Section:
             if enough != fastest
             else ""
         )
-        words += (
-            f". Memory grows by {human_bytes(_slope(peaks))} per sample and would end at about {end:,.0f} samples."
-            if end is not None
-            else "."
-        )
-        result.findings.append(words)
+        if end is not None:
+            growth = human_bytes(charts.straight_line(peaks)[0])
+            words += f". Memory grows by {growth} per sample and would end at about {end:,.0f} samples"
+        result.findings.append(f"{words}.")
         for size, speed in middles.items():
             best = "fastest" if size == fastest else ""
             rows.append(
@@ -106,11 +102,5 @@ def section(study: Study) -> Section:
 
 def memory_end(peaks: dict[int, float], limit: float) -> float | None:
     """The batch size at which the straight line through the measured memory meets the limit; None if it never does."""
-    if len(peaks) < 2:
-        return None
-    slope, base = np.polyfit(list(peaks), list(peaks.values()), 1)
-    return float((limit - base) / slope) if slope >= 1 else None  # a byte
-
-
-def _slope(peaks: dict[int, float]) -> float:
-    return float(np.polyfit(list(peaks), list(peaks.values()), 1)[0])
+    slope, base = charts.straight_line(peaks)
+    return (limit - base) / slope if slope >= 1 else None  # a byte

@@ -171,6 +171,14 @@ def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> 
     return save(figure, path)
 
 
+def straight_line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Slope and value at 0 of the line that fits best; flat with one point."""
+    if len(points) < 2:
+        return 0.0, next(iter(points.values()))
+    slope, base = np.polyfit(list(points), list(points.values()), 1)
+    return float(slope), float(base)
+
+
 def memory_fit(
     points: Mapping[str, Mapping[int, float]], limit: float, path: Path, *, x: str, form: AxisFormat = plain_axis
 ) -> Path:
@@ -183,7 +191,7 @@ def memory_fit(
         ys = [points[name][at] for at in xs]
         axis.plot(xs, ys, color=look.colour, marker=look.marker, linestyle="none", label=name)
         if len(xs) > 1:
-            slope, base = np.polyfit(xs, ys, 1)
+            slope, base = straight_line(points[name])
             meets = (limit - base) / slope if slope > 0 else math.inf
             end = max(end, min(meets, 8 * max(xs)))
             reach = np.array([0, min(meets, 8 * max(xs))])

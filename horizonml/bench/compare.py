@@ -142,10 +142,14 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
             f"One process alone uses the same {study.environment['cores']:g} cores without sending anything: on one "
             "machine it is hard to beat; ranks pay where each has a device of its own, or where memory is short."
         )
-    accuracies = {name: one.accuracy for name, one in shown.items()}
-    if len(accuracies) > 1 and all(value == value for value in accuracies.values()):
+    accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
+    if len(accuracies) > 1 and len(accuracies) == len(shown):
         high, low = max(accuracies, key=accuracies.__getitem__), min(accuracies, key=accuracies.__getitem__)
-        repeats = [[r.summary.accuracy for r in results] for results in runs.values() if len(results) > 1]
+        repeats = [
+            [r.summary.accuracy for r in results if r.summary.accuracy is not None]
+            for results in runs.values()
+            if len(results) > 1
+        ]
         spread = max((max(values) - min(values) for values in repeats), default=None)
         text = (
             f"Held-out accuracy lies between {percent(accuracies[low], 1)} ({low}) and {percent(accuracies[high], 1)} "
@@ -178,7 +182,7 @@ def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
     per_cpu = {name: one.samples_per_second / one.cpu_cores for name, one in shown.items()}
     return {
         name: {
-            "accuracy\n(held out)": 0.0 if one.accuracy != one.accuracy else one.accuracy,
+            "accuracy\n(held out)": one.accuracy or 0.0,
             "speed\n(/ fastest)": one.samples_per_second / fastest,
             "not waiting\n(share of time)": 1 - one.wait,
             "not in transfer\n(share of time)": 1 - one.transfer,
@@ -191,8 +195,7 @@ def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
 
 RADAR = (
     "The rim is 1, the centre 0. Accuracy and the two shares of time stand for themselves; speed, memory and samples "
-    "per "
-    "CPU second are ratios to the best run shown (half as good is 0.5), so that the last place is not 0 by "
+    "per CPU second are ratios to the best run shown (half as good is 0.5), so that the last place is not 0 by "
     "construction."
 )
 
@@ -209,7 +212,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         for size, strategies in by_size.items():
             for name, results in strategies.items():
                 repeats = [getattr(result.summary, field) for result in results]
-                if all(value is not None and value == value for value in repeats):
+                if all(value is not None for value in repeats):
                     found.setdefault(name, {})[size] = repeats
         return found
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from horizonml import __version__
 from horizonml.bench import batch_size, compare, peers, run_plots, scaling
 from horizonml.bench.results import Run, load_run, summarise, traffic
-from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_data
+from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_data, write_numbers
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically
@@ -78,7 +77,7 @@ def runs_section(folder: Path, runs: dict[str, Run]) -> Section:
     result = Section("Training runs" if len(runs) > 1 else f"Training run {next(iter(runs))}", _setting(runs))
     for name, one in summaries.items():
         texts = [f"{name}: {one.updates:,} updates at {one.samples_per_second:,.0f} samples/s"]
-        if one.accuracy == one.accuracy:
+        if one.accuracy is not None:
             texts.append(f"held-out accuracy {one.accuracy:.1%}")
         if one.ranks > 1:
             texts.append(f"{one.compute:.0%} of the time compute, {one.transfer:.0%} transfer, {one.wait:.0%} wait")
@@ -117,13 +116,8 @@ def _write_runs(folder: Path, runs: dict[str, Run]) -> list[Path]:
         name: {"summary": vars(summarise(run)), "links": [vars(link) for link in traffic(run)]}
         for name, run in runs.items()
     }
-    lines = [["run", *next(iter(document.values()))["summary"]]]
-    lines += [[name, *one["summary"].values()] for name, one in document.items()]
-    text = "\n".join(",".join("" if value is None else str(value) for value in line) for line in lines) + "\n"
-    table, data = folder / "runs.csv", folder / "runs.json"
-    write_atomically(table, text.encode())
-    write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
-    return [table, data]
+    rows = [{"run": name, **one["summary"]} for name, one in document.items()]
+    return write_numbers(folder / "runs", rows, document)
 
 
 STYLE = """

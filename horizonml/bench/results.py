@@ -59,8 +59,8 @@ class Summary:
     updates: int
     epochs: int
     samples: int  # trained on, over all epochs
-    accuracy: float  # on held-out data, after the last epoch
-    loss: float
+    accuracy: float | None  # on held-out data, after the last epoch; None if there was no evaluation
+    loss: float | None
     train_accuracy: float  # mean over the last epoch's batches
     train_loss: float
     epoch_seconds: float  # median of the epochs' training steps
@@ -137,7 +137,7 @@ def summarise(run: Run) -> Summary:
     samples = sum(step["batch"] for step in lead.settled)
     last = epochs[max(epochs)]
     waits = [sum(step["wait"] for step in part) for rank in run.ranks for part in _by_epoch(rank.steps).values()]
-    evaluation = lead.evaluations[-1] if lead.evaluations else {"accuracy": float("nan"), "loss": float("nan")}
+    evaluation = lead.evaluations[-1] if lead.evaluations else {"accuracy": None, "loss": None}
     return Summary(
         ranks=len(run.ranks),
         plan="+".join(str(len(stage["ranks"])) for stage in plan["stages"]),

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import io
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,7 +56,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "updates": lambda s: f"{s.updates:,}",
     "held-out accuracy": lambda s: percent(s.accuracy, 2),
     "training accuracy": lambda s: percent(s.train_accuracy, 2),
-    "held-out loss": lambda s: "-" if math.isnan(s.loss) else f"{s.loss:.4f}",
+    "held-out loss": lambda s: "-" if s.loss is None else f"{s.loss:.4f}",
     "epoch": lambda s: human_seconds(s.epoch_seconds),
     "samples/s": lambda s: f"{s.samples_per_second:,.0f}",
     "compute": lambda s: percent(s.compute),
@@ -122,9 +121,9 @@ def typical(results: Sequence[Result]) -> Result:
     return sorted(results, key=lambda result: result.summary.samples_per_second)[(len(results) - 1) // 2]
 
 
-def percent(share: float, digits: int = 0) -> str:
+def percent(share: float | None, digits: int = 0) -> str:
     """0.125 -> "12%"."""
-    return "-" if math.isnan(share) else f"{share:.{digits}%}"
+    return "-" if share is None else f"{share:.{digits}%}"
 
 
 def where(study: Study) -> str:
@@ -147,11 +146,6 @@ def failures(study: Study) -> list[str]:
 def write_data(study: Study) -> list[Path]:
     """`results.csv`, one run per line, and `results.json`, with the environment and every link; returns their paths."""
     rows = [{**result.factors, **dataclasses.asdict(result.summary)} for result in study.succeeded]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
-    writer.writeheader()
-    writer.writerows(rows)
     document: dict[str, Any] = {
         "kind": study.kind,
         "settings": study.settings,
@@ -170,7 +164,17 @@ def write_data(study: Study) -> list[Path]:
         ],
         "failed": {result.name: result.error for result in study.failed},
     }
-    table, data = study.folder / "results.csv", study.folder / "results.json"
+    return write_numbers(study.folder / "results", rows, document)
+
+
+def write_numbers(path: Path, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> list[Path]:
+    """`path.csv` with the rows, `path.json` with the document; returns both."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(rows)
+    table, data = path.with_suffix(".csv"), path.with_suffix(".json")
     write_atomically(table, text.getvalue().encode())
     write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
     return [table, data]

@@ -89,16 +89,21 @@ def run_study(
         "kind": kind,
         "settings": settings,
         "environment": environment(),
-        "cases": [{"name": case.name, "factors": case.factors} for case in cases],
+        "cases": [{"name": case.name, "factors": case.factors, "digest": case.job.digest()} for case in cases],
     }
     write_atomically(folder / "study.json", (json.dumps(manifest, indent=2) + "\n").encode())
-    done = [case for case in cases if not fresh and _outcome(folder, case) is not None]
+    done: dict[str, dict[str, Any]] = {}
+    for case in () if fresh else cases:
+        outcome = _outcome(folder / "runs" / case.name, case.job.digest())
+        if outcome is not None and outcome["error"] is None:
+            done[case.name] = outcome
     if done:
         say(f"{len(done)} of {len(cases)} runs in {folder} are done already (--fresh does them again)")
-    left = sum(case.work for case in cases if case not in done)
-    spent = finished = 0.0
+    left = sum(case.work for case in cases if case.name not in done)
+    finished = sum((case.work for case in cases if case.name in done), 0.0)
+    spent = sum((outcome["seconds"] for outcome in done.values()), 0.0)
     for number, case in enumerate(cases, start=1):
-        if case in done:
+        if case.name in done:
             continue
         remaining = f"; about {human_seconds(spent / finished * left)} left" if finished else ""
         say(f"\n[{number}/{len(cases)}] {_words(case)}{remaining}")
@@ -108,7 +113,7 @@ def run_study(
             if not train_here(case.job.model_copy(update={"folder": str(folder / "runs" / case.name)}), fresh=False):
                 return None
         except RankFailed as failure:
-            if failure.exit_code == 2 or not (done or finished):  # the job is wrong, and so are the others
+            if failure.exit_code == 2 or not finished:  # the job is wrong, and so are the others
                 raise
             error = str(failure)
             say(f"failed: {error}")
@@ -126,9 +131,9 @@ def load_study(folder: Path) -> Study:
         results = []
         for case in manifest["cases"]:
             run = folder / "runs" / case["name"]
-            if (run / "done.json").exists():
-                error = json.loads((run / "done.json").read_text())["error"]
-                results.append(Result(case["name"], case["factors"], run, error))
+            outcome = _outcome(run, case["digest"])
+            if outcome is not None:
+                results.append(Result(case["name"], case["factors"], run, outcome["error"]))
         return Study(manifest["kind"], folder, manifest["settings"], manifest["environment"], results)
     except (OSError, ValueError, KeyError) as error:
         raise HorizonError(f"{folder / 'study.json'} cannot be read: {error}") from error
@@ -145,13 +150,13 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _outcome(folder: Path, case: Case) -> dict[str, Any] | None:
-    """How the case ended, if it was run with the same job."""
+def _outcome(run: Path, digest: str) -> dict[str, Any] | None:
+    """How a run ended, if it has, and was one of this job."""
     try:
-        outcome: dict[str, Any] = json.loads((folder / "runs" / case.name / "done.json").read_text())
-    except (OSError, ValueError):
+        outcome: dict[str, Any] = json.loads((run / "done.json").read_text())
+    except OSError:
         return None
-    return outcome if outcome.get("digest") == case.job.digest() and outcome.get("error") is None else None
+    return outcome if outcome["digest"] == digest else None
 
 
 def _words(case: Case) -> str:

@@ -220,7 +220,7 @@ class Engine:
             loss, correct, samples = loss + batch_loss * batch.size, correct + batch_correct, samples + batch.size
         for link in self._links:
             link.flush()
-        totals = self._totals(loss, correct, samples if self.stage_number == self.member == 0 else 0, False)
+        totals = self._evaluated(loss, correct, samples if self.stage_number == self.member == 0 else 0)
         return Totals(totals.loss / totals.samples, totals.accuracy, totals.samples)
 
     def try_smallest(self, size: int) -> str | None:
@@ -274,6 +274,10 @@ class Engine:
             if found:
                 state[name] = found
         self.optimizer.load(state)
+
+    def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
+        """The sums of an evaluation over all ranks."""
+        return self._totals(loss, correct, samples, False)
 
     def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
         if self._channels and self.member:

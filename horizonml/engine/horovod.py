@@ -7,28 +7,22 @@ parameters and optimizer state, the DistributedOptimizer with its compression, a
 from __future__ import annotations
 
 import functools
-import os
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from horizonml.cluster.network import address_of
 from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Batch, Engine, Step, Totals
 from horizonml.engine.group import Group
+from horizonml.engine.horovod_connect import connect
 from horizonml.engine.optim import Optimizer
 from horizonml.engine.reduce import GradientSum, float_and_other
-from horizonml.errors import JobError, PeerLost
+from horizonml.errors import PeerLost
 from horizonml.job import Adam, Sgd
 from horizonml.model.zoo import Model
 from horizonml.plan.plan import Plan
-
-_OURS = "HORIZONML_HOROVOD"  # set where the rendezvous is this module's
-# What each MPI gives its ranks, and the library that Horovod must have been built with to be one of them.
-_MPI = {"OMPI_COMM_WORLD_RANK": b"libmpi.so", "PMI_RANK": b"libmpich.so"}
 
 
 class HorovodEngine(Engine):
@@ -46,7 +40,7 @@ class HorovodEngine(Engine):
     ) -> None:
         """As for `Engine`; `compression` is "none" or "fp16". Horovod must be installed (see `launch`)."""
         assert len(plan.stages) == 1
-        self._hvd, self._compression, self._alike_everywhere = _start(group), compression, False
+        self._hvd, self._compression, self._alike_everywhere = connect(group), compression, False
         super().__init__(plan, model, group, optimizer, batch_size, label_smoothing)
 
     def _update_by(self, spec: Sgd | Adam) -> tuple[Optimizer, GradientSum]:
@@ -72,9 +66,8 @@ class HorovodEngine(Engine):
             self.clock.pause()
         return super().step(batch, lr, number, measure_divergence=measure_divergence, stop=stop)
 
-    def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
-        if torch.is_grad_enabled():  # In a step this is also what separates waiting from transfer: see `clock`.
-            return super()._totals(loss, correct, samples, stop)
+    def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
+        """By Horovod. In a step the engine's own sum stays, for it also separates waiting from transfer."""
         vector = torch.tensor([loss, correct, samples], dtype=torch.float64)
         try:
             total = self._hvd.allreduce(vector, op=self._hvd.Sum, name="evaluation")
@@ -179,70 +172,6 @@ class _GradientSum:
         buffers = [*self._averaged, *self._copied]
         for buffer, part in zip(buffers, total.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
-
-
-def _start(group: Group) -> Any:
-    """Horovod, connected among the ranks of `group`.
-
-    `horovodrun` and MPI bring connections of their own; elsewhere rank 0 serves the rendezvous of Horovod's gloo.
-    """
-    import horovod.torch as hvd
-
-    given = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and not os.environ.get(_OURS)
-    if not given and not _under_mpi():
-        os.environ.update(rendezvous(group))
-    try:
-        hvd.init()
-    except RuntimeError as error:
-        raise PeerLost(f"rank {group.rank}: Horovod could not connect the ranks: {error}") from error
-    group.at_close(hvd.shutdown)
-    if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
-        raise JobError(
-            f"Horovod's launcher made this rank {hvd.rank()} of {hvd.size()}, but the job knows it as rank "
-            f"{group.rank} of {group.world_size}; start all ranks with one launcher, or set no RANK"
-        )
-    return hvd
-
-
-def _under_mpi() -> bool:
-    """Whether this process was started by the MPI that Horovod was built with."""
-    wanted = {library for variable, library in _MPI.items() if variable in os.environ}
-    import horovod.torch
-
-    content = (
-        b"".join(path.read_bytes() for path in Path(horovod.torch.__file__).parent.glob("*.so")) if wanted else b""
-    )
-    return any(library in content for library in wanted)
-
-
-def rendezvous(group: Group) -> dict[str, str]:
-    """The environment that Horovod wants, with a rendezvous server in rank 0 that lives as long as the group."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    address: Any = None
-    if group.rank == 0:
-        from horovod.runner.http.http_server import RendezvousServer
-
-        server = RendezvousServer()
-        address = [address_of(interface), server.start()]
-        server.init([])
-        group.at_close(server.stop)
-    host, port = group.share_json(address)
-    size = str(group.world_size)
-    return {
-        _OURS: "1",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "HOROVOD_GLOO_IFACE": interface,
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_HOSTNAME": address_of(interface),
-        "HOROVOD_RANK": str(group.rank),
-        "HOROVOD_SIZE": size,
-        "HOROVOD_LOCAL_RANK": "0",  # each rank a machine of its own: no hierarchies
-        "HOROVOD_LOCAL_SIZE": "1",
-        "HOROVOD_CROSS_RANK": str(group.rank),
-        "HOROVOD_CROSS_SIZE": size,
-    }
 
 
 def _lost(error: RuntimeError) -> PeerLost:

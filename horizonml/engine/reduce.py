@@ -196,7 +196,8 @@ class Reducer:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
         self._take_buffers()
-        return self._divergence(weight) if self._measure and weight > 0 else None
+        # Where all compute the same gradients there is nothing to compare.
+        return self._divergence(weight) if self._measure and weight > 0 and not self._alike else None
 
     def _take_buffers(self) -> None:
         if not self._buckets[-1].extra:

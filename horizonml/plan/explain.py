@@ -87,19 +87,15 @@ def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
             problem.optimizer_copies,
         )
         plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", count) for count in single.micro_batches[:8]]
-        alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.rank))
-    best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].rank)
+        alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
+    best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
     found[f"{names[best_rank]} alone"] = alone[best_rank]
     return found
 
 
 def lacking(problem: Problem, found: Found, names: Sequence[str]) -> str:
     """Who lacks how many bytes, and the nearest change that would fit."""
-    short = {
-        rank: need - problem.memory[rank]
-        for rank, need in found.prediction.memory.items()
-        if need > problem.memory[rank]
-    }
+    short = found.prediction.lacking
     worst = max(short, key=lambda rank: short[rank])
     text = (
         f"{names[worst]} (rank {worst}) lacks {human_bytes(short[worst])}: it needs "
@@ -112,7 +108,7 @@ def lacking(problem: Problem, found: Found, names: Sequence[str]) -> str:
             problem.profiles, problem.hosts, problem.network, batch, problem.optimizer_copies, problem.schedule
         )
         if search(smaller, 60).prediction.fits:
-            return f"{text}. A batch_size of {batch} would fit."
+            return f"{text}. With a batch_size of {batch} there is a plan that fits."
     return f"{text}. No batch size would fit: more devices, or more memory, are needed."
 
 

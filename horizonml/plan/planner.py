@@ -8,22 +8,13 @@ fast as possible (PipeDream, SOSP 2019, section 3.1); the simulation then compar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from horizonml.errors import PlanError
 from horizonml.job import Job, Parallel, StageSpec
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.profile import Profile
-from horizonml.plan.search import MICRO_BATCHES, Problem, search
-from horizonml.plan.simulate import Host, Network, Prediction, predict
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A plan, and what it is predicted to cost."""
-
-    plan: Plan
-    prediction: Prediction
+from horizonml.plan.search import MICRO_BATCHES, Found, Problem, search
+from horizonml.plan.simulate import Host, Network, predict
 
 
 def needs_profile(parallel: Parallel, world_size: int) -> bool:
@@ -56,7 +47,7 @@ def choose(
     hosts: Sequence[Host],
     network: Network,
     optimizer_copies: int,
-) -> Choice:
+) -> Found:
     """The fastest predicted plan of the kind that the job asks for, among those that fit into memory.
 
     `profiles` is one for all ranks, or, for strategy `auto`, one for each. If none fits, the one that comes nearest.
@@ -65,23 +56,19 @@ def choose(
     if job.parallel.strategy == "auto" and job.parallel.stages is None:
         own = [profiles] * world_size if isinstance(profiles, Profile) else profiles
         counts = (job.parallel.micro_batches,) if job.parallel.micro_batches else MICRO_BATCHES
-        found = search(Problem(own, hosts, network, job.batch_size, optimizer_copies, job.parallel.schedule, counts))
-        return Choice(found.plan, found.prediction)
+        return search(Problem(own, hosts, network, job.batch_size, optimizer_copies, job.parallel.schedule, counts))
     profile = profiles if isinstance(profiles, Profile) else profiles[0]
     candidates = []
     for plan in _candidates(job, profile, world_size):
         prediction = predict(plan, profile, job.batch_size, hosts, network, optimizer_copies)
-        candidates.append(Choice(plan, prediction))
+        candidates.append(Found(plan, prediction))
     if not candidates:
         least = 2 if job.parallel.strategy == "hybrid" else world_size
         raise PlanError(
             f"{job.model.name} can be cut into at most {len(profile.layers)} stages, but the plan needs {least}; "
             "use fewer workers, or strategy hybrid or ddp"
         )
-    fitting = [choice for choice in candidates if choice.prediction.fits]
-    if not fitting:
-        return min(candidates, key=lambda choice: max(choice.prediction.memory.values()))
-    return min(fitting, key=lambda choice: choice.prediction.seconds)
+    return min(candidates, key=lambda found: found.cost)
 
 
 def _candidates(job: Job, profile: Profile, world_size: int) -> Iterator[Plan]:

@@ -31,9 +31,9 @@ class Found:
     prediction: Prediction
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """What makes one better than another: it fits, then it is fast; if none fits, the smallest overflow."""
-        return not self.prediction.fits, self.prediction.seconds
+    def cost(self) -> tuple[float, float]:
+        """What makes one better than another: that nobody lacks memory, or less of it, and then that it is fast."""
+        return max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
 
 
 class Problem:
@@ -127,7 +127,7 @@ def search(problem: Problem, evaluations: int | None = None) -> Found:
     budget = evaluations or max(60, 4000 // problem.ranks)
     candidates = set(_candidates(problem)) | set(_simple(problem))
     ranked = sorted(candidates, key=lambda plan: _estimate(problem, plan))
-    judged = sorted((problem.judge(plan) for plan in ranked[: max(8, budget // 3)]), key=lambda found: found.rank)
+    judged = sorted((problem.judge(plan) for plan in ranked[: max(8, budget // 3)]), key=lambda found: found.cost)
     starts: list[Found] = []  # the best few of each number of stages, with other groups of devices
     for found in judged:
         groups = [[stage.ranks for stage in one.plan.stages] for one in starts]
@@ -136,7 +136,7 @@ def search(problem: Problem, evaluations: int | None = None) -> Found:
             starts.append(found)
     best = judged[0]
     for found in starts[: 10 if problem.ranks <= 16 else 3 if problem.ranks <= 64 else 1]:
-        best = min(best, _improve(problem, found, budget), key=lambda one: one.rank)
+        best = min(best, _improve(problem, found, budget), key=lambda one: one.cost)
     return best
 
 
@@ -321,7 +321,7 @@ def _improve(problem: Problem, found: Found, budget: int) -> Found:
         for plan in _moves(problem, best.plan):
             if problem.evaluations >= end:
                 return best
-            best = min(best, problem.judge(plan), key=lambda one: one.rank)
+            best = min(best, problem.judge(plan), key=lambda one: one.cost)
         if best is before:
             return best
 

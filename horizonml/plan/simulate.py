@@ -57,9 +57,14 @@ class Prediction:
 
     seconds: float  # of a step
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
-    fits: bool
+    lacking: dict[int, float]  # bytes that ranks lack, of those that do; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
     spans: list[tuple[int, str, int, float, float]]  # rank, "forward" or "backward", micro-batch, begin and end
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory it needs."""
+        return not self.lacking
 
 
 def predict(
@@ -96,7 +101,7 @@ def predict(
     return Prediction(
         seconds,
         memory,
-        all(memory[rank] <= capacity[rank] for rank in memory),
+        {rank: need - capacity[rank] for rank, need in memory.items() if need > capacity[rank]},
         {rank: sum(task.work for task in tasks) for rank, tasks in simulation.tasks.items()},
         simulation.spans,
     )

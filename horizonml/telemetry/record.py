@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class StepRecord:
     lr: float
     bytes_sent: int
     bytes_received: int
-    links: dict[str, tuple[int, int]]  # bytes sent and received: previous stage, next stage, members of this one
+    links: Mapping[Any, tuple[int, int]]  # bytes sent and received: previous stage, next stage, members of this one
     cpu_seconds: float  # of this process, all its threads
     rss_bytes: int
     joules: float | None  # used by this machine, on its first rank only; None where the machine does not tell

@@ -58,7 +58,7 @@ class Recorder:
             lr=lr,
             bytes_sent=step.bytes_sent,
             bytes_received=step.bytes_received,
-            links={direction: traffic for direction, traffic in step.traffic.items()},  # noqa: C416  (typed)
+            links=step.traffic,
             joules=self._joules_since(),
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),

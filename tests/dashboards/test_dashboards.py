@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from horizonml.telemetry.metrics import Metrics
+from tests.programs import need
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
@@ -165,15 +165,15 @@ def test_every_alert_says_what_to_do_and_is_tested() -> None:
         assert any(not case.get("exp_alerts") for case in mine), f"{rule['alert']} is never seen quiet in tests.yaml"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Prometheus, is not installed")
 def test_rules_fire_and_keep_quiet_as_they_should() -> None:
+    need("promtool", "Prometheus' own tester runs grafana/rules/tests.yaml")
     for arguments in (["check", "rules", "horizonml.yaml"], ["test", "rules", "tests.yaml"]):
         result = subprocess.run(["promtool", *arguments], cwd=RULES, capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, of Prometheus, is not installed")
 def test_the_configuration_of_prometheus_is_valid(tmp_path: Path) -> None:
+    need("promtool", "Prometheus itself checks its configuration")
     (tmp_path / "rules").symlink_to(RULES)
     config = tmp_path / "prometheus.yaml"
     config.write_text((ROOT / "grafana" / "prometheus" / "compose.yaml").read_text())

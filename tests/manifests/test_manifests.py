@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from horizonml.jobfile import load
+from tests.programs import need
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.28"
@@ -19,7 +20,10 @@ OVERLAYS = ["dp", "mp", "hybrid"]
 COMPONENTS = ["monitoring", "monitoring-standalone", "network-policy", "jetson"]
 CUSTOM = ("monitoring.coreos.com/v1",)  # of the Prometheus operator: not in Kubernetes' schemas
 
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: it renders these")
+
+@pytest.fixture(autouse=True)
+def kubectl() -> None:
+    need("kubectl", "it renders the manifests as users apply them")
 
 
 def render(folder: Path) -> list[dict[str, Any]]:

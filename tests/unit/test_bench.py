@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -77,7 +76,7 @@ def write_study(folder: Path, kind: str, settings: dict[str, Any], cases: list[d
         run = folder / "runs" / f"case-{number}"
         write_run(run, **case["run"])
         (run / "done.json").write_text(json.dumps({"digest": "x", "seconds": 1.0, "error": case.get("error")}))
-        manifest["cases"].append({"name": f"case-{number}", "factors": case["factors"]})
+        manifest["cases"].append({"name": f"case-{number}", "factors": case["factors"], "digest": "x"})
     (folder / "study.json").write_text(json.dumps(manifest))
 
 
@@ -161,6 +160,12 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["runs"][1]["links"][0]["to"] == "members"
     assert document["environment"]["cores"] == 2.0
+
+
+def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    (tmp_path / "runs" / "case-0" / "done.json").write_text('{"digest": "y", "seconds": 1.0, "error": null}')
+    assert [result.name for result in load_study(tmp_path).results] == [f"case-{number}" for number in range(1, 12)]
 
 
 def test_the_radar_gives_nobody_nothing_for_being_last(tmp_path: Path) -> None:
@@ -293,9 +298,10 @@ def test_options_take_several_values_at_once(words: list[str], expected: list[st
     assert list(context.params["samples"] or []) == [int(word) for option, word in after if option == "--samples"]
 
 
-def test_nan_is_no_accuracy(tmp_path: Path) -> None:
+def test_a_run_without_an_evaluation_has_no_accuracy(tmp_path: Path) -> None:
     write_run(tmp_path / "x", ranks=1)
     path = tmp_path / "x" / "rank-0.jsonl"
     path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if "evaluation" not in line))
-    assert math.isnan(summarise(load_run("x", tmp_path / "x")).accuracy)
+    assert summarise(load_run("x", tmp_path / "x")).accuracy is None
     assert ">nan" not in write_report(tmp_path / "x")[0].read_text().lower()
+    assert json.loads((tmp_path / "x" / "runs.json").read_text())["x"]["summary"]["accuracy"] is None

@@ -233,3 +233,8 @@ def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCapt
     again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, (1, 8, 8)).stage(0, 3).state_dict()
     assert "builds the whole of tests.models:reads_back" in caplog.text
     assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_a_constructor_that_fails_is_told_in_one_line() -> None:
+    with pytest.raises(ModelError, match=r"model tests\.models:broken cannot be built: no such device$"):
+        build(ModelSpec(name="tests.models:broken"), 0, 10, (1, 8, 8))

@@ -103,7 +103,7 @@ def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     assert not found.prediction.fits
     text = lacking(made, found, names)
     assert text.startswith("pi-0 (rank 1) lacks 127.5 GiB")
-    assert "would fit" in text
+    assert "there is a plan that fits" in text
 
 
 def test_a_plan_is_written_and_read(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from horizonml.agreement import tournament
+from horizonml.engine.probe import tournament
 from horizonml.errors import PlanError
 from horizonml.jobfile import parse
 from horizonml.plan.plan import Plan, Stage
