@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horizonml.data.datasets import DataInfo, agree, describe
+from horizonml.engine.compress import compression_ratio
 from horizonml.engine.group import Group
 from horizonml.engine.measure import cached_profile
 from horizonml.engine.probe import MOST_PROBED, probe_network, probe_pairs
@@ -16,7 +17,7 @@ from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.plan import Plan
-from horizonml.plan.planner import choose, fixed_plan, needs_profile
+from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
 from horizonml.plan.simulate import Host
 
@@ -66,8 +67,8 @@ def make_plan(
         try:
             first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
             profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
-            copies = optimizer_copies(job)
-            choice = choose(job, profiles, world_size, hosts, network, copies)
+            problem_ = problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model))
+            choice = choose(job, problem_)
             if automatic:
                 say(f"predicted to be fastest, with {choice.prediction.seconds * 1000:.0f} ms a step:")
                 say(choice.plan.describe(model.chain.names))
@@ -85,6 +86,11 @@ def make_plan(
 def profile_key(job: Job, info: DataInfo) -> dict[str, Any]:
     """What a profile depends on, beside the device."""
     return {"model": job.model.model_dump(), "classes": info.classes, "shape": info.shape}
+
+
+def gradient_ratio(job: Job, model: Model) -> float:
+    """To what part of their bytes gradients are compressed on their way within a stage."""
+    return compression_ratio(job.parallel.gradient_compression, model.parameter_shapes())
 
 
 def optimizer_copies(job: Job) -> int:

@@ -141,6 +141,9 @@ class StageSpec(_Section):
     shares: list[float] | None = Field(
         None, description="Share of every micro-batch for each member, in any unit (default: equal)."
     )
+    send: Literal["fp32", "bf16", "int8"] | None = Field(
+        None, description="Format of what goes to the next stage and comes back (default: `activations`)."
+    )
     layers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
         None,
         description="First and last layer of the stage (`horizonml plan` lists the layers). Name them for all "
@@ -178,8 +181,26 @@ class Parallel(_Section):
     threads: int | None = Field(
         None, ge=1, description="Threads per rank. Default: the machine's cores, divided by its ranks."
     )
-    gradient_compression: Literal["none", "fp16"] = Field(
-        "none", description="Send gradients as they are, or as 16-bit floats (strategy `horovod` only)."
+    activations: Literal["auto", "fp32", "bf16", "int8"] = Field(
+        "auto",
+        description="What travels between stages, forward and back: 32-bit floats, 16-bit ones, or 8-bit integers with "
+        "a scale for each channel or sample. `auto` is fp32, except where strategy auto finds that a link is slow.",
+    )
+    gradient_compression: Literal["none", "fp16", "powersgd"] = Field(
+        "none",
+        description="Within stages send gradients as they are, as 16-bit floats, or as products of thin matrices "
+        "(PowerSGD of rank 4, after ten whole steps). Both cost precision.",
+    )
+    replan: bool = Field(
+        False,
+        description="Where a device turns out slower or faster than planned, make a new plan, and move the layers that "
+        "change hands (strategy `auto`).",
+    )
+    replan_threshold: float = Field(
+        1.5,
+        gt=1,
+        description="A rank whose computing takes so many times as long as planned, compared with the others, is a "
+        "straggler.",
     )
     stages: Annotated[list[StageSpec], Field(min_length=1)] | None = Field(
         None, description="An explicit plan; it overrides `strategy`."
@@ -188,11 +209,17 @@ class Parallel(_Section):
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Parallel:
         strategy = "explicit stages" if self.stages is not None else self.strategy
-        if self.gradient_compression != "none" and strategy != "horovod":
+        unable = {"fp16": ("single", "pipeline", "tensor"), "powersgd": ("single", "pipeline", "tensor", "horovod")}
+        if strategy in unable.get(self.gradient_compression, ()):
             raise ValueError(
-                f"gradient_compression: {self.gradient_compression} is for strategy horovod, not for {strategy}; "
-                "set it to none"
+                f"gradient_compression: strategy {strategy} cannot use {self.gradient_compression}; set it to none"
             )
+        if self.activations != "auto" and strategy in ("single", "ddp", "tensor", "horovod"):
+            raise ValueError(
+                f"activations: strategy {strategy} sends none between stages, so leave out {self.activations}"
+            )
+        if self.replan and strategy != "auto":
+            raise ValueError(f"replan: only strategy auto makes new plans, not {strategy}; leave it out")
         if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
             raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
         return self

@@ -17,7 +17,7 @@ from horizonml.plan.devices import load_cluster, write_profile
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem
-from horizonml.plan.simulate import Host, Network, predict
+from horizonml.plan.simulate import Host, Network
 from horizonml.text import human_bytes, human_seconds
 
 
@@ -28,12 +28,12 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     """
     import torch
 
-    from horizonml.agreement import describe_together, optimizer_copies, profile_key
+    from horizonml.agreement import describe_together, gradient_ratio, optimizer_copies, profile_key
     from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
     from horizonml.engine.group import Group
     from horizonml.engine.measure import cached_profile
     from horizonml.engine.memory import keep_freed_memory
-    from horizonml.plan.planner import choose, fixed_plan, needs_profile
+    from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 
     keep_freed_memory()
     cores = available_cores()
@@ -55,14 +55,12 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
     profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
     profiles = [profile] * world_size if devices is None else cluster.profiles(profile, devices.parent)
-    copies = optimizer_copies(job)
+    problem = problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model))
     if needs_profile(job.parallel, world_size):
-        found = choose(job, profiles, world_size, hosts, network, copies)
+        found = choose(job, problem)
     else:
-        fixed = fixed_plan(job, len(model.chain), world_size)
-        found = Found(fixed, predict(fixed, profiles, job.batch_size, hosts, network, copies))
+        found = problem.judge(fixed_plan(job, len(model.chain), world_size))
     plan = found.plan
-    problem = Problem(profiles, hosts, network, job.batch_size, copies, plan.schedule)
     if out is not None:
         write_plan(plan, out)
     if picture is not None:
@@ -109,7 +107,12 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
 def write_plan(plan: Plan, path: Path) -> None:
     """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
     stages = [
-        {"ranks": list(stage.ranks), "shares": list(stage.shares), "layers": [stage.start, stage.stop - 1]}
+        {
+            "ranks": list(stage.ranks),
+            "shares": list(stage.shares),
+            "send": stage.send,
+            "layers": [stage.start, stage.stop - 1],
+        }
         for stage in plan.stages
     ]
     content = {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
@@ -152,7 +155,7 @@ def _print_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from horizonml.plan.explain import bottleneck, compare, lacking, rows
+    from horizonml.plan.explain import bottleneck, compare, explain_parts, lacking, rows
 
     console, plan = Console(), found.plan
     if any(stage.split == "channels" for stage in plan.stages):
@@ -166,11 +169,11 @@ def _print_plan(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for title in ("stage", "layers", "rank", "rows", "memory", "busy"):
-        table.add_column(title, justify="left" if title in ("layers", "rank") else "right")
+    for title in ("stage", "layers", "rank", "rows", "sends", "memory", "busy"):
+        table.add_column(title, justify="left" if title in ("layers", "rank", "sends") else "right")
     shown = rows(problem, found, names, layer_names)
     for row in shown[:40]:
-        table.add_row(row.stage, row.layers, row.rank, row.rows, row.memory, row.busy)
+        table.add_row(row.stage, row.layers, row.rank, row.rows, row.sends, row.memory, row.busy)
     print()
     console.print(table)
     if len(shown) > 40:
@@ -180,6 +183,7 @@ def _print_plan(
         f"predicted: {human_seconds(seconds)} a step of {job.batch_size} samples ({job.batch_size / seconds:,.0f} "
         "samples/s)"
     )
+    print(f"           {explain_parts(found)}")
     console.print(bottleneck(problem, found, names), highlight=False, markup=False)
     if problem.ranks > 1 and problem.ranks <= 200:
         console.print("This is", highlight=False)

@@ -223,12 +223,13 @@ def _check_writable(folder: Path) -> None:
 
 def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
     """The engine that runs a plan."""
+    kind: type[Engine] = Engine
     if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
         from horizonml.engine.horovod import HorovodEngine
 
-        compression = job.parallel.gradient_compression
-        return HorovodEngine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
-    return Engine(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing)
+        kind = HorovodEngine
+    compression = job.parallel.gradient_compression
+    return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
 
 
 def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:

@@ -112,11 +112,16 @@ class Engine:
         optimizer: Sgd | Adam,
         batch_size: int,
         label_smoothing: float = 0.0,
+        gradient_compression: str = "none",
     ) -> None:
-        """Make the layers of this rank's stage. `batch_size` is that of a full global batch."""
+        """Make the layers of this rank's stage. `batch_size` is that of a full global batch.
+
+        `gradient_compression` is "none", or how gradients are compressed on their way within stages.
+        """
         plan.check(len(model.chain), group.world_size)
         self.plan, self.group, self.clock = plan, group, Clock()
         self._model_seed, self._batch_size, self._smoothing = model.seed, batch_size, label_smoothing
+        self._compression = gradient_compression
         self.stage_number = plan.stage_of(group.rank)
         self.member = plan.member_of(group.rank)
         self._stage = plan.stages[self.stage_number]
@@ -133,10 +138,11 @@ class Engine:
         self.optimizer, self._reducer = self._update_by(optimizer)
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
         self._entry = entry
-        self._inputs = Link(group, self.clock, entry, 0)
-        self._outputs = Link(group, self.clock, exit_, 0)
-        self._gradients_in = Link(group, self.clock, exit_, 1)
-        self._gradients_out = Link(group, self.clock, entry, 1)
+        before = "fp32" if self.is_first else plan.stages[self.stage_number - 1].send
+        self._inputs = Link(group, self.clock, entry, 0, before)
+        self._outputs = Link(group, self.clock, exit_, 0, self._stage.send)
+        self._gradients_in = Link(group, self.clock, exit_, 1, self._stage.send)
+        self._gradients_out = Link(group, self.clock, entry, 1, before)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
         self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(4, dtype=torch.float64))
         self._cuts: dict[int, list[_Micro]] = {}
@@ -152,6 +158,7 @@ class Engine:
             self.clock,
             _TAG_GRADIENTS,
             alike=self._channels is not None,
+            compression=self._compression,
         )
         return Optimizer(spec, self.module), reducer
 

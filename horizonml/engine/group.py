@@ -75,7 +75,7 @@ class Group:
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Begin to sum a tensor over `ranks` in place. All of them must make the same calls in the same order."""
         try:
-            work: Work = self._among(ranks).allreduce([tensor])
+            work: Work = self.among(ranks).allreduce([tensor])
         except RuntimeError as error:
             raise _lost(None, error) from error
         return work
@@ -84,12 +84,12 @@ class Group:
         """The tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
         tensors = [torch.empty_like(tensor) for _ in ranks]
         try:
-            self._among(ranks).allgather([tensors], [tensor]).wait()
+            self.among(ranks).allgather([tensors], [tensor]).wait()
         except RuntimeError as error:
             raise _lost(None, error) from error
         return tensors
 
-    def _among(self, ranks: tuple[int, ...]) -> Any:
+    def among(self, ranks: tuple[int, ...]) -> Any:
         if ranks not in self._subgroups:
             self._subgroups[ranks] = self._connect("ranks-" + "-".join(map(str, ranks)), ranks)
         return self._subgroups[ranks]

@@ -40,8 +40,8 @@ class HorovodEngine(Engine):
     ) -> None:
         """As for `Engine`; `compression` is "none" or "fp16". Horovod must be installed (see `launch`)."""
         assert len(plan.stages) == 1
-        self._hvd, self._compression, self._alike_everywhere = connect(group), compression, False
-        super().__init__(plan, model, group, optimizer, batch_size, label_smoothing)
+        self._hvd, self._alike_everywhere = connect(group), False
+        super().__init__(plan, model, group, optimizer, batch_size, label_smoothing, compression)
 
     def _update_by(self, spec: Sgd | Adam) -> tuple[Optimizer, GradientSum]:
         hvd, compression = self._hvd, self._compression

@@ -1,7 +1,8 @@
 """The boundary between this stage and a neighbour: activations one way, gradients the other.
 
 Members of the two stages may hold different parts of a micro-batch; each pair exchanges exactly the rows that both
-hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes.
+hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes. The plan says in
+which format each boundary sends.
 
 A message is announced by a header of four bytes that its sender sends just before it. Time until the header is here
 is `wait`, for the sender was not ready; from then on it is `transfer`. A message below `SMALL` bytes arrives in one
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from horizonml.engine.clock import Clock
+from horizonml.engine.codec import Codec
 from horizonml.engine.group import Group, Work
 from horizonml.model.chain import Boundary
 from horizonml.plan.plan import Route
@@ -29,7 +31,7 @@ _SENDS_UNDER_WAY = 4
 class _Expected:
     """A micro-batch whose parts are on their way."""
 
-    tensor: Tensor
+    encoded: Tensor
     headers: list[tuple[Work, int]]
     parts: list[tuple[Work, int]]
 
@@ -37,9 +39,9 @@ class _Expected:
 class Link:
     """One direction of a boundary, as this rank sees it: it only receives, or only sends."""
 
-    def __init__(self, group: Group, clock: Clock, boundary: Boundary, direction: int) -> None:
+    def __init__(self, group: Group, clock: Clock, boundary: Boundary, direction: int, format: str = "fp32") -> None:
         """`direction` is 0 for activations and 1 for gradients; it keeps their messages apart."""
-        self._group, self._clock, self._boundary, self._direction = group, clock, boundary, direction
+        self._group, self._clock, self._codec, self._direction = group, clock, Codec(boundary, format), direction
         self._expected: dict[int, _Expected] = {}
         self._sending: deque[tuple[Work, int, Tensor]] = deque()
         self._header = torch.zeros(1)
@@ -49,23 +51,22 @@ class Link:
         return 4 * micro + 2 * self._direction
 
     def _has_header(self, rows: int) -> bool:
-        return rows * self._boundary.bytes_per_sample >= SMALL
+        return rows * self._codec.bytes_per_sample >= SMALL
 
     def expect(self, micro: int, rows: int, routes: list[Route]) -> None:
         """Post the receives for this rank's `rows` of a micro-batch."""
         assert micro not in self._expected
-        tensor = torch.empty(rows, *self._boundary.shape, dtype=self._boundary.dtype)
-        expected = _Expected(tensor, [], [])
+        expected = _Expected(self._codec.empty(rows), [], [])
         for route in routes:
             if self._has_header(route.stop - route.start):
                 header = torch.empty(1)
                 expected.headers.append((self._group.receive(header, route.peer, self._tag(micro) + 1), route.peer))
-            part = tensor[route.start : route.stop]
+            part = expected.encoded[route.start : route.stop]
             expected.parts.append((self._group.receive(part, route.peer, self._tag(micro)), route.peer))
         self._expected[micro] = expected
 
     def receive(self, micro: int) -> Tensor:
-        """The rows of a micro-batch, as soon as all are here. Leaves the clock in compute."""
+        """The rows of a micro-batch, as soon as all are here."""
         expected = self._expected.pop(micro)
         everything_small = not expected.headers
         self._clock.switch("wait", "receive", micro)
@@ -75,20 +76,24 @@ class Link:
             self._clock.switch("transfer", "receive", micro)
         for work, peer in expected.parts:
             self._group.wait(work, peer)
-        self.received_bytes += expected.tensor.nbytes
-        return expected.tensor
+        self.received_bytes += expected.encoded.nbytes
+        if self._codec.format != "fp32":
+            self._clock.switch("compute", "decode", micro)
+        return self._codec.decode(expected.encoded)
 
     def send(self, micro: int, tensor: Tensor, routes: list[Route]) -> None:
         """Begin to send this rank's rows of a micro-batch."""
+        if self._codec.format != "fp32":
+            self._clock.switch("compute", "encode", micro)
+        encoded = self._codec.encode(tensor.detach())
         self._clock.switch("transfer", "send", micro)
-        tensor = tensor.detach().contiguous()
         for route in routes:
             if self._has_header(route.stop - route.start):
                 work = self._group.send(self._header, route.peer, self._tag(micro) + 1)
                 self._sending.append((work, route.peer, self._header))
-            part = tensor[route.start : route.stop]
+            part = encoded[route.start : route.stop]
             self._sending.append((self._group.send(part, route.peer, self._tag(micro)), route.peer, part))
-        self.sent_bytes += tensor.nbytes
+        self.sent_bytes += encoded.nbytes
         while len(self._sending) > 2 * _SENDS_UNDER_WAY * len(routes):
             self._finish_one()
 

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from horizonml.cluster.device import available_cores, device_name
+from horizonml.engine.codec import Codec
 from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job import Sgd
+from horizonml.model.chain import Boundary
 from horizonml.model.zoo import Model
+from horizonml.plan.plan import FORMATS
 from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.seeds import name_seed
 
-_FORMAT = 1
+_FORMAT = 2
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
@@ -92,12 +95,18 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         )
         for index, times in enumerate(rows)
     )
-    return Profile(device_name(), sizes[:known], update, found)
+    codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
+    return Profile(device_name(), sizes[:known], update, found, codecs)
+
+
+def _clock() -> Callable[[], float]:
+    """Tells seconds; of the processor's time where a quota would stop the process in between."""
+    return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
 
 
 def _once(module: torch.nn.Module, entered: Tensor) -> tuple[float, float]:
-    """Seconds forward and backward; of the processor's time where a quota would stop the process in between."""
-    clock = time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
+    """Seconds forward and backward."""
+    clock = _clock()
     start = clock()
     left = module(entered)
     middle = clock()
@@ -131,9 +140,21 @@ def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
     optimizer = Optimizer(Sgd(), module)
-    times = []
+    clock, times = _clock(), []
     for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
+        start = clock()
         optimizer.step(lr=1e-9)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _codec_seconds_per_byte(format: str) -> float:
+    """Seconds to encode or to decode a byte of float32, the mean of both."""
+    codec = Codec(Boundary((64, 32, 32), torch.float32), format)
+    tensor = torch.randn(8, 64, 32, 32)
+    clock, times = _clock(), []
+    for _ in range(1 + _REPEATS):
+        start = clock()
+        codec.decode(codec.encode(tensor))
+        times.append(clock() - start)
+    return min(times[1:]) / tensor.nbytes / 2

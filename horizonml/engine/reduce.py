@@ -6,7 +6,7 @@ in which the backward pass makes them; a full bucket is sent on its way while ea
 VLDB 2020). A stage with few parameters is summed along a tree in one piece instead (see `TreeSum`).
 
 BatchNorm's running statistics travel in the last bucket and are averaged by samples, so that all members of a stage
-hold the same state after every step.
+hold the same state after every step. Where gradients are compressed, they do so in a message of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.engine.clock import Clock
+from horizonml.engine.compress import Compressed, compressed
 from horizonml.engine.group import Group, TreeSum, Work
 
 BUCKET_BYTES = 25 << 20
@@ -75,10 +76,12 @@ class Reducer:
         clock: Clock,
         tag: int,
         alike: bool = False,
+        compression: str = "none",
     ) -> None:
         """All parameters must be float32. `tag` must be free for this stage's tree.
 
-        `alike` says that all members compute the same gradients, so that they are averaged.
+        `alike` says that all members compute the same gradients, so that they are averaged. `compression` is "none",
+        "fp16" or "powersgd"; of the sums only, so that all members still hold the same.
         """
         self._group, self._ranks, self._clock, self._alike = group, ranks, clock, alike
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -87,16 +90,25 @@ class Reducer:
         self._averaged, self._copied = averaged, copied
         extra = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
         self._buckets: list[_Bucket] = []
-        self.bytes_per_step = 0
+        self.bytes_per_step = 0  # sent, and as many received
         if len(ranks) == 1:
             return
-        self._buckets = [_Bucket(parameters) for parameters in _in_buckets(self._parameters)] or [_Bucket([])]
-        if extra:
+        # torch's PowerSGD hangs with more than one bucket on gloo.
+        limit = float("inf") if compression == "powersgd" else BUCKET_BYTES
+        self._buckets = [_Bucket(part) for part in _in_buckets(self._parameters, limit)] or [_Bucket([])]
+        self._compressed: Compressed | None = None
+        if compression != "none":
+            self._compressed = compressed(compression, group, ranks, [p.shape for p in self._parameters])
+            if extra:
+                self._buckets.append(_Bucket([], extra))
+        elif extra:
             last = self._buckets[-1]
             self._buckets[-1] = _Bucket(last.parameters, extra)
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
         self._tree = None
-        if total <= (TREE_BYTES_ON_ONE_HOST if group.on_one_host(ranks) else TREE_BYTES):
+        if self._compressed is not None:
+            self._whole = (total - 4 * extra, 4 * extra)
+        elif total <= (TREE_BYTES_ON_ONE_HOST if group.on_one_host(ranks) else TREE_BYTES):
             assert len(self._buckets) == 1
             self._tree = TreeSum(group, ranks, tag, self._buckets[0].flat)
             self.bytes_per_step = total * self._tree.messages
@@ -124,6 +136,9 @@ class Reducer:
             self._works = []
             for bucket in self._buckets:
                 bucket.missing, bucket.own = len(bucket.parameters), None
+            if self._compressed is not None:
+                sent = self._compressed.ratio * self._whole[0] + self._whole[1]
+                self.bytes_per_step = int(2 * (len(self._ranks) - 1) * sent / len(self._ranks))
             if self._tree is not None:
                 self._tree.post()
 
@@ -159,7 +174,8 @@ class Reducer:
                 gradients.append(view)
             else:
                 gradients.append(parameter.grad)
-        torch._foreach_copy_(bucket.views, gradients)
+        if gradients:
+            torch._foreach_copy_(bucket.views, gradients)
         if self._alike:
             bucket.flat[: bucket.flat.numel() - bucket.extra].mul_(self._weight)
         for parameter in bucket.parameters:
@@ -168,6 +184,8 @@ class Reducer:
             bucket.own = bucket.flat[: bucket.flat.numel() - bucket.extra].clone()
         if self._tree is not None:
             return _Done()
+        if self._compressed is not None and bucket.parameters:
+            return self._compressed.begin(bucket.flat, bucket.views)
         return self._group.all_reduce(bucket.flat, self._ranks)
 
     def finish(self, weight: float) -> float | None:
@@ -231,12 +249,12 @@ class _Done:
         return None
 
 
-def _in_buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters in the order of the backward pass, cut into buckets of about `BUCKET_BYTES`."""
+def _in_buckets(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+    """Parameters in the order of the backward pass, cut into buckets of at most `limit` bytes, or one each."""
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for parameter in reversed(list(parameters)):
-        if not buckets or size + parameter.nbytes > BUCKET_BYTES:
+        if not buckets or size + parameter.nbytes > limit:
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)

@@ -44,6 +44,10 @@ class Model:
             for name in self.chain.slice(index, index + 1).state_dict(keep_vars=True)
         }
 
+    def parameter_shapes(self) -> list[torch.Size]:
+        """Of all parameters, in no particular order."""
+        return [parameter.shape for parameter in self.chain.slice(0, len(self.chain)).parameters()]
+
 
 def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...]) -> Model:
     """The model of a job for images of shape `[channels, height, width]`. Raises ModelError."""

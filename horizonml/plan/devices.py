@@ -136,6 +136,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         "device": profile.device,
         **about,
         "update_seconds_per_byte": profile.update_seconds_per_byte,
+        "codec_seconds_per_byte": profile.codec_seconds_per_byte,
         "layers": layers,
     }
     text = yaml.safe_dump(content, sort_keys=False, width=120)
@@ -158,7 +159,8 @@ def read_profile(path: Path, base: Profile) -> Profile:
             for layer in content["layers"]
         )
         sizes = tuple(map(int, content["layers"][0]["forward"]))
-        found = Profile(str(content["device"]), sizes, float(content["update_seconds_per_byte"]), layers)
+        codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
+        found = Profile(str(content["device"]), sizes, float(content["update_seconds_per_byte"]), layers, codecs)
     except OSError as error:
         raise JobError(f"{path}: {error.strerror or error}; `horizonml profile JOB --out FILE` writes one") from None
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.search import Found, Problem, data_parallel, equal_split, search
 from horizonml.plan.simulate import Host
 from horizonml.text import human_bytes, human_seconds
@@ -19,6 +19,7 @@ class Row:
     layers: str
     rank: str
     rows: str  # of every micro-batch
+    sends: str  # to the next stage, and in which format
     memory: str
     busy: str
 
@@ -30,6 +31,8 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
     table = []
     for number, stage in enumerate(plan.stages):
         first, last = layer_names[stage.start], layer_names[stage.stop - 1]
+        bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send]
+        last_stage = number + 1 == len(plan.stages)
         for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
             share = problem.crowd[rank] * prediction.busy[rank] / prediction.seconds
             table.append(
@@ -38,11 +41,18 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
                     f"{stage.start}-{stage.stop - 1} ({first} .. {last})",
                     f"{rank} ({names[rank]})",
                     f"{stop - start} of {size}",
+                    "-" if last_stage else f"{human_bytes(bytes_ * (stop - start))} {stage.send}",
                     f"{human_bytes(prediction.memory[rank])} of {human_bytes(problem.memory[rank])}",
                     f"{min(1.0, share):.0%}",
                 )
             )
     return table
+
+
+def explain_parts(found: Found) -> str:
+    """What a step's time consists of, in its order."""
+    parts = {name: seconds for name, seconds in found.prediction.parts.items() if seconds >= 5e-4}
+    return ", then ".join(f"{human_seconds(seconds)} {name}" for name, seconds in parts.items())
 
 
 def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
@@ -54,14 +64,13 @@ def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
     }
     for number, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:
-            size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[stage.start : stage.stop])
-            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * size
+            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * problem.summed_bytes(stage.start, stage.stop)
             slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in stage.ranks if a != b)
             words = f"the members of stage {number} sum their gradients ({human_bytes(moved)} each)"
             shares[words] = moved / slowest / seconds
         if number + 1 < len(plan.stages):
             after = plan.stages[number + 1]
-            moved = problem.profiles[0].layers[stage.stop - 1].output_bytes * problem.batch_size
+            moved = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
             slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks)
             words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}, and back)"
             shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
@@ -79,13 +88,8 @@ def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
     alone = []
     host_of = {rank: host for host in problem.hosts for rank in host.ranks}
     for rank in range(problem.ranks):
-        single = Problem(
-            [problem.profiles[rank]],
-            [Host((0,), host_of[rank].cores, host_of[rank].memory)],
-            problem.network,
-            problem.batch_size,
-            problem.optimizer_copies,
-        )
+        only = [Host((0,), host_of[rank].cores, host_of[rank].memory)]
+        single = replace(problem, profiles=[problem.profiles[rank]], hosts=only)
         plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", count) for count in single.micro_batches[:8]]
         alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
     best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
@@ -104,10 +108,7 @@ def lacking(problem: Problem, found: Found, names: Sequence[str]) -> str:
     batch = problem.batch_size
     while batch > 1:
         batch //= 2
-        smaller = Problem(
-            problem.profiles, problem.hosts, problem.network, batch, problem.optimizer_copies, problem.schedule
-        )
-        if search(smaller, 60).prediction.fits:
+        if search(replace(problem, batch_size=batch), 60).prediction.fits:
             return f"{text}. With a batch_size of {batch} there is a plan that fits."
     return f"{text}. No batch size would fit: more devices, or more memory, are needed."
 

@@ -12,13 +12,17 @@ from typing import Any
 
 from horizonml.errors import PlanError
 
+# What activations and their gradients may be sent as, most precise first, and the bytes compared with float32's.
+FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
+
 
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers `start` to `stop - 1`, held by `ranks`.
 
     `shares[i]` of every micro-batch's samples go to `ranks[i]`, each of which holds the layers; or, where `split` is
-    "channels", `shares[i]` of the layers' channels, and all samples go to all ranks (tensor parallelism).
+    "channels", `shares[i]` of the layers' channels, and all samples go to all ranks (tensor parallelism). `send` is the
+    format (one of `FORMATS`) of activations on their way to the next stage, and of their gradients on the way back.
     """
 
     start: int
@@ -26,6 +30,7 @@ class Stage:
     ranks: tuple[int, ...]
     shares: tuple[float, ...]
     split: str = "samples"
+    send: str = "fp32"
 
     def parts(self, count: int) -> list[tuple[int, int]]:
         """Each member's part `[first, end)` of `count` things, in the order of `ranks`.
@@ -98,6 +103,8 @@ class Plan:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if stage.split != "samples" and len(self.stages) > 1:
                 raise PlanError(f"stage {number} of the plan splits channels; only a plan of one stage can")
+            if stage.send not in FORMATS:
+                raise PlanError(f"stage {number} of the plan sends {stage.send!r}; there are {', '.join(FORMATS)}")
             expected = stage.stop
         if expected != layers:
             raise PlanError(
@@ -107,7 +114,14 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
         stages = [
-            {"start": s.start, "stop": s.stop, "ranks": list(s.ranks), "shares": list(s.shares), "split": s.split}
+            {
+                "start": s.start,
+                "stop": s.stop,
+                "ranks": list(s.ranks),
+                "shares": list(s.shares),
+                "split": s.split,
+                "send": s.send,
+            }
             for s in self.stages
         ]
         return {"stages": stages, "schedule": self.schedule, "micro_batches": self.micro_batches}
@@ -122,6 +136,7 @@ class Plan:
                 tuple(s["ranks"]),
                 tuple(map(float, s["shares"])),
                 str(s.get("split", "samples")),
+                str(s.get("send", "fp32")),
             )
             for s in value["stages"]
         )
@@ -140,6 +155,8 @@ class Plan:
                 for rank, share in zip(stage.ranks, stage.shares, strict=True)
             )
             lines.append(f"stage {number}: {who}: {span}" + (", split by channels" * (stage.split == "channels")))
+            if stage.send != "fp32" and number + 1 < len(self.stages):
+                lines[-1] += f", sends {stage.send}"
         if len(self.stages) > 1:
             lines.append(f"{self.schedule}, {self.micro_batches} micro-batches")
         return "\n".join(lines)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from horizonml.errors import PlanError
 from horizonml.job import Job, Parallel, StageSpec
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import MICRO_BATCHES, Found, Problem, search
-from horizonml.plan.simulate import Host, Network, predict
+from horizonml.plan.simulate import Host, Network
 
 
 def needs_profile(parallel: Parallel, world_size: int) -> bool:
@@ -30,40 +30,46 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
     """The plan of a job that needs no profile. Raises PlanError."""
     parallel = job.parallel
     micro_batches = parallel.micro_batches or 1
-    if parallel.stages is None:
+    if parallel.stages is None:  # one stage, which sends nothing on
         ranks = tuple(range(world_size))
         split = "channels" if parallel.strategy == "tensor" else "samples"
         return Plan((Stage(0, layers, ranks, (1.0,) * world_size, split),), parallel.schedule, micro_batches)
     ends = [spec.layers[1] + 1 if spec.layers else layers for spec in parallel.stages]
-    plan = Plan(_stages(parallel.stages, ends), parallel.schedule, micro_batches)
+    plan = Plan(_stages(parallel.stages, ends, _format(parallel)), parallel.schedule, micro_batches)
     plan.check(layers, world_size)
     return plan
 
 
-def choose(
+def problem_for(
     job: Job,
-    profiles: Profile | Sequence[Profile],
-    world_size: int,
+    profiles: Sequence[Profile],
     hosts: Sequence[Host],
     network: Network,
     optimizer_copies: int,
-) -> Found:
+    gradient_ratio: float = 1.0,
+) -> Problem:
+    """What a job leaves open to the search, with a profile for every rank; the rest is as for `predict`."""
+    parallel = job.parallel
+    counts = [parallel.micro_batches] if parallel.micro_batches else list(MICRO_BATCHES)
+    formats = tuple(FORMATS) if parallel.activations == "auto" else (parallel.activations,)
+    schedule = parallel.schedule
+    return Problem(
+        profiles, hosts, network, job.batch_size, optimizer_copies, schedule, counts, formats, gradient_ratio
+    )
+
+
+def choose(job: Job, problem: Problem) -> Found:
     """The fastest predicted plan of the kind that the job asks for, among those that fit into memory.
 
-    `profiles` is one for all ranks, or, for strategy `auto`, one for each. If none fits, the one that comes nearest.
-    Raises PlanError if the model has too few layers.
+    Unless its strategy is `auto`, rank 0's profile stands for all. If no plan fits, the one that comes nearest. Raises
+    PlanError if the model has too few layers.
     """
     if job.parallel.strategy == "auto" and job.parallel.stages is None:
-        own = [profiles] * world_size if isinstance(profiles, Profile) else profiles
-        counts = (job.parallel.micro_batches,) if job.parallel.micro_batches else MICRO_BATCHES
-        return search(Problem(own, hosts, network, job.batch_size, optimizer_copies, job.parallel.schedule, counts))
-    profile = profiles if isinstance(profiles, Profile) else profiles[0]
-    candidates = []
-    for plan in _candidates(job, profile, world_size):
-        prediction = predict(plan, profile, job.batch_size, hosts, network, optimizer_copies)
-        candidates.append(Found(plan, prediction))
+        return search(problem)
+    profile = problem.profiles[0]
+    candidates = [problem.judge(plan) for plan in _candidates(job, profile, problem.ranks)]
     if not candidates:
-        least = 2 if job.parallel.strategy == "hybrid" else world_size
+        least = 2 if job.parallel.strategy == "hybrid" else problem.ranks
         raise PlanError(
             f"{job.model.name} can be cut into at most {len(profile.layers)} stages, but the plan needs {least}; "
             "use fewer workers, or strategy hybrid or ddp"
@@ -87,7 +93,7 @@ def _candidates(job: Job, profile: Profile, world_size: int) -> Iterator[Plan]:
                 if found is None:
                     continue
                 ends = found
-            plan = Plan(_stages(parallel.stages, ends), parallel.schedule, micro_batches)
+            plan = Plan(_stages(parallel.stages, ends, _format(parallel)), parallel.schedule, micro_batches)
             plan.check(layers, world_size)
             yield plan
         else:
@@ -96,7 +102,7 @@ def _candidates(job: Job, profile: Profile, world_size: int) -> Iterator[Plan]:
                     continue
                 found = _balance(profile, rows, [1 / members for members in shape])
                 if found is not None:
-                    yield Plan(_equal_stages(shape, found), parallel.schedule, micro_batches)
+                    yield Plan(_equal_stages(shape, found, _format(parallel)), parallel.schedule, micro_batches)
 
 
 def _shapes(strategy: str, world_size: int, layers: int) -> Iterator[tuple[int, ...]]:
@@ -159,18 +165,23 @@ def _largest_share(spec: StageSpec) -> float:
     return max(spec.shares) / sum(spec.shares) if spec.shares else 1 / len(spec.ranks)
 
 
-def _stages(specs: Sequence[StageSpec], ends: Sequence[int]) -> tuple[Stage, ...]:
+def _format(parallel: Parallel) -> str:
+    """What stages send, where the plan leaves it to the job."""
+    return "fp32" if parallel.activations == "auto" else parallel.activations
+
+
+def _stages(specs: Sequence[StageSpec], ends: Sequence[int], format: str) -> tuple[Stage, ...]:
     starts = [0, *ends[:-1]]
     return tuple(
-        Stage(start, end, tuple(spec.ranks), tuple(spec.shares or [1.0] * len(spec.ranks)))
+        Stage(start, end, tuple(spec.ranks), tuple(spec.shares or [1.0] * len(spec.ranks)), send=spec.send or format)
         for spec, start, end in zip(specs, starts, ends, strict=True)
     )
 
 
-def _equal_stages(shape: Sequence[int], ends: Sequence[int]) -> tuple[Stage, ...]:
+def _equal_stages(shape: Sequence[int], ends: Sequence[int], format: str) -> tuple[Stage, ...]:
     """Ranks in order, equal shares."""
     specs, rank = [], 0
     for members in shape:
-        specs.append(StageSpec(ranks=list(range(rank, rank + members)), shares=None, layers=None))
+        specs.append(StageSpec(ranks=list(range(rank, rank + members)), shares=None, send=None, layers=None))
         rank += members
-    return _stages(specs, ends)
+    return _stages(specs, ends, format)

@@ -6,7 +6,7 @@ Plain data; `engine.measure` makes one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -30,6 +30,8 @@ class Profile:
     sizes: tuple[int, ...]
     update_seconds_per_byte: float
     layers: tuple[LayerProfile, ...]
+    codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
+    """Of float32, to encode or to decode it for a link, by format."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
         """Forward and backward seconds of a layer for `rows` samples: between measured sizes by interpolation."""
@@ -46,7 +48,12 @@ class Profile:
             )
             for layer in self.layers
         )
-        return replace(self, update_seconds_per_byte=self.update_seconds_per_byte * factor, layers=layers)
+        return replace(
+            self,
+            update_seconds_per_byte=self.update_seconds_per_byte * factor,
+            layers=layers,
+            codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -59,7 +66,13 @@ class Profile:
             LayerProfile(**{**layer, "forward": tuple(layer["forward"]), "backward": tuple(layer["backward"])})
             for layer in value["layers"]
         )
-        return cls(str(value["device"]), tuple(value["sizes"]), float(value["update_seconds_per_byte"]), layers)
+        return cls(
+            str(value["device"]),
+            tuple(value["sizes"]),
+            float(value["update_seconds_per_byte"]),
+            layers,
+            dict(value["codec_seconds_per_byte"]),
+        )
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> float:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.profile import Profile
 from horizonml.plan.simulate import Host, Network, Prediction, predict
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 _MOST_BLOCKS = 48  # devices that the dynamic programme tells apart
+_PRECISION_IS_WORTH = 0.03  # of a step's time
 _SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # of the slowest stage above the best
 
 
@@ -36,26 +37,29 @@ class Found:
         return max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
 
 
+@dataclass
 class Problem:
-    """Devices, links and a model, for which plans are made."""
+    """Devices, links and a model, for which plans are made.
 
-    def __init__(
-        self,
-        profiles: Sequence[Profile],
-        hosts: Sequence[Host],
-        network: Network,
-        batch_size: int,
-        optimizer_copies: int,
-        schedule: str = "1f1b",
-        micro_batches: Sequence[int] = MICRO_BATCHES,
-    ) -> None:
-        """`profiles[r]` is that of rank r's device; `optimizer_copies` as for `predict`."""
-        self.micro_batches = [count for count in micro_batches if count <= batch_size]
-        self.profiles, self.hosts, self.network = list(profiles), list(hosts), network
-        self.batch_size, self.optimizer_copies, self.schedule = batch_size, optimizer_copies, schedule
-        self.layers, self.ranks = len(profiles[0].layers), len(profiles)
-        self.crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in hosts for rank in host.ranks}
-        self.memory = {rank: host.memory for host in hosts for rank in host.ranks}
+    `profiles[r]` is that of rank r's device; `optimizer_copies` and `gradient_ratio` are as for `predict`; `formats`
+    are those that may travel between stages, the most precise first.
+    """
+
+    profiles: Sequence[Profile]
+    hosts: Sequence[Host]
+    network: Network
+    batch_size: int
+    optimizer_copies: int
+    schedule: str = "1f1b"
+    micro_batches: list[int] = field(default_factory=lambda: list(MICRO_BATCHES))
+    formats: Sequence[str] = ("fp32",)
+    gradient_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.micro_batches = [count for count in self.micro_batches if count <= self.batch_size]
+        self.layers, self.ranks = len(self.profiles[0].layers), len(self.profiles)
+        self.crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in self.hosts for rank in host.ranks}
+        self.memory = {rank: host.memory for host in self.hosts for rank in host.ranks}
         self.evaluations = 0
         self._known: dict[Plan, Found] = {}
         self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
@@ -65,8 +69,18 @@ class Problem:
         """What a plan costs."""
         if plan not in self._known:
             self.evaluations += 1
-            prediction = predict(plan, self.profiles, self.batch_size, self.hosts, self.network, self.optimizer_copies)
-            self._known[plan] = Found(plan, prediction)
+            self._known[plan] = Found(
+                plan,
+                predict(
+                    plan,
+                    self.profiles,
+                    self.batch_size,
+                    self.hosts,
+                    self.network,
+                    self.optimizer_copies,
+                    self.gradient_ratio,
+                ),
+            )
         return self._known[plan]
 
     def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
@@ -113,13 +127,28 @@ class Problem:
         return [float(count) if count else 1e-9 for count in own]
 
     def plan(self, cuts: Sequence[int], groups: Sequence[Sequence[int]], micro_batches: int) -> Plan:
-        """A plan whose stages begin at layer 0 and at the `cuts`."""
+        """A plan whose stages begin at layer 0 and at the `cuts`, and send what takes least time."""
         bounds = [0, *cuts, self.layers]
-        stages = tuple(
+        stages = [
             self.stage(start, stop, group, micro_batches)
             for (start, stop), group in zip(itertools.pairwise(bounds), groups, strict=True)
+        ]
+        for number, (stage, after) in enumerate(itertools.pairwise(stages)):
+            stages[number] = replace(stage, send=self.fastest_format(stage.ranks[0], after.ranks[0]))
+        return Plan(tuple(stages), self.schedule, micro_batches)
+
+    def summed_bytes(self, start: int, stop: int) -> float:
+        """What of the gradients of layers `start` to `stop - 1` is summed, compression included."""
+        return self.gradient_ratio * sum(layer.parameter_bytes for layer in self.profiles[0].layers[start:stop])
+
+    def fastest_format(self, sender: int, receiver: int) -> str:
+        """The format in which a byte of float32 gets from one rank to another soonest, encoding included."""
+        bandwidth = self.network.between(sender, receiver)[1]
+        coding = [self.profiles[rank].codec_seconds_per_byte for rank in (sender, receiver)]
+        return min(
+            self.formats,
+            key=lambda format: FORMATS[format] / bandwidth + sum(costs.get(format, 0.0) for costs in coding),
         )
-        return Plan(stages, self.schedule, micro_batches)
 
 
 def search(problem: Problem, evaluations: int | None = None) -> Found:
@@ -137,7 +166,21 @@ def search(problem: Problem, evaluations: int | None = None) -> Found:
     best = judged[0]
     for found in starts[: 10 if problem.ranks <= 16 else 3 if problem.ranks <= 64 else 1]:
         best = min(best, _improve(problem, found, budget), key=lambda one: one.cost)
-    return best
+    return _precise(problem, best)
+
+
+def _precise(problem: Problem, found: Found) -> Found:
+    """The same plan, which sends more precise formats wherever that costs next to nothing."""
+    limit = found.prediction.seconds * (1 + _PRECISION_IS_WORTH)
+    for number in range(len(found.plan.stages) - 1):
+        stages = list(found.plan.stages)
+        for format in problem.formats[: problem.formats.index(stages[number].send)]:
+            stages[number] = replace(stages[number], send=format)
+            other = problem.judge(replace(found.plan, stages=tuple(stages)))
+            if other.prediction.seconds <= limit and len(other.prediction.lacking) <= len(found.prediction.lacking):
+                found = other
+                break
+    return found
 
 
 def data_parallel(problem: Problem) -> Plan:
@@ -230,7 +273,7 @@ def _stage_costs(problem: Problem, blocks: Sequence[Sequence[int]], micro_batche
             seconds = [problem.seconds(block[0], start, stop, typical) * rows / typical for block in blocks]
             power = [len(block) / max(1e-12, time) for block, time in zip(blocks, seconds, strict=True)]
             total = np.concatenate([[0.0], np.cumsum(power)])
-            size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[start:stop])
+            size = problem.summed_bytes(start, stop)
             out = problem.profiles[0].layers[stop - 1].output_bytes * rows if stop < layers else 0
             for first in range(count):
                 compute = 1.0 / (total[first + 1 :] - total[first])
@@ -240,7 +283,8 @@ def _stage_costs(problem: Problem, blocks: Sequence[Sequence[int]], micro_batche
                 many = members[first + 1 :] - members[first]
                 latency, bandwidth = problem.network.between(blocks[first][0], blocks[first - count + 1][0])
                 reduce = np.where(many > 1, 2 * (many - 1) * (latency + size / many / bandwidth), 0.0)
-                link = latency + out / bandwidth if stop < layers else 0.0
+                format = problem.fastest_format(blocks[first][0], blocks[first - count + 1][0])
+                link = latency + out * FORMATS[format] / bandwidth if stop < layers else 0.0
                 cost[start, stop, first, first + 1 :] = np.maximum(compute, link) + reduce / micro_batches
     return cost
 
@@ -300,14 +344,14 @@ def _estimate(problem: Problem, plan: Plan) -> float:
         parts = stage.parts(rows)
         members = zip(stage.ranks, parts, strict=True)
         compute = max(problem.seconds(rank, stage.start, stage.stop, b - a) for rank, (a, b) in members)
-        size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[stage.start : stage.stop])
         if len(stage.ranks) > 1:
+            size = problem.summed_bytes(stage.start, stage.stop)
             latency, bandwidth = problem.network.between(stage.ranks[0], stage.ranks[1])
             after = max(after, 2 * (len(stage.ranks) - 1) * (latency + size / len(stage.ranks) / bandwidth))
         times.append(compute)
         if number + 1 < len(plan.stages):
             latency, bandwidth = problem.network.between(stage.ranks[0], plan.stages[number + 1].ranks[0])
-            bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * rows
+            bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * rows
             times.append(2 * (latency + bytes_ / bandwidth / min(len(stage.ranks), 4)))
     slowest = max(times)
     return (plan.micro_batches - 1) * slowest + sum(times) + after

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import FORMATS, Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 
@@ -56,6 +56,7 @@ class Prediction:
     """What a plan would cost."""
 
     seconds: float  # of a step
+    parts: dict[str, float]  # what the seconds of the last stage to finish consist of
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
     lacking: dict[int, float]  # bytes that ranks lack, of those that do; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
@@ -74,23 +75,27 @@ def predict(
     hosts: Sequence[Host],
     network: Network,
     optimizer_copies: int,
+    gradient_ratio: float = 1.0,
 ) -> Prediction:
     """Step time and memory of a plan.
 
     `profiles` is one for all ranks, or one for each. `optimizer_copies` is 1 for momentum SGD, 2 for Adam, 0 for plain
-    SGD.
+    SGD. `gradient_ratio` says to what part of their bytes gradients are compressed on their way within a stage.
     """
     own = [profiles] * plan.world_size if isinstance(profiles, Profile) else list(profiles)
     simulation = _Simulation(plan, own, plan.micro_sizes(batch_size, batch_size), hosts, network)
     finish = simulation.run()
     crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in hosts for rank in host.ranks}
-    seconds = 0.0
+    parts: dict[str, float] = {}
     for stage in plan.stages:
         size = sum(layer.parameter_bytes for layer in own[stage.ranks[0]].layers[stage.start : stage.stop])
-        done = max(finish[rank] for rank in stage.ranks)
-        done += _reduce_seconds(stage.ranks, size, network) * max(crowd[rank] for rank in stage.ranks)
-        done += max(size * own[rank].update_seconds_per_byte * crowd[rank] for rank in stage.ranks)
-        seconds = max(seconds, done)
+        summing = _reduce_seconds(stage.ranks, size * gradient_ratio, network)
+        done = {
+            "forward and backward passes": max(finish[rank] for rank in stage.ranks),
+            "summing gradients": summing * max(crowd[rank] for rank in stage.ranks),
+            "updating parameters": max(size * own[rank].update_seconds_per_byte * crowd[rank] for rank in stage.ranks),
+        }
+        parts = max(parts, done, key=lambda one: sum(one.values()))
     sizes = simulation.sizes
     memory = {
         rank: _memory(plan, own[rank], number, rows, sizes, optimizer_copies)
@@ -99,7 +104,8 @@ def predict(
     }
     capacity = {rank: host.memory for host in hosts for rank in host.ranks}
     return Prediction(
-        seconds,
+        sum(parts.values()),
+        parts,
         memory,
         {rank: need - capacity[rank] for rank, need in memory.items() if need > capacity[rank]},
         {rank: sum(task.work for task in tasks) for rank, tasks in simulation.tasks.items()},
@@ -247,11 +253,19 @@ def _tasks(
             before = _overlaps((first, end), rows[number - 1][size], plan.stages[number - 1].ranks)
         if number + 1 < len(plan.stages):
             after = _overlaps((first, end), rows[number + 1][size], plan.stages[number + 1].ranks)
-        entry, exit_ = profile.layers[stage.start - 1].output_bytes, profile.layers[stage.stop - 1].output_bytes
         forward, backward = (share * sum(pair[way] for pair in pairs) for way in (0, 1))
+        coding = entry = exit_ = 0.0  # bytes per sample on the links
+        if before:
+            size_, format = profile.layers[stage.start - 1].output_bytes, plan.stages[number - 1].send
+            entry = size_ * FORMATS[format]
+            coding += (end - first) * size_ * profile.codec_seconds_per_byte.get(format, 0.0)
+        if after:
+            size_ = profile.layers[stage.stop - 1].output_bytes
+            exit_ = size_ * FORMATS[stage.send]
+            coding += (end - first) * size_ * profile.codec_seconds_per_byte.get(stage.send, 0.0)
         made[size] = {
-            "forward": (forward, len(before), tuple((peer, float(exit_ * count)) for peer, count in after)),
-            "backward": (backward, len(after), tuple((peer, float(entry * count)) for peer, count in before)),
+            "forward": (forward + coding, len(before), tuple((peer, exit_ * count) for peer, count in after)),
+            "backward": (backward + coding, len(after), tuple((peer, entry * count) for peer, count in before)),
         }
     return [_Task(action, *made[sizes[action.micro]][action.kind]) for action in actions if sizes[action.micro] in made]
 

@@ -4,13 +4,19 @@ import pytest
 
 from horizonml.engine.probe import tournament
 from horizonml.errors import PlanError
+from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.plan.plan import Plan, Stage
-from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile
+from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import LayerProfile, Profile
+from horizonml.plan.search import Found
 from horizonml.plan.simulate import Host, Network, predict
 
 FAST = Network(0.0, 1e12)
+
+
+def chosen(job: Job, profiles: list[Profile], hosts: list[Host], network: Network) -> Found:
+    return choose(job, problem_for(job, profiles, hosts, network, 0))
 
 
 def profile(*seconds: float, fixed: float = 0.0, parameters: int = 0, saved: int = 0) -> Profile:
@@ -97,7 +103,7 @@ def test_more_stages_than_layers_cannot_be() -> None:
     assert _balance(profile(1.0, 1.0), 1, [1.0] * 3) is None
     job = parse("parallel: {strategy: pipeline, workers: 5}\nmodel: {name: tests.models:plain}", "job.yaml")
     with pytest.raises(PlanError, match="at most 2 stages, but the plan needs 5"):
-        choose(job, profile(1.0, 1.0), 5, one_host(5, 5), FAST, 0)
+        chosen(job, [profile(1.0, 1.0)] * 5, one_host(5, 5), FAST)
 
 
 @pytest.mark.parametrize(("total", "parts"), [(5, 2), (5, 3), (6, 6), (1, 1)])
@@ -115,26 +121,26 @@ def test_large_worlds_are_not_enumerated() -> None:
 
 def test_costly_small_micro_batches_lead_to_few_large_ones() -> None:
     job = parse("parallel: {strategy: pipeline, workers: 4}\nbatch_size: 128", "job.yaml")
-    cheap = choose(job, profile(*[0.001] * 8), 4, one_host(4, 4), FAST, 0).plan
-    costly = choose(job, profile(*[0.001] * 8, fixed=0.02), 4, one_host(4, 4), FAST, 0).plan
+    cheap = chosen(job, [profile(*[0.001] * 8)] * 4, one_host(4, 4), FAST).plan
+    costly = chosen(job, [profile(*[0.001] * 8, fixed=0.02)] * 4, one_host(4, 4), FAST).plan
     assert cheap.micro_batches > 2 * costly.micro_batches
 
 
 def test_a_plan_that_does_not_fit_into_memory_gives_way() -> None:
     job = parse("parallel: {strategy: pipeline, workers: 2}\nbatch_size: 64", "job.yaml")
     times = profile(*[0.001] * 4, fixed=0.05, saved=1000)
-    roomy = choose(job, times, 2, one_host(2, 2), FAST, 0)
+    roomy = chosen(job, [times] * 2, one_host(2, 2), FAST)
     needed = max(roomy.prediction.memory.values())
-    tight = choose(job, times, 2, one_host(2, 2, memory=needed - 1), FAST, 0)
+    tight = chosen(job, [times] * 2, one_host(2, 2, memory=needed - 1), FAST)
     assert tight.prediction.fits
     assert tight.plan != roomy.plan
-    hopeless = choose(job, times, 2, one_host(2, 2, memory=1.0), FAST, 0)
+    hopeless = chosen(job, [times] * 2, one_host(2, 2, memory=1.0), FAST)
     assert not hopeless.prediction.fits
 
 
 def test_a_hybrid_gives_the_heavy_stage_more_members() -> None:
     job = parse("parallel: {strategy: hybrid, workers: 4}\nbatch_size: 120", "job.yaml")
-    plan = choose(job, profile(0.003, 0.001), 4, one_host(4, 4), FAST, 0).plan
+    plan = chosen(job, [profile(0.003, 0.001)] * 4, one_host(4, 4), FAST).plan
     assert [len(stage.ranks) for stage in plan.stages] == [3, 1]
 
 
@@ -151,7 +157,7 @@ def test_explicit_stages_keep_ranks_shares_and_layers() -> None:
 def test_explicit_stages_without_layers_are_cut_by_time_and_share() -> None:
     job = parse("parallel: {stages: [{ranks: [0, 1], shares: [1, 1]}, {ranks: [2]}]}\nbatch_size: 100", "job.yaml")
     assert needs_profile(job.parallel, 3)
-    plan = choose(job, profile(*[0.001] * 6), 3, one_host(3, 3), FAST, 0).plan
+    plan = chosen(job, [profile(*[0.001] * 6)] * 3, one_host(3, 3), FAST).plan
     assert [(stage.start, stage.stop) for stage in plan.stages] == [(0, 4), (4, 6)]
 
 
@@ -178,7 +184,7 @@ def test_auto_gives_the_slow_device_less() -> None:
     assert needs_profile(job.parallel, 2)
     fast, slow = profile(*[0.001] * 6), profile(*[0.005] * 6)
     hosts = [Host((0,), 1.0, 1e12), Host((1,), 1.0, 1e12)]
-    choice = choose(job, [fast, slow], 2, hosts, Network(1e-5, 1e9), 0)
+    choice = chosen(job, [fast, slow], hosts, Network(1e-5, 1e9))
     work = choice.prediction.busy
     assert choice.prediction.seconds < 0.6 * 60 * 6 * 0.003 * 5 / 2
     assert work[0] == pytest.approx(work[1], rel=0.35)

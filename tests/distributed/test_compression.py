@@ -1,0 +1,81 @@
+"""Compressed links and sums: fewer bytes, nearly the same parameters, and still the same on all members of a stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.job import ModelSpec, Sgd
+from horizonml.model.zoo import build
+from horizonml.plan.plan import Plan, Stage
+from tests.distributed.pool import Pool
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+
+STEPS = 14  # PowerSGD begins after ten
+
+
+def train(
+    rank: int, world_size: int, store: Store, members: tuple[int, ...], model_name: str, send: str, compression: str
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """What a rank holds after some steps of a plan with so many members per stage, and what it reported."""
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, SHAPE)
+    stages, first = [], 0
+    for number, count in enumerate(members):
+        start, stop = (len(model.chain) * (number + k) // len(members) for k in (0, 1))
+        stages.append(Stage(start, stop, tuple(range(first, first + count)), (1.0,) * count, send=send))
+        first += count
+    group = Group(store, rank, world_size, 30.0)
+    plan = Plan(tuple(stages), micro_batches=2)
+    engine = Engine(plan, model, group, Sgd(momentum=0.5), FULL, gradient_compression=compression)
+    reports = [engine.step(RandomBatch(step), LR / 10, step, measure_divergence=True) for step in range(STEPS)]
+    state = {key: value.clone() for key, value in engine.state().items()}
+    group.close()
+    return state, reports
+
+
+def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: str) -> float:
+    """How far parameters are from where they should be, compared with the way that they have come."""
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, SHAPE)
+    start = model.stage(0, len(model.chain)).state_dict()
+    names = [name for name in start if f"model/{name}" in state and "running" not in name and "tracked" not in name]
+    apart = torch.cat([(state[f"model/{name}"] - exact[f"model/{name}"]).flatten() for name in names])
+    moved = torch.cat([(exact[f"model/{name}"] - start[name]).flatten() for name in names])
+    return float(apart.norm() / moved.norm())
+
+
+@pytest.mark.parametrize("model", ["plain", "normed"])
+@pytest.mark.parametrize(("send", "bytes_ratio", "error"), [("bf16", 0.5, 0.01), ("int8", 0.25, 0.05)])
+def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, error: float) -> None:
+    members = (1, 2, 1)
+    exact, compressed = (pool.run(4, train, members, model, format, "none") for format in ("fp32", send))
+    for (state, reports), (other, exact_reports) in zip(compressed, exact, strict=True):
+        for direction in ("previous", "next"):
+            for before, after in zip(exact_reports[0].traffic[direction], reports[0].traffic[direction], strict=True):
+                assert bytes_ratio * before <= after <= 1.1 * bytes_ratio * before
+        assert 0 < deviation(state, other, model) < error
+        for report in reports:
+            assert report.compute + report.transfer + report.wait == pytest.approx(report.wall, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["normed", "wide"])
+@pytest.mark.parametrize(("kind", "error"), [("fp16", 0.002), ("powersgd", 0.3)])
+def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None:
+    exact, compressed = (pool.run(3, train, (3,), model, "fp32", compression) for compression in ("none", kind))
+    again = pool.run(3, train, (3,), model, "fp32", kind)
+    for (state, reports), (other, exact_reports), (repeated, _) in zip(compressed, exact, again, strict=True):
+        assert all(torch.equal(state[key], repeated[key]) for key in state)
+        assert all(torch.equal(state[key], compressed[0][0][key]) for key in state)
+        if model == "wide":
+            ratio = {"fp16": 0.5, "powersgd": 0.2}[kind]
+            assert reports[-1].bytes_sent < 1.01 * ratio * exact_reports[-1].bytes_sent
+        assert 0 < deviation(state, other, model) < error
+        assert reports[-1].divergence == pytest.approx(exact_reports[-1].divergence, rel=0.3)
+        if kind == "powersgd":  # whole at first
+            early = [report.totals.loss for report in reports[:10]]
+            assert early == pytest.approx([report.totals.loss for report in exact_reports[:10]], rel=1e-4)
