@@ -8,7 +8,7 @@ first steps whole, as a new one does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,18 +101,19 @@ class _Bucket:
 
 
 @dataclass
-class _MeanAsSum:
-    flat: Tensor
-    members: int
-    future: Any
+class _WhenWaitedFor:
+    start: Callable[[], Any]
 
     def wait(self) -> None:
-        self.future.wait()
-        self.flat.mul_(self.members)
+        self.start()
 
 
 class _PowerSgd:
-    """torch's hook, which averages."""
+    """torch's hook, which averages.
+
+    It begins some of its sums on other threads, so it has to run while this rank begins no other sum: otherwise the
+    members would not all have the same order of sums. So it runs when the work is waited for.
+    """
 
     def __init__(self, group: Group, ranks: tuple[int, ...], shapes: Sequence[Sequence[int]]) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -131,8 +132,11 @@ class _PowerSgd:
         return self._thin if self._state.iter >= _WHOLE_STEPS else 1.0
 
     def begin(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        return _WhenWaitedFor(lambda: self._sum(flat, views))
+
+    @torch.no_grad()
+    def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        with torch.no_grad():
-            future = powerSGD_hook(self._state, _Bucket(flat, views))  # type: ignore[arg-type]
-        return _MeanAsSum(flat, self._members, future)
+        powerSGD_hook(self._state, _Bucket(flat, views)).wait()  # type: ignore[arg-type]
+        flat.mul_(self._members)
