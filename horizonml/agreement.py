@@ -6,9 +6,11 @@ For the plan rank 0 measures and decides, and all follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from horizonml.data.datasets import DataInfo, agree, describe
+from horizonml.drift import Forecast
 from horizonml.engine.compress import compression_ratio
 from horizonml.engine.group import Group
 from horizonml.engine.measure import cached_profile
@@ -16,10 +18,22 @@ from horizonml.engine.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
+from horizonml.plan.devices import write_cluster
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
-from horizonml.plan.simulate import Host
+from horizonml.plan.search import Problem
+from horizonml.plan.simulate import Host, Network
+from horizonml.text import human_seconds
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A plan; for an automatic one what it is predicted to take, and, on rank 0, what it was made for."""
+
+    plan: Plan
+    forecast: Forecast | None = None
+    problem: Problem | None = None
 
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
@@ -45,11 +59,14 @@ def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
 
 def make_plan(
     job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
-) -> Plan:
-    """The plan of a job, the same on all ranks. Raises PlanError on all of them."""
+) -> Agreed:
+    """The plan of a job, the same on all ranks. Raises PlanError on all of them.
+
+    For an automatic plan, what was measured is written to the run's folder as a file of devices.
+    """
     world_size = group.world_size
     if not needs_profile(job.parallel, world_size):
-        return fixed_plan(job, len(model.chain), world_size)
+        return Agreed(fixed_plan(job, len(model.chain), world_size))
     automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
     network = probe_pairs(group) if automatic and world_size <= MOST_PROBED else probe_network(group)
     # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
@@ -63,29 +80,52 @@ def make_plan(
             problem = str(error)
     measured = group.gather_json([own, problem])
     answer: dict[str, Any] = next(({"error": text} for _, text in measured if text is not None), {})
+    problem_ = None
     if group.rank == 0 and not answer:
         try:
             first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
             profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
-            problem_ = problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model))
+            problem_ = describe_problem(job, model, info, profiles, hosts, network)
             choice = choose(job, problem_)
             if automatic:
-                say(f"predicted to be fastest, with {choice.prediction.seconds * 1000:.0f} ms a step:")
+                _write_down(job, group.hosts, problem_, say)
+                say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
                 say(choice.plan.describe(model.chain.names))
             if not choice.prediction.fits:
                 say("warning: no plan was found that fits into the ranks' memory; this one comes nearest")
             answer = {"plan": choice.plan.to_json()}
+            if automatic:
+                answer["forecast"] = Forecast.of(problem_, choice.plan).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
     answer = group.share_json(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
-    return Plan.from_json(answer["plan"])
+    if "forecast" not in answer:
+        return Agreed(Plan.from_json(answer["plan"]))
+    return Agreed(Plan.from_json(answer["plan"]), Forecast.from_json(answer["forecast"]), problem_)
+
+
+def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:
+    try:
+        path = write_cluster(job.run_folder, names, problem.hosts, problem.network, problem.profiles)
+    except OSError as error:
+        say(f"warning: what was measured could not be written to {job.run_folder}: {error.strerror or error}")
+    else:
+        say(f"measured devices and links: {path}")
 
 
 def profile_key(job: Job, info: DataInfo) -> dict[str, Any]:
     """What a profile depends on, beside the device."""
     return {"model": job.model.model_dump(), "classes": info.classes, "shape": info.shape}
+
+
+def describe_problem(
+    job: Job, model: Model, info: DataInfo, profiles: Sequence[Profile], hosts: Sequence[Host], network: Network
+) -> Problem:
+    """What the planner has to know, with a profile for every rank."""
+    last = info.train % job.batch_size
+    return problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model), last)
 
 
 def gradient_ratio(job: Job, model: Model) -> float:

@@ -28,12 +28,12 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     """
     import torch
 
-    from horizonml.agreement import describe_together, gradient_ratio, optimizer_copies, profile_key
+    from horizonml.agreement import describe_problem, describe_together, profile_key
     from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
     from horizonml.engine.group import Group
     from horizonml.engine.measure import cached_profile
     from horizonml.engine.memory import keep_freed_memory
-    from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
+    from horizonml.plan.planner import choose, fixed_plan, needs_profile
 
     keep_freed_memory()
     cores = available_cores()
@@ -53,9 +53,15 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         threads = job.parallel.threads or threads_per_rank(cores, world_size)
     torch.set_num_threads(threads)
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
-    profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
-    profiles = [profile] * world_size if devices is None else cluster.profiles(profile, devices.parent)
-    problem = problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model))
+
+    def measured() -> Profile:
+        return cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
+
+    if devices is None:
+        profiles = [measured()] * world_size
+    else:
+        profiles = cluster.profiles(measured, model.chain.names, devices.parent)
+    problem = describe_problem(job, model, info, profiles, hosts, network)
     if needs_profile(job.parallel, world_size):
         found = choose(job, problem)
     else:
@@ -68,10 +74,10 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
 
         predicted(found.plan, found.prediction, names, picture)
     if as_json:
-        content = {"plan": plan.to_json(), "seconds": found.prediction.seconds, "profile": profile.to_json()}
+        content = {"plan": plan.to_json(), "seconds": found.prediction.seconds, "profile": profiles[0].to_json()}
         print(json.dumps(content, indent=2))
         return
-    _print_layers(job, profile)
+    _print_layers(job, profiles[0])
     _print_plan(job, problem, found, names, model.chain.names, devices is not None)
 
 

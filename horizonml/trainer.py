@@ -13,14 +13,15 @@ from torch import Tensor
 from horizonml.checkpoint import Checkpoints
 from horizonml.data.datasets import Data, Split
 from horizonml.data.sampler import Sampler
-from horizonml.engine.engine import Batch, Engine
+from horizonml.drift import Watch
+from horizonml.engine.engine import Batch, Engine, Step
 from horizonml.engine.optim import learning_rate
 from horizonml.job import Job
 from horizonml.seeds import name_seed
 from horizonml.signals import StopRequest
 from horizonml.telemetry.recorder import Recorder
 
-Outcome = Literal["complete", "already complete", "stopped", "stopped waiting", "re-form"]
+Outcome = Literal["complete", "already complete", "stopped", "stopped waiting", "re-form", "re-plan"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,12 @@ def train(
     resumed: dict[str, Any] | None,
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
-) -> Outcome:
+    watch: Watch | None = None,
+) -> tuple[Outcome, dict[str, Any]]:
     """Train to the end of the job, or until a rank is asked to stop; `resumed` is a checkpoint's metadata.
 
-    If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again.
+    If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again; if
+    `watch` has a better plan, it is to be trained with. Also returns what to resume from then.
     """
     sampler = Sampler(data.info.train, job.batch_size, job.seed)
     per_epoch, total = sampler.steps_per_epoch, sampler.steps_per_epoch * job.epochs
@@ -68,7 +71,7 @@ def train(
     done = resumed["step"] if resumed else 0
     history = dict(resumed["metrics"]) if resumed else {}
     if done >= total:
-        return "already complete"
+        return "already complete", {}
     while done < total:
         epoch, within = divmod(done, per_epoch)
         batch = training_batch(job, data, sampler, epoch, within)
@@ -84,16 +87,30 @@ def train(
             recorder.skip()
             history = {"epoch": epoch + 1, "held_out_loss": totals.loss, "held_out_accuracy": totals.accuracy}
         stopping = step.totals.stop and done < total
-        if checkpoints is not None and (done % every == 0 or done == total or stopping):
+        replan = watch is not None and _look(watch, engine, recorder, step, done) and done < total
+        if checkpoints is not None and (done % every == 0 or done == total or stopping or replan):
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
             started = time.perf_counter()
             saved = checkpoints.save(engine, done, {"job": job.model_dump(), **details}) is not None
             recorder.checkpoint(done, saved, time.perf_counter() - started)
             engine.clock.pause()
             recorder.skip()
-        if stopping:
-            return "stopped" if stop.wanted else "re-form"
-    return "complete"
+        if stopping or replan:
+            outcome: Outcome = "re-plan" if not stopping else "stopped" if stop.wanted else "re-form"
+            return outcome, {"step": done, "metrics": history}
+    return "complete", {}
+
+
+def _look(watch: Watch, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:
+    """Compare steps with the plan; whether there is a better plan."""
+    look = watch.step(step.compute)
+    if look is None:
+        return False
+    recorder.slowdowns(look, done)
+    better = watch.better_plan(look)
+    engine.clock.pause()  # what this took belongs to no step
+    recorder.skip()
+    return better
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

@@ -22,9 +22,11 @@ from horizonml.cluster.device import available_cores, machine, memory_limit, thr
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.meeting import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
+from horizonml.drift import Watch
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
+from horizonml.engine.move import move
 from horizonml.errors import CheckpointError, DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
@@ -38,6 +40,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.usage import rss_bytes
+from horizonml.text import human_bytes, human_seconds
 from horizonml.trainer import Outcome, train
 
 
@@ -153,8 +156,14 @@ class Worker:
         if fresh:
             _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
         info, model = describe_together(job, group)
-        plan = make_plan(job, model, info, group, hosts, self.say)
-        engine = engine_for(job, plan, model, group)
+        agreed = make_plan(job, model, info, group, hosts, self.say)
+        watch = None
+        if agreed.forecast is not None:
+            parallel = job.parallel
+            watch = Watch(
+                group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
+            )
+        engine = engine_for(job, agreed.plan, model, group)
         _check_smallest_batch(job, engine, info)
         data = load_for(job, engine, info)
         checkpoints = resumed = None
@@ -164,19 +173,14 @@ class Worker:
             )
             resumed = checkpoints.resume(engine) if job.checkpoint.resume else None
         steps = job.epochs * -(-info.train // job.batch_size)
-        done = resumed["step"] if resumed else 0
-        display = display_for(rank, job.epochs, steps, done)
         about = {
             "rank": rank,
             "started_as_rank": self._identity.rank,
             "world_size": group.world_size,
             "generation": generation,
-            "stage": engine.stage_number,
             "host": names[rank],
             "job": job.model_dump(),
-            "plan": plan.to_json(),
             "layers": model.chain.names,
-            "resumed_at": done,
             "rss_idle_bytes": self._idle,
             "threads": torch.get_num_threads(),
             "cores": here.cores,
@@ -184,19 +188,55 @@ class Worker:
             "machine": machine(),
             "versions": versions(),
         }
-        file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         energy = EnergyMeter() if here.ranks[0] == rank else None
+        while True:
+            recorder = self._recorder(about, engine, watch, steps, resumed, energy)
+            outcome: str = "failed"
+            try:
+                result, reached = train(job, engine, data, checkpoints, recorder, resumed, self._stop, newcomers, watch)
+                outcome = result
+            finally:
+                self._steps += recorder.steps
+                recorder.close(outcome)
+            if result != "re-plan":
+                return result
+            assert watch is not None
+            predicted = human_seconds(watch.forecast.seconds)
+            self.say(f"step {reached['step']}: a new plan, predicted to take {predicted} a step:")
+            self.say(watch.plan.describe(model.chain.names))
+            replanned = engine_for(job, watch.plan, model, group)
+            _check_smallest_batch(job, replanned, info)
+            received = move(engine, replanned, model, group)
+            moved = sum(group.gather_json(received))
+            self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
+            engine, resumed = replanned, reached
+            data = load_for(job, engine, info)
+
+    def _recorder(
+        self,
+        about: dict[str, Any],
+        engine: Engine,
+        watch: Watch | None,
+        steps: int,
+        resumed: dict[str, Any] | None,
+        energy: EnergyMeter | None,
+    ) -> Recorder:
+        """Takes down what happens from now on, by this plan."""
+        job, done = self._job, resumed["step"] if resumed else 0
+        display = display_for(about["rank"], job.epochs, steps, done)
+        about = {
+            **about,
+            "stage": engine.stage_number,
+            "plan": engine.plan.to_json(),
+            "forecast": watch.forecast.seconds if watch else None,
+            "resumed_at": done,
+        }
+        file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
         if resumed and done < steps:
-            recorder.message(f"resumed from step {done} of {steps}")
-        outcome: str = "failed"
-        try:
-            outcome = result = train(job, engine, data, checkpoints, recorder, resumed, self._stop, newcomers)
-            return result
-        finally:
-            self._steps += recorder.steps
-            recorder.close(outcome)
+            recorder.message(f"{'resumed' if 'shards' in resumed else 'on'} from step {done} of {steps}")
+        return recorder
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -177,3 +181,19 @@ def two_outputs() -> nn.Module:
 def broken(num_classes: int = 10) -> nn.Module:
     """Its constructor fails, on any device."""
     raise RuntimeError("no such device\nand more about it")
+
+
+class Slow(nn.Module):
+    """Takes its time; four times as long on the rank that the file $HORIZONML_TEST_SLOW names."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        file = Path(os.environ.get("HORIZONML_TEST_SLOW", os.devnull))
+        named = file.read_text() if file.exists() else ""
+        time.sleep(len(value) * (8e-4 if named == os.environ.get("RANK", "-") else 2e-4))
+        return value
+
+
+def slow(num_classes: int = 10) -> nn.Sequential:
+    """Eight layers that take longer than a test's processes could take each other's time. Takes `[b, 1, 8, 8]`."""
+    body = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Slow()) for _ in range(8)]
+    return nn.Sequential(nn.Flatten(), *body, nn.Linear(64, num_classes))

@@ -35,7 +35,8 @@ class Group:
 
         The network interface is the one named by GLOO_SOCKET_IFNAME. `hosts[r]`, if known, is the machine of rank r.
         """
-        self._hosts = hosts
+        self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
+        self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
         self._world = self._connect("world", tuple(range(world_size)))
@@ -54,7 +55,7 @@ class Group:
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are known to share a machine."""
-        return self._hosts is not None and len({self._hosts[rank] for rank in ranks}) == 1
+        return self._hosts_known and len({self.hosts[rank] for rank in ranks}) == 1
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send a contiguous tensor; it must not change until the work is done."""

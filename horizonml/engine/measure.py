@@ -65,7 +65,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
     """
     rows: list[list[tuple[float, float]]] = []
     layers: list[tuple[int, int]] = []
-    update, largest = 0.0, 0
+    update, largest, least = 0.0, 0, 1
     for index in range(len(model.chain)):
         module = model.stage(index, index + 1).train()
         boundary = model.chain.boundaries[index]
@@ -81,6 +81,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         size = sum(parameter.nbytes for parameter in module.parameters())
         if size > largest:
             largest, update = size, _update_seconds_per_byte(module)
+        least = least if _trains_on_one(module, boundary.shape) else 2
         layers.append((size, _saved_bytes(module, boundary.shape, index > 0)))
         del module
     # All layers must know the same sizes.
@@ -96,7 +97,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         for index, times in enumerate(rows)
     )
     codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
-    return Profile(device_name(), sizes[:known], update, found, codecs)
+    return Profile(device_name(), sizes[:known], update, found, codecs, least)
 
 
 def _clock() -> Callable[[], float]:
@@ -117,6 +118,15 @@ def _once(module: torch.nn.Module, entered: Tensor) -> tuple[float, float]:
     begin = clock()
     torch.autograd.backward(left, gradient)
     return middle - start, clock() - begin
+
+
+@torch.no_grad()
+def _trains_on_one(module: torch.nn.Module, shape: tuple[int, ...]) -> bool:
+    try:
+        module(torch.zeros(1, *shape))
+    except ValueError:  # as BatchNorm says that it needs more than one value per channel
+        return False
+    return True
 
 
 def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> int:

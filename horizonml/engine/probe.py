@@ -34,7 +34,7 @@ def probe_pairs(group: Group) -> Network:
             if group.rank in pair:
                 peer = pair[0] + pair[1] - group.rank
                 latency = _exchange(group, peer, 4)
-                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES))
+                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2))
                 # Both see about the same, but must decide alike whether the link is slow: rank by rank.
                 slow = torch.tensor([float(seconds > _SLOW_SECONDS)])
                 other = torch.zeros(1)
@@ -42,7 +42,7 @@ def probe_pairs(group: Group) -> Network:
                 for work in works:
                     group.wait(work, peer)
                 if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
-                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES)
+                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, 1)
                 found[peer] = max(1e-6, latency), size / seconds
         group.gather_json(None)  # keeps the rounds apart
     everyone = group.gather_json([[peer, *link] for peer, link in found.items()])
@@ -71,11 +71,11 @@ def probe_network(group: Group) -> Network:
     return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
 
 
-def _exchange(group: Group, peer: int, size: int) -> float:
-    """Seconds for `size` bytes one way, while as many come back; the best of three."""
+def _exchange(group: Group, peer: int, size: int, times: int = 3) -> float:
+    """Seconds for `size` bytes one way, while as many come back; the best of a few times."""
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     best = float("inf")
-    for _ in range(3):
+    for _ in range(times):
         start = perf_counter()
         works = [group.receive(received, peer, _PROBE_TAG), group.send(sent, peer, _PROBE_TAG)]
         for work in works:

@@ -13,7 +13,10 @@ links:
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,6 +63,7 @@ class Device(_Section):
     profile: str | None = Field(
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
     )
+    cores: float = Field(1.0, gt=0, description="That a rank may use; below 1 under a quota, e.g. a container's.")
     memory: Bytes = Field(description="That a rank may use, e.g. 1GiB.")
     bandwidth: Rate | None = Field(None, description="Of the device's own link, e.g. 100Mbit.")
 
@@ -96,7 +100,7 @@ class Cluster(_Section):
 
     def hosts(self) -> list[Host]:
         """A machine for each rank."""
-        return [Host((rank,), 1.0, device.memory) for rank, device in enumerate(self.ranks)]
+        return [Host((rank,), device.cores, device.memory) for rank, device in enumerate(self.ranks)]
 
     def network(self) -> Network:
         """Between all ranks."""
@@ -110,11 +114,16 @@ class Cluster(_Section):
         access = tuple(device.bandwidth or self.bandwidth for device in ranks)
         return Network(self.latency, self.bandwidth, access, pairs)
 
-    def profiles(self, base: Profile, folder: Path = Path()) -> list[Profile]:
-        """Every rank's profile: its own, from a file in `folder`, or `base`, slower or faster. Raises JobError."""
-        made = {}
+    def profiles(self, base: Callable[[], Profile], layers: Sequence[str], folder: Path = Path()) -> list[Profile]:
+        """Every rank's profile of a model with these layers: from its file in `folder`, or that of `base` (asked for if
+        a device has none), slower or faster. Raises JobError.
+        """
+        made, here = {}, None
         for device in self.devices:
-            own = base if device.profile is None else read_profile(folder / device.profile, base)
+            if device.profile is not None:
+                own = read_profile(folder / device.profile, layers)
+            else:
+                own = here = here or base()
             made[device.name] = own.scaled(1 / device.speed)
         return [made[device.name] for device in self.ranks]
 
@@ -137,14 +146,54 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         **about,
         "update_seconds_per_byte": profile.update_seconds_per_byte,
         "codec_seconds_per_byte": profile.codec_seconds_per_byte,
+        "least_rows": profile.least_rows,
         "layers": layers,
     }
     text = yaml.safe_dump(content, sort_keys=False, width=120)
     write_atomically(path, f"# Made by `horizonml profile`: seconds by micro-batch size.\n{text}".encode())
 
 
-def read_profile(path: Path, base: Profile) -> Profile:
-    """A profile that `write_profile` wrote, of the same model as `base`. Raises JobError."""
+def write_cluster(
+    folder: Path, names: Sequence[str], hosts: Sequence[Host], network: Network, profiles: Sequence[Profile]
+) -> Path:
+    """What was measured, as a file of devices in `folder`, beside a profile for each machine; returns its path.
+
+    `names[r]` is the machine of rank r; ranks that share one become devices with a part of its cores each. Raises
+    OSError.
+    """
+    machine = {rank: host for host in hosts for rank in host.ranks}
+    devices = {}
+    for rank, name in enumerate(names):
+        own = name if names.count(name) == 1 else f"{name}-rank{rank}"
+        if rank == machine[rank].ranks[0]:
+            write_profile(profiles[rank], {}, folder / f"profile-{name}.yaml")
+        devices[own] = {
+            "name": own,
+            "cores": round(machine[rank].cores / len(machine[rank].ranks), 3),
+            "memory": f"{machine[rank].memory / 2**20:.0f}MiB",
+            "profile": f"profile-{name}.yaml",
+        }
+    links = []
+    for (a, one), (b, other) in itertools.combinations(enumerate(devices), 2):
+        ways = [network.between(a, b), network.between(b, a)]
+        links.append(
+            {
+                "between": [one, other],
+                "bandwidth": f"{min(bandwidth for _, bandwidth in ways) * 8 / 1e6:.1f}Mbit",
+                "latency": f"{max(latency for latency, _ in ways) * 1e6:.0f}us",
+            }
+        )
+    lines = [f"  - {json.dumps(value)}" for value in devices.values()]
+    text = "\n".join(["# Measured at the start of a run: horizonml plan JOB --devices THIS", "devices:", *lines, ""])
+    if links:
+        text += "\n".join(["links:", *(f"  - {json.dumps(link)}" for link in links), ""])
+    path = folder / "cluster.yaml"
+    write_atomically(path, text.encode())
+    return path
+
+
+def read_profile(path: Path, names: Sequence[str]) -> Profile:
+    """A profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         layers = tuple(
@@ -160,12 +209,13 @@ def read_profile(path: Path, base: Profile) -> Profile:
         )
         sizes = tuple(map(int, content["layers"][0]["forward"]))
         codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
-        found = Profile(str(content["device"]), sizes, float(content["update_seconds_per_byte"]), layers, codecs)
+        update, least = float(content["update_seconds_per_byte"]), int(content["least_rows"])
+        found = Profile(str(content["device"]), sizes, update, layers, codecs, least)
     except OSError as error:
         raise JobError(f"{path}: {error.strerror or error}; `horizonml profile JOB --out FILE` writes one") from None
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise JobError(f"{path} is no profile of `horizonml profile` ({type(error).__name__}: {error})") from None
-    if [layer.name for layer in layers] != [layer.name for layer in base.layers]:
+    if [layer.name for layer in layers] != list(names):
         raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")
     return found
 

@@ -46,15 +46,25 @@ def problem_for(
     hosts: Sequence[Host],
     network: Network,
     optimizer_copies: int,
-    gradient_ratio: float = 1.0,
+    gradient_ratio: float,
+    last_batch: int,
 ) -> Problem:
-    """What a job leaves open to the search, with a profile for every rank; the rest is as for `predict`."""
+    """What a job leaves open to the search, with a profile for every rank; the rest is as for `Problem`."""
     parallel = job.parallel
     counts = [parallel.micro_batches] if parallel.micro_batches else list(MICRO_BATCHES)
     formats = tuple(FORMATS) if parallel.activations == "auto" else (parallel.activations,)
     schedule = parallel.schedule
     return Problem(
-        profiles, hosts, network, job.batch_size, optimizer_copies, schedule, counts, formats, gradient_ratio
+        profiles,
+        hosts,
+        network,
+        job.batch_size,
+        optimizer_copies,
+        schedule,
+        counts,
+        formats,
+        gradient_ratio,
+        last_batch,
     )
 
 

@@ -32,6 +32,8 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
     """Of float32, to encode or to decode it for a link, by format."""
+    least_rows: int = 1
+    """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
         """Forward and backward seconds of a layer for `rows` samples: between measured sizes by interpolation."""
@@ -72,6 +74,7 @@ class Profile:
             float(value["update_seconds_per_byte"]),
             layers,
             dict(value["codec_seconds_per_byte"]),
+            int(value["least_rows"]),
         )
 
 

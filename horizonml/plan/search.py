@@ -30,11 +30,12 @@ class Found:
 
     plan: Plan
     prediction: Prediction
+    too_few: bool = False  # a member would get fewer samples than its layers can train on, and more than none
 
     @property
-    def cost(self) -> tuple[float, float]:
-        """What makes one better than another: that nobody lacks memory, or less of it, and then that it is fast."""
-        return max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
+    def cost(self) -> tuple[bool, float, float]:
+        """What makes one better than another: that it can run; that nobody lacks memory, or less of it; its speed."""
+        return self.too_few, max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
 
 
 @dataclass
@@ -42,7 +43,8 @@ class Problem:
     """Devices, links and a model, for which plans are made.
 
     `profiles[r]` is that of rank r's device; `optimizer_copies` and `gradient_ratio` are as for `predict`; `formats`
-    are those that may travel between stages, the most precise first.
+    are those that may travel between stages, the most precise first. `last_batch` is the size of an epoch's last batch
+    where that is smaller, else 0.
     """
 
     profiles: Sequence[Profile]
@@ -54,6 +56,7 @@ class Problem:
     micro_batches: list[int] = field(default_factory=lambda: list(MICRO_BATCHES))
     formats: Sequence[str] = ("fp32",)
     gradient_ratio: float = 1.0
+    last_batch: int = 0
 
     def __post_init__(self) -> None:
         self.micro_batches = [count for count in self.micro_batches if count <= self.batch_size]
@@ -80,8 +83,19 @@ class Problem:
                     self.optimizer_copies,
                     self.gradient_ratio,
                 ),
+                self._too_few(plan),
             )
         return self._known[plan]
+
+    def _too_few(self, plan: Plan) -> bool:
+        least = self.profiles[0].least_rows
+        if least == 1:
+            return False
+        batches = [batch for batch in (self.batch_size, self.last_batch) if batch]
+        sizes = {size for batch in batches for size in plan.micro_sizes(batch, self.batch_size)}
+        return any(
+            0 < end - first < least for stage in plan.stages for size in sizes for first, end in stage.rows(size)
+        )
 
     def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
         """Forward and backward of layers `start` to `stop - 1` on a rank's device, its share of the cores included."""
@@ -123,6 +137,11 @@ class Problem:
                     own[place] += change
                     times[place] = self.seconds(ranks[place], start, stop, own[place])
                     after[place] = self.seconds(ranks[place], start, stop, own[place] + 1)
+        least = self.profiles[0].least_rows
+        for place, count in enumerate(own):
+            if 0 < count < least:  # better none
+                own[max(range(len(own)), key=own.__getitem__)] += count
+                own[place] -= count
         # A member needs a share, if only for form: so small that it gets no rows.
         return [float(count) if count else 1e-9 for count in own]
 

@@ -60,7 +60,16 @@ class Prediction:
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
     lacking: dict[int, float]  # bytes that ranks lack, of those that do; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
+    updating: dict[int, float]  # seconds in which a rank updates its parameters
     spans: list[tuple[int, str, int, float, float]]  # rank, "forward" or "backward", micro-batch, begin and end
+
+    @property
+    def computing(self) -> dict[int, float]:
+        """Seconds of a step in which a rank computes, those included in which it has to share its cores."""
+        total = dict.fromkeys(self.busy, 0.0)
+        for rank, _, _, begin, end in self.spans:
+            total[rank] += end - begin
+        return {rank: seconds + self.updating[rank] for rank, seconds in total.items()}
 
     @property
     def fits(self) -> bool:
@@ -87,13 +96,16 @@ def predict(
     finish = simulation.run()
     crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in hosts for rank in host.ranks}
     parts: dict[str, float] = {}
+    updating = {}
     for stage in plan.stages:
         size = sum(layer.parameter_bytes for layer in own[stage.ranks[0]].layers[stage.start : stage.stop])
+        for rank in stage.ranks:
+            updating[rank] = size * own[rank].update_seconds_per_byte * crowd[rank]
         summing = _reduce_seconds(stage.ranks, size * gradient_ratio, network)
         done = {
             "forward and backward passes": max(finish[rank] for rank in stage.ranks),
             "summing gradients": summing * max(crowd[rank] for rank in stage.ranks),
-            "updating parameters": max(size * own[rank].update_seconds_per_byte * crowd[rank] for rank in stage.ranks),
+            "updating parameters": max(updating[rank] for rank in stage.ranks),
         }
         parts = max(parts, done, key=lambda one: sum(one.values()))
     sizes = simulation.sizes
@@ -109,6 +121,7 @@ def predict(
         memory,
         {rank: need - capacity[rank] for rank, need in memory.items() if need > capacity[rank]},
         {rank: sum(task.work for task in tasks) for rank, tasks in simulation.tasks.items()},
+        updating,
         simulation.spans,
     )
 

@@ -74,6 +74,13 @@ class Metrics(Collector):
         self._stage_info = gauge(
             "stage_info", "The rank's place in the plan; always 1.", "stage", "member", "stages", "layers", "node"
         )
+        self._plan_info = gauge(
+            "plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"
+        )
+        self._forecast = gauge("plan_step_seconds", "A step's time as the automatic plan predicts it.")
+        self._slowdown = gauge(
+            "slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."
+        )
         self._ready = gauge("ready", "1 while the rank is in a formed group, or has completed its job.")
         self._complete = gauge("complete", "1 when the job is trained to its end.")
         self._generation = gauge("generation", "Generation of the group: counts its formations.")
@@ -188,6 +195,19 @@ class Metrics(Collector):
             f"{stage['start']}-{stage['stop'] - 1}",
             about["host"],
         ).set(1)
+        self._plan_info.clear()
+        self._plan_info.labels(
+            self.rank,
+            about["plan"]["schedule"],
+            str(about["plan"]["micro_batches"]),
+            "|".join(",".join(map(str, one["ranks"])) for one in stages),
+            ",".join(str(one["start"]) for one in stages[1:]),
+            ",".join(one["send"] for one in stages[:-1]),
+        ).set(1)
+        for gauge in (self._forecast, self._slowdown):
+            gauge.clear()
+        if about["forecast"] is not None:
+            self._put(self._forecast, about["forecast"])
         self._put(self._steps_planned, steps)
         self._put(self._epochs_planned, epochs)
         self._put(self._epoch, 1 + done * epochs // steps if done < steps else epochs)
@@ -246,6 +266,10 @@ class Metrics(Collector):
         self._put(self._saved_at, time.time())
         self._put(self._saved_step, step)
         self._put(self._save_seconds, seconds)
+
+    def slowdown(self, factor: float) -> None:
+        """How the rank's computing compares with its plan."""
+        self._put(self._slowdown, factor)
 
     def lost_peer(self) -> None:
         """The group broke."""

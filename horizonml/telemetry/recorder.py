@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from horizonml.drift import Look
 from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Step, Totals
 from horizonml.telemetry.energy import EnergyMeter
@@ -33,6 +34,7 @@ class Recorder:
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self.steps = metrics, 0  # steps recorded
+        self._rank = about["rank"]
         self._lines.write({"kind": "run", "time": time.time(), **about})
         self._cpu = cpu_seconds()
 
@@ -80,6 +82,17 @@ class Recorder:
         self._display.evaluation(record)
         if self._metrics is not None:
             self._metrics.evaluation(record)
+
+    def slowdowns(self, look: Look, number: int) -> None:
+        """Record how ranks' computing compares with the plan, as found after step `number`."""
+        factors = [round(factor, 4) for factor in look.slowdowns]
+        self._lines.write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
+        if self._metrics is not None:
+            self._metrics.slowdown(look.slowdowns[self._rank])
+        if look.news:
+            told = ", ".join(f"rank {rank} computes {factors[rank]:.1f} times as long" for rank in look.stragglers)
+            found = f"{told} as planned, compared with the others" if told else "all are as fast as planned again"
+            self._display.message(f"step {number}: {found}")
 
     def checkpoint(self, number: int, saved: bool, seconds: float) -> None:
         """Record that a checkpoint was saved after step `number`, or could not be."""

@@ -39,7 +39,7 @@ def test_devices_links_and_units(tmp_path: Path) -> None:
     network = cluster.network()
     assert network.between(0, 2) == (0.005, 2.5e6)
     assert network.between(1, 2) == (0.002, 5e6)
-    fast, slow, _ = cluster.profiles(profile(0.001, 0.002))
+    fast, slow, _ = cluster.profiles(lambda: profile(0.001, 0.002), ["layer0", "layer1"])
     assert slow.seconds(1, 10) == pytest.approx([4 * time for time in fast.seconds(1, 10)])
 
 
@@ -69,7 +69,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def problem(tmp_path: Path, batch: int = 32) -> tuple[Problem, list[str]]:
     cluster = load_cluster(cluster_file(tmp_path))
-    profiles = cluster.profiles(profile(*[0.001] * 6, parameters=1 << 20, saved=1 << 16))
+    here = profile(*[0.001] * 6, parameters=1 << 20, saved=1 << 16)
+    profiles = cluster.profiles(lambda: here, [layer.name for layer in here.layers])
     return Problem(profiles, cluster.hosts(), cluster.network(), batch, 1), cluster.names
 
 
@@ -122,18 +123,18 @@ def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:
-    base, other = profile(0.001, 0.002), profile(0.003, 0.001)
+    base, other, names = profile(0.001, 0.002), profile(0.003, 0.001), ["layer0", "layer1"]
     write_profile(other, {"threads": 1}, tmp_path / "pi.yaml")
     text = "devices: [{name: a, memory: 1GiB}, {name: pi, memory: 1GiB, profile: pi.yaml, speed: 0.5}]"
     cluster = load_cluster(cluster_file(tmp_path, text))
-    first, second = cluster.profiles(base, tmp_path)
+    first, second = cluster.profiles(lambda: base, names, tmp_path)
     assert first == base
     assert second.seconds(0, 10) == pytest.approx([2 * time for time in other.seconds(0, 10)])
     with pytest.raises(JobError, match="profile of another model: its first layer is layer0"):
-        cluster.profiles(profile(0.001), tmp_path)
+        cluster.profiles(lambda: base, ["other"], tmp_path)
     (tmp_path / "pi.yaml").write_text("layers: 3")
     with pytest.raises(JobError, match="is no profile of `horizonml profile`"):
-        cluster.profiles(base, tmp_path)
+        cluster.profiles(lambda: base, names, tmp_path)
     (tmp_path / "pi.yaml").unlink()
     with pytest.raises(JobError, match="No such file or directory; `horizonml profile JOB --out FILE` writes one"):
-        cluster.profiles(base, tmp_path)
+        cluster.profiles(lambda: base, names, tmp_path)

@@ -50,7 +50,15 @@ ABOUT = {
         "data": {"name": "digits"},
         "parallel": {"strategy": "pipeline", "stages": None},
     },
-    "plan": {"stages": [{"ranks": [0], "start": 0, "stop": 3}, {"ranks": [2, 1], "start": 3, "stop": 9}]},
+    "plan": {
+        "stages": [
+            {"ranks": [0], "start": 0, "stop": 3, "send": "int8"},
+            {"ranks": [2, 1], "start": 3, "stop": 9, "send": "fp32"},
+        ],
+        "schedule": "1f1b",
+        "micro_batches": 4,
+    },
+    "forecast": 0.25,
     "versions": {"horizonml": "1", "torch": "2"},
 }
 
@@ -75,6 +83,7 @@ def test_metrics_tell_what_happened() -> None:
     metrics.checkpoint(12, True, 0.4)
     metrics.checkpoint(12, False, 0.4)
     metrics.lost_peer()
+    metrics.slowdown(1.5)
     now = values(metrics)
     expected = {
         "horizonml_world_size": 4,
@@ -82,6 +91,9 @@ def test_metrics_tell_what_happened() -> None:
         "horizonml_generation": 2,
         "horizonml_ready": 1,
         "horizonml_stage_info{layers=3-8,member=1,node=pi-4,stage=1,stages=2}": 1,
+        "horizonml_plan_info{cuts=3,micro_batches=4,ranks=0|2,1,schedule=1f1b,send=int8}": 1,
+        "horizonml_plan_step_seconds": 0.25,
+        "horizonml_slowdown_ratio": 1.5,
         "horizonml_step": 12,
         "horizonml_steps_planned": 40,
         "horizonml_samples_total": 128,

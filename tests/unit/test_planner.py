@@ -16,7 +16,7 @@ FAST = Network(0.0, 1e12)
 
 
 def chosen(job: Job, profiles: list[Profile], hosts: list[Host], network: Network) -> Found:
-    return choose(job, problem_for(job, profiles, hosts, network, 0))
+    return choose(job, problem_for(job, profiles, hosts, network, 0, 1.0, 0))
 
 
 def profile(*seconds: float, fixed: float = 0.0, parameters: int = 0, saved: int = 0) -> Profile:

@@ -1,0 +1,148 @@
+"""A plan that no longer fits its devices: told, and replaced while the training goes on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.drift import slowdowns
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.engine.move import move, senders
+from horizonml.job import ModelSpec, Sgd
+from horizonml.model.zoo import build
+from horizonml.plan.plan import Plan, Stage
+from horizonml.telemetry.log import read_lines
+from tests.distributed.pool import Pool
+from tests.distributed.processes import horizonml, steps, wait_for
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+
+ONE = (1.0,)
+PIPELINE = Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, 15, (2,), ONE)), micro_batches=3)
+SHIFTED = Plan((Stage(0, 3, (0,), ONE), Stage(3, 9, (1,), ONE), Stage(9, 15, (2,), ONE)), micro_batches=4)
+HYBRID = Plan((Stage(0, 6, (0, 2), (1.0, 1.0)), Stage(6, 15, (1,), ONE)), micro_batches=2)
+DDP = Plan((Stage(0, 15, (0, 1, 2), (1.0, 1.0, 1.0)),))
+
+
+def test_slowdowns_are_told_apart_from_a_plan_that_is_wrong_for_all() -> None:
+    assert slowdowns([2.0, 4.0, 6.0], [1.0, 2.0, 3.0]) == (1.0, 1.0, 1.0)
+    assert slowdowns([1.0, 6.0, 3.0], [1.0, 2.0, 3.0]) == (1.0, 3.0, 1.0)
+    assert slowdowns([1.0, 3.0], [1.0, 1.0]) == (1.0, 3.0)
+    assert slowdowns([0.1, 3.0, 3.0], [0.0, 1.0, 3.0]) == (1.0, 3.0, 1.0)
+    assert slowdowns([0.02, 1.0, 1.5], [0.0001, 1.0, 1.5]) == (1.0, 1.0, 1.0)  # hardly any work
+    assert slowdowns([1.05, 1.0], [1.0, 1.0]) == (1.0, 1.0)
+
+
+def test_only_layers_that_change_hands_travel_and_senders_take_turns() -> None:
+    assert senders(PIPELINE, PIPELINE) == []
+    assert senders(PIPELINE, SHIFTED) == [(3, 0, 1), (4, 0, 1)]
+    assert [(layer, receiver) for layer, _, receiver in senders(DDP, PIPELINE)] == []
+    after = senders(HYBRID, DDP)
+    assert [(layer, receiver) for layer, _, receiver in after[:6]] == [(layer, 1) for layer in range(6)]
+    assert [sender for _, sender, _ in after[:6]] == [0, 2, 0, 2, 0, 2]
+    assert {(sender, receiver) for _, sender, receiver in after[6:]} == {(1, 0), (1, 2)}
+
+
+def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tuple[dict[str, Tensor], list[int]]:
+    """Two steps by each of some plans; what a rank holds in the end, and the bytes it received on the way."""
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
+    assert len(model.chain) == 15
+    group = Group(store, rank, world_size, 30.0)
+    received, engine = [], None
+    for number, plan in enumerate(plans):
+        new = Engine(plan, model, group, Sgd(momentum=0.9), FULL)
+        if engine is not None:
+            before = {key: value.clone() for key, value in engine.state().items()}
+            received.append(move(engine, new, model, group))
+            assert all(torch.equal(value, before[key]) for key, value in new.state().items() if key in before)
+        engine = new
+        for step in range(2):
+            engine.step(RandomBatch(2 * number + step), LR, 2 * number + step)
+    state = {key: value.clone() for key, value in engine.state().items()} if engine else {}
+    group.close()
+    return state, received
+
+
+def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Pool) -> None:
+    """Where the plans in between do not change how a step is computed, a move is nothing at all."""
+    straight = pool.run(3, through, [PIPELINE, PIPELINE, PIPELINE])
+    same_micro_batches = Plan(SHIFTED.stages, SHIFTED.schedule, PIPELINE.micro_batches)
+    moved = pool.run(3, through, [PIPELINE, same_micro_batches, PIPELINE])
+    for (state, received), (other, none) in zip(moved, straight, strict=True):
+        assert none == [0, 0]
+        assert state.keys() == other.keys()
+        assert any(key.startswith("optimizer/") for key in state)
+        assert all(torch.equal(state[key], other[key]) for key in state)
+        assert (sum(received) > 0) == bool(received[0] or received[1])
+    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE).stage(3, 5)
+    size = sum(2 * value.nbytes for value in layers.parameters()) + sum(value.nbytes for value in layers.buffers())
+    assert [received for _, received in moved] == [[0, size], [size, 0], [0, 0]]
+
+
+def test_any_plan_follows_any_other(pool: Pool) -> None:
+    results = pool.run(3, through, [PIPELINE, HYBRID, DDP, SHIFTED])
+    names = {key for state, _ in results for key in state}
+    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE).stage(0, 15)
+    assert {f"model/{name}" for name in whole.state_dict()} <= names
+    assert all(value.isfinite().all() for state, _ in results for value in state.values())
+
+
+JOB = """name: test
+epochs: 2
+batch_size: 48
+model: {name: "tests.models:slow"}
+data: {name: digits}
+optimizer: {lr: 0.05}
+"""
+
+
+def test_a_device_that_slows_down_gets_less_to_do(
+    folder: Path, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (folder / "job.yaml").write_text(JOB)
+    slow = tmp_path / "slow"
+    options = ["--set", "parallel.strategy=auto", "--set", "parallel.replan=true"]
+    process = start("train", "job.yaml", "-n", "3", *options, HORIZONML_TEST_SLOW=str(slow))
+    wait_for(lambda: steps(folder) >= 8, "eight steps")
+    slow.write_text("1")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "rank 1 computes " in out, out
+    assert " times as long as planned, compared with the others" in out
+    records = [list(read_lines(folder / "runs" / "test" / f"rank-{rank}.jsonl")) for rank in range(3)]
+    plans = [[line["plan"] for line in lines if line["kind"] == "run"] for lines in records]
+    assert plans[0] == plans[1] == plans[2]
+    looks = [[line["slowdowns"] for line in lines if line["kind"] == "slowdowns"] for lines in records]
+    assert looks[0] == looks[1] == looks[2]
+    assert max(look[1] for look in looks[0]) > 2
+    assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 61))
+    assert len(plans[0]) > 1
+    assert "changed hands" in out
+    work = [sum(_share(stage, 1) for stage in plan["stages"]) for plan in (plans[0][0], plans[0][-1])]
+    assert work[1] < 0.7 * work[0], plans[0]
+    walls = [line["wall"] for line in records[0] if line["kind"] == "step"]
+    held_up = max(sum(walls[place : place + 8]) for place in range(8, len(walls) - 8))
+    assert sum(walls[-8:]) < 0.8 * held_up
+    # It is still the training of one process on the same batches.
+    (folder / "alone").mkdir()
+    (folder / "alone" / "job.yaml").write_text(JOB)
+    alone = horizonml(folder / "alone", "train", "job.yaml", "--set", "parallel.strategy=single")
+    assert alone.returncode == 0, alone.stderr
+    for where in (folder, folder / "alone"):
+        assert horizonml(where, "export", "runs/test", "model.pt").returncode == 0
+    one, other = (torch.load(where / "model.pt", weights_only=True) for where in (folder, folder / "alone"))
+    for name, value in one.items():
+        assert float((value - other[name]).norm() / other[name].norm()) < 1e-3, name
+
+
+def _share(stage: dict[str, list[float]], rank: int) -> float:
+    """A rank's part of the work of a stage, in layers."""
+    if rank not in stage["ranks"]:
+        return 0.0
+    layers = int(stage["stop"]) - int(stage["start"])  # type: ignore[call-overload]
+    return layers * stage["shares"][stage["ranks"].index(rank)] / sum(stage["shares"])
