@@ -34,6 +34,7 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     from horizonml.engine.measure import cached_profile
     from horizonml.engine.memory import keep_freed_memory
     from horizonml.plan.planner import choose, fixed_plan, needs_profile
+    from horizonml.telemetry.usage import rss_bytes
 
     keep_freed_memory()
     cores = available_cores()
@@ -48,7 +49,7 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
     else:
         world_size = job.parallel.world_size()
         names = [f"rank {rank}" for rank in range(world_size)]
-        hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size)]
+        hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size - rss_bytes())]
         network = Network(1e-4, 1e9)  # ranks of one machine
         threads = job.parallel.threads or threads_per_rank(cores, world_size)
     torch.set_num_threads(threads)
@@ -110,8 +111,8 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
             raise PlanError(f"cannot write {out}: {error.strerror or error}") from None
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """A plan as a job's `parallel` section has it."""
     stages = [
         {
             "ranks": list(stage.ranks),
@@ -121,9 +122,13 @@ def write_plan(plan: Plan, path: Path) -> None:
         }
         for stage in plan.stages
     ]
-    content = {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
+    return {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
     text = "# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS\n" + yaml.safe_dump(
-        content, sort_keys=False
+        plan_values(plan), sort_keys=False
     )
     try:
         write_atomically(path, text.encode())

@@ -142,12 +142,13 @@ class Worker:
         self, group: Group, names: list[str], generation: int, newcomers: Callable[[], bool], fresh: bool
     ) -> Outcome:
         job, rank = self._job, group.rank
-        limits = group.gather_json([available_cores(), memory_limit()])
+        # What the process itself takes is not there for the model.
+        limits = group.gather_json([available_cores(), memory_limit() / names.count(names[rank]) - rss_bytes()])
         hosts = [
             Host(
                 tuple(rank for rank, other in enumerate(names) if other == name),
                 float(limits[names.index(name)][0]),
-                float(limits[names.index(name)][1]) / names.count(name),
+                float(limits[names.index(name)][1]),
             )
             for name in dict.fromkeys(names)
         ]
@@ -184,7 +185,7 @@ class Worker:
             "rss_idle_bytes": self._idle,
             "threads": torch.get_num_threads(),
             "cores": here.cores,
-            "memory": here.memory * len(here.ranks),
+            "memory": memory_limit(),
             "machine": machine(),
             "versions": versions(),
         }

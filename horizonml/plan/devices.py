@@ -64,7 +64,9 @@ class Device(_Section):
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
     )
     cores: float = Field(1.0, gt=0, description="That a rank may use; below 1 under a quota, e.g. a container's.")
-    memory: Bytes = Field(description="That a rank may use, e.g. 1GiB.")
+    memory: Bytes = Field(
+        description="That a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
+    )
     bandwidth: Rate | None = Field(None, description="Of the device's own link, e.g. 100Mbit.")
 
 

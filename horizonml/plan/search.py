@@ -173,7 +173,7 @@ class Problem:
 def search(problem: Problem, evaluations: int | None = None) -> Found:
     """The best plan that is found within so many simulations (by default fewer, the more devices there are)."""
     budget = evaluations or max(60, 4000 // problem.ranks)
-    candidates = set(_candidates(problem)) | set(_simple(problem))
+    candidates = set(candidates(problem)) | set(_simple(problem))
     ranked = sorted(candidates, key=lambda plan: _estimate(problem, plan))
     judged = sorted((problem.judge(plan) for plan in ranked[: max(8, budget // 3)]), key=lambda found: found.cost)
     starts: list[Found] = []  # the best few of each number of stages, with other groups of devices
@@ -242,7 +242,8 @@ def orders(problem: Problem) -> list[list[int]]:
     return [list(order) for order in dict.fromkeys(map(tuple, found))]
 
 
-def _candidates(problem: Problem) -> Iterator[Plan]:
+def candidates(problem: Problem) -> Iterator[Plan]:
+    """Good plans by the dynamic programme: every order of devices and number of micro-batches, several of stages."""
     for order in orders(problem) if problem.ranks <= 200 else orders(problem)[:2]:
         blocks = [[int(rank) for rank in part] for part in np.array_split(order, min(len(order), _MOST_BLOCKS))]
         counts = problem.micro_batches if problem.ranks <= 16 else problem.micro_batches[::3]

@@ -1,0 +1,137 @@
+"""Unequal devices and slow links on one machine: the containers of examples/hetero, and training on them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import yaml
+
+from horizonml.bench.results import Run, load_run
+from horizonml.job import Job
+from horizonml.jobfile import changed, load
+from horizonml.plan.devices import Cluster, load_cluster
+from horizonml.plan.plan import Plan
+from horizonml.planning import plan_values
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "hetero"
+WORKERS = 5
+_WARM_UP = 2  # steps that pay for connections and caches
+_START_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run on the emulated cluster."""
+
+    run: Run
+    seconds: float  # of a step, the median
+    samples_per_second: float
+    accuracy: float | None  # on held-out data
+    plan: Plan
+    forecast: float | None  # what the automatic plan predicted, in seconds
+
+    @classmethod
+    def of(cls, run: Run) -> Measured:
+        """From a run's records."""
+        steps = run.lead.steps[_WARM_UP:]
+        seconds = statistics.median(step["wall"] for step in steps)
+        evaluations = run.lead.evaluations
+        accuracy = evaluations[-1]["accuracy"] if evaluations else None
+        plan = Plan.from_json(run.lead.run["plan"])
+        return cls(run, seconds, steps[0]["batch"] / seconds, accuracy, plan, run.lead.run["forecast"])
+
+
+class EmulatedCluster:
+    """Five containers that train what they are told. Use it as a context: it ends them."""
+
+    def __init__(self, out: Path) -> None:
+        """Records and jobs go to `out`. The environment variable COMPOSE names another command for docker compose."""
+        self._out, self._jobs = out, out / "jobs"
+        self._compose = [*shlex.split(os.environ.get("COMPOSE", "docker compose")), "-f", str(EXAMPLE / "compose.yaml")]
+
+    def __enter__(self) -> EmulatedCluster:
+        self._jobs.mkdir(parents=True, exist_ok=True)
+        os.environ["HETERO_JOBS"] = str(self._jobs.absolute())
+        self._run("down", "--volumes", "--timeout", "1")
+        self._run("up", "--detach", "--wait")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._run("down", "--volumes", "--timeout", "1")
+
+    def shape(self, rates: Sequence[str]) -> None:
+        """Give each worker's link a rate, such as "20mbit", in both directions."""
+        root = [] if os.geteuid() == 0 else ["sudo"]
+        for worker, rate in enumerate(rates):
+            container = self._run("ps", "--quiet", f"worker-{worker}").strip()
+            _checked([*root, str(ROOT / "scripts" / "shape"), container, rate], 60)
+
+    def train(self, name: str, job: Job, steps: int, timeout: float) -> Measured:
+        """Train for so many steps, and read what the ranks recorded."""
+        samples = steps * job.batch_size
+        job = changed(job, {"name": name, "data.samples": samples} if job.data.samples is None else {"name": name})
+        (self._jobs / f"{name}.yaml").write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        command = ["horizonml", "train", f"/jobs/{name}.yaml", "--fresh", "-n", str(WORKERS)]
+        ranks = [
+            subprocess.Popen(
+                [*self._compose, "exec", "-T", f"worker-{worker}", *command],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for worker in range(WORKERS)
+        ]
+        deadline = time.monotonic() + _START_SECONDS + timeout
+        try:
+            outputs = [rank.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"{name}: not done within {_START_SECONDS + timeout:.0f} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+        for worker, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
+            if rank.returncode != 0:
+                raise SystemExit(f"{name}: worker {worker} ended with {rank.returncode}:\n{output[-2000:]}")
+        return Measured.of(load_run(name, self._fetch(name)))
+
+    def measured(self, name: str) -> Cluster:
+        """The devices and links as an automatic plan's run has measured them."""
+        return load_cluster(self._out / "runs" / name / "cluster.yaml")
+
+    def _fetch(self, name: str) -> Path:
+        """Copy a run's records out of the containers."""
+        folder = self._out / "runs" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._run("cp", f"worker-0:/data/runs/{name}", str(folder))
+        return folder
+
+    def _run(self, *arguments: str) -> str:
+        return _checked([*self._compose, *arguments], 300)
+
+
+def base_job() -> Job:
+    """What is trained there."""
+    return load(EXAMPLE / "job.yaml")
+
+
+def with_plan(job: Job, plan: Plan) -> Job:
+    """The job with this plan."""
+    return changed(job, {**{f"parallel.{key}": value for key, value in plan_values(plan).items()}})
+
+
+def _checked(command: Sequence[str], timeout: float) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if result.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
+    return result.stdout

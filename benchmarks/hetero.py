@@ -1,0 +1,243 @@
+"""Training on five unequal devices with slow links, emulated with containers (examples/hetero).
+
+- compare: ddp, an equal split of the layers, and the automatic plan, on links of 100 to 20 Mbit/s (`make hetero`)
+- sweep: many plans at several link speeds, predicted and measured; the automatic plan against the best of them
+- compression: what formats of links and sums bring at each speed, and the held-out accuracy on the digits
+
+Needs Docker with Compose, the image (`make images`), and root or sudo, to shape links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.emulated import WORKERS, EmulatedCluster, Measured, base_job, with_plan
+from horizonml.agreement import describe_problem, describe_together
+from horizonml.engine.group import Group
+from horizonml.files import write_atomically
+from horizonml.job import Job
+from horizonml.jobfile import changed
+from horizonml.plan.devices import Cluster
+from horizonml.plan.plan import Plan
+from horizonml.plan.search import Problem, candidates, data_parallel, equal_split
+from horizonml.text import human_seconds
+
+LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")
+_MEASURED_SECONDS = 40  # of steps, at least
+_FEWEST, _MOST = 6, 22  # steps of a run
+_FORMATS = ("fp32", "bf16", "int8")
+_SUMS = ("none", "fp16", "powersgd")
+_SEEDS = 3
+
+Row = dict[str, Any]
+
+
+def steps_for(predicted: float) -> int:
+    """How many steps to take of a plan that is predicted to need so many seconds each."""
+    return int(min(_MOST, max(_FEWEST, _MEASURED_SECONDS / predicted)))
+
+
+def problem_on(cluster: Cluster, job: Job, folder: Path) -> Problem:
+    """What the planner knows of a measured cluster; profiles lie in `folder`."""
+
+    def base() -> Any:
+        raise SystemExit("the measured cluster has a device without a profile")
+
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    profiles = cluster.profiles(base, model.chain.names, folder)
+    return describe_problem(job, model, info, profiles, cluster.hosts(), cluster.network())
+
+
+class Trial:
+    """Runs at one setting of the links: the automatic plan first, which measures the devices and links."""
+
+    def __init__(self, cluster: EmulatedCluster, out: Path, label: str, links: Sequence[str], job: Job) -> None:
+        self._cluster, self._label, self.job = cluster, label, job
+        self._times: dict[str, list[float]] = {}
+        self.rows: dict[str, Row] = {}
+        cluster.shape(links)
+        first = self.run("auto", changed(job, {"parallel.strategy": "auto"}), None)
+        folder = out / "runs" / f"{label}-auto"
+        self.problem = problem_on(cluster.measured(f"{label}-auto"), job, folder)
+        self.auto = first.plan
+
+    def run(self, name: str, job: Job, predicted: float | None) -> Measured:
+        """Train, and add what was measured to the row of this name."""
+        steps = steps_for(predicted) if predicted else 14
+        print(f"{self._label} {name}: {steps} steps ...", flush=True)
+        found = self._cluster.train(f"{self._label}-{name.replace(' ', '-')}", job, steps, 60 * (predicted or 20))
+        times = self._times.setdefault(name, [])
+        times.append(found.seconds)
+        seconds = statistics.median(times)
+        predicted = predicted or found.forecast
+        self.rows[name] = {
+            "links": self._label,
+            "name": name,
+            "plan": shape_of(found.plan),
+            "seconds": seconds,
+            "times": times,
+            "samples_per_second": job.batch_size / seconds,
+            "predicted": predicted,
+            "error": None if predicted is None else predicted / seconds - 1,
+            "bytes_sent": sum(rank.steps[-1]["bytes_sent"] for rank in found.run.ranks),
+            "plan_json": found.plan.to_json(),
+        }
+        print(f"    {human_seconds(found.seconds)} a step, predicted {human_seconds(predicted or 0)}", flush=True)
+        return found
+
+    def run_plan(self, name: str, plan: Plan, **changes: Any) -> None:
+        """Train by an explicit plan."""
+        problem = self.problem
+        job = with_plan(self.job, plan)
+        if changes:
+            job = changed(job, {f"parallel.{key}": value for key, value in changes.items()})
+            info, model = describe_together(job, Group(None, 0, 1, 60.0))
+            problem = describe_problem(job, model, info, problem.profiles, problem.hosts, problem.network)
+        self.run(name, job, problem.judge(plan).prediction.seconds)
+
+
+def shape_of(plan: Plan) -> str:
+    """A plan in a few signs: layers and ranks of every stage, formats, micro-batches."""
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        active = [str(rank) for rank, share in zip(stage.ranks, stage.shares, strict=True) if share > 1e-6]
+        send = f" -{stage.send}->" if number + 1 < len(plan.stages) else ""
+        stages.append(f"{stage.stop - stage.start} on {'+'.join(active)}{send}")
+    return f"{' '.join(stages)}, x{plan.micro_batches}"
+
+
+def best_equal_split(problem: Problem) -> Plan:
+    """The same number of layers for everybody, with the number of micro-batches that suits it best."""
+    splits = [plan for count in problem.micro_batches if (plan := equal_split(problem, count)) is not None]
+    return min(splits, key=lambda plan: problem.judge(plan).cost)
+
+
+def sweep_plans(problem: Problem) -> dict[str, Plan]:
+    """Plans of every kind: simple ones, and the best that are predicted for each number of stages."""
+    plans = {
+        "ddp": data_parallel(problem),
+        "ddp fitted shares": problem.plan([], [range(problem.ranks)], 1),
+        "equal split": best_equal_split(problem),
+    }
+    found = sorted((problem.judge(plan) for plan in set(candidates(problem))), key=lambda one: one.cost)
+    for stages in range(2, WORKERS + 1):
+        groups: list[set[frozenset[int]]] = []
+        for one in found:
+            members = {frozenset(stage.ranks) for stage in one.plan.stages}
+            if len(one.plan.stages) == stages and members not in groups and one.prediction.fits:
+                groups.append(members)
+                plans[f"{stages} stages {'ab'[len(groups) - 1]}"] = one.plan
+                if len(groups) == 2:
+                    break
+    return plans
+
+
+def compare(out: Path, rounds: int) -> list[Row]:
+    """The example: three ways of training on links of 100 to 20 Mbit/s."""
+    with EmulatedCluster(out) as cluster:
+        trial = Trial(cluster, out, "mixed", LINKS, base_job())
+        ways = {"equal split": best_equal_split(trial.problem), "ddp": data_parallel(trial.problem)}
+        _interleave(trial, ways, rounds)
+        return list(trial.rows.values())
+
+
+def sweep(out: Path, rounds: int) -> list[Row]:
+    """Every kind of plan, at 100 and at 20 Mbit/s."""
+    rows: list[Row] = []
+    with EmulatedCluster(out) as cluster:
+        for label in ("100mbit", "20mbit"):
+            trial = Trial(cluster, out, label, [label] * WORKERS, base_job())
+            _interleave(trial, sweep_plans(trial.problem), rounds)
+            rows += trial.rows.values()
+            _save(out / "sweep.json", rows)
+    return rows
+
+
+def compression(out: Path, rounds: int) -> list[Row]:
+    """The automatic plan with each format on all links, and ddp with each way of summing."""
+    rows: list[Row] = []
+    with EmulatedCluster(out) as cluster:
+        for label in ("100mbit", "50mbit", "20mbit"):
+            trial = Trial(cluster, out, f"c{label}", [label] * WORKERS, base_job())
+            for _ in range(rounds):
+                for send in _FORMATS:
+                    stages = tuple(replace(stage, send=send) for stage in trial.auto.stages)
+                    trial.run_plan(f"links {send}", replace(trial.auto, stages=stages))
+                for kind in _SUMS:
+                    ddp = data_parallel(trial.problem)
+                    trial.run_plan(f"ddp sums {kind}", ddp, gradient_compression=kind)
+            rows += trial.rows.values()
+            _save(out / "compression.json", rows)
+    return rows
+
+
+def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int) -> None:
+    """All plans in turn, and the automatic one among them, round by round."""
+    auto = changed(trial.job, {"parallel.strategy": "auto"})
+    for round_ in range(rounds):
+        if round_:
+            trial.run("auto", auto, trial.rows["auto"]["predicted"])
+        for name, plan in plans.items():
+            trial.run_plan(name, plan)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Tables, one for each setting of the links, and what they come to."""
+    for label in dict.fromkeys(row["links"] for row in rows):
+        own = sorted((row for row in rows if row["links"] == label), key=lambda row: row["seconds"])
+        by_name = {row["name"]: row for row in own}
+        table = Table(title=f"links: {label}", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("", "a step", "samples/s", "sent a step", "predicted", "error", "plan"):
+            table.add_column(column, justify="left" if column in ("", "plan") else "right")
+        for row in own:
+            table.add_row(
+                row["name"],
+                human_seconds(row["seconds"]),
+                f"{row['samples_per_second']:.1f}",
+                f"{row['bytes_sent'] / 1e6:.1f} MB",
+                human_seconds(row["predicted"]) if row["predicted"] else "-",
+                f"{row['error']:+.0%}" if row["error"] is not None else "-",
+                row["plan"],
+            )
+        Console(width=150).print(table)
+        auto = by_name["auto"]["seconds"]
+        for name in ("ddp", "equal split"):
+            if name in by_name:
+                print(f"auto is {by_name[name]['seconds'] / auto:.2f} times as fast as {name}")
+        others = [row["seconds"] for row in own if row["name"] != "auto"]
+        print(f"auto has {min(others) / auto:.2f} of the speed of the best other plan")
+    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    print(f"predictions are off by {statistics.median(errors):.0%} (median of {len(errors)} plans)")
+
+
+def _save(path: Path, rows: Sequence[Row]) -> None:
+    write_atomically(path, (json.dumps(rows, indent=2) + "\n").encode())
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds: dict[str, Callable[..., list[Row]]] = {"compare": compare, "sweep": sweep, "compression": compression}
+    parser.add_argument("what", choices=kinds)
+    parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything, in turns")
+    parser.add_argument("--out", type=Path, default=Path("runs/hetero"), help="folder for records and results")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows = partial(kinds[arguments.what], arguments.out, arguments.rounds)()
+    _save(arguments.out / f"{arguments.what}.json", rows)
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
