@@ -32,6 +32,8 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
     """Of float32, to encode or to decode it for a link, by format."""
+    transfer_seconds_per_byte: float = 0.0
+    """Of the processor's time, to send or to receive."""
     least_rows: int = 1
     """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
 
@@ -54,6 +56,7 @@ class Profile:
             self,
             update_seconds_per_byte=self.update_seconds_per_byte * factor,
             layers=layers,
+            transfer_seconds_per_byte=self.transfer_seconds_per_byte * factor,
             codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
         )
 
@@ -74,6 +77,7 @@ class Profile:
             float(value["update_seconds_per_byte"]),
             layers,
             dict(value["codec_seconds_per_byte"]),
+            float(value["transfer_seconds_per_byte"]),
             int(value["least_rows"]),
         )
 

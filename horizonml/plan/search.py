@@ -173,8 +173,8 @@ class Problem:
 def search(problem: Problem, evaluations: int | None = None) -> Found:
     """The best plan that is found within so many simulations (by default fewer, the more devices there are)."""
     budget = evaluations or max(60, 4000 // problem.ranks)
-    candidates = set(candidates(problem)) | set(_simple(problem))
-    ranked = sorted(candidates, key=lambda plan: _estimate(problem, plan))
+    plans = set(candidates(problem)) | set(_simple(problem))
+    ranked = sorted(plans, key=lambda plan: _estimate(problem, plan))
     judged = sorted((problem.judge(plan) for plan in ranked[: max(8, budget // 3)]), key=lambda found: found.cost)
     starts: list[Found] = []  # the best few of each number of stages, with other groups of devices
     for found in judged:

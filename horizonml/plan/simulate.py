@@ -101,10 +101,9 @@ def predict(
         size = sum(layer.parameter_bytes for layer in own[stage.ranks[0]].layers[stage.start : stage.stop])
         for rank in stage.ranks:
             updating[rank] = size * own[rank].update_seconds_per_byte * crowd[rank]
-        summing = _reduce_seconds(stage.ranks, size * gradient_ratio, network)
         done = {
             "forward and backward passes": max(finish[rank] for rank in stage.ranks),
-            "summing gradients": summing * max(crowd[rank] for rank in stage.ranks),
+            "summing gradients": _reduce_seconds(stage.ranks, size * gradient_ratio, network, own, hosts),
             "updating parameters": max(updating[rank] for rank in stage.ranks),
         }
         parts = max(parts, done, key=lambda one: sum(one.values()))
@@ -272,10 +271,12 @@ def _tasks(
             size_, format = profile.layers[stage.start - 1].output_bytes, plan.stages[number - 1].send
             entry = size_ * FORMATS[format]
             coding += (end - first) * size_ * profile.codec_seconds_per_byte.get(format, 0.0)
+            coding += (end - first) * entry * profile.transfer_seconds_per_byte
         if after:
             size_ = profile.layers[stage.stop - 1].output_bytes
             exit_ = size_ * FORMATS[stage.send]
             coding += (end - first) * size_ * profile.codec_seconds_per_byte.get(stage.send, 0.0)
+            coding += (end - first) * exit_ * profile.transfer_seconds_per_byte
         made[size] = {
             "forward": (forward + coding, len(before), tuple((peer, exit_ * count) for peer, count in after)),
             "backward": (backward + coding, len(after), tuple((peer, entry * count) for peer, count in before)),
@@ -295,14 +296,29 @@ def _overlaps(own: tuple[int, int], rows: list[tuple[int, int]], ranks: Sequence
     return found
 
 
-def _reduce_seconds(ranks: Sequence[int], size: float, network: Network) -> float:
-    """A ring's time to sum `size` bytes over some ranks; its slowest link decides."""
+def _reduce_seconds(
+    ranks: Sequence[int], size: float, network: Network, profiles: Sequence[Profile], hosts: Sequence[Host]
+) -> float:
+    """A ring's time to sum `size` bytes over some ranks.
+
+    Its slowest link decides, or its slowest processor, for every member sends and receives nearly all of it twice. A
+    link within a machine is its processor's work, too, which its other ranks then have to wait for.
+    """
     count = len(ranks)
     if count == 1:
         return 0.0
     links = [network.between(rank, ranks[(place + 1) % count]) for place, rank in enumerate(ranks)]
     latency, bandwidth = max(link[0] for link in links), min(link[1] for link in links)
-    return 2 * (count - 1) * (latency + size / count / bandwidth)
+    ring = 2 * (count - 1) * (latency + size / count / bandwidth)
+    moved = 4 * (count - 1) / count * size
+    found, members = [ring], set(ranks)
+    for host in hosts:
+        here = members.intersection(host.ranks)
+        crowd = max(1.0, len(host.ranks) / host.cores)
+        found += [moved * profiles[rank].transfer_seconds_per_byte * crowd for rank in here]
+        if len(here) > 1:
+            found.append(ring * crowd)
+    return max(found)
 
 
 def _memory(
