@@ -31,7 +31,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit lint format generate images kind-up kind-down e2e bench bench-long bench-smoke \
-	footprint horovod horovod-tensorflow test-launchers clean
+	hetero footprint horovod horovod-tensorflow test-launchers clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -98,6 +98,9 @@ bench-long: setup ## The same at full length, with CIFAR-10 (BENCH_DATA=syntheti
 
 bench-smoke: setup ## See that all of it runs, in a minute
 	@$(BIN)/python -m benchmarks.suite smoke --out runs/bench-smoke
+
+hetero: setup images ## Train on five emulated unequal devices with slow links (needs Docker, and sudo for links)
+	@$(BIN)/python -m benchmarks.hetero compare $(HETERO)
 
 footprint: setup ## Measure start-up, memory, bubbles and what recording costs
 	@$(BIN)/python -m benchmarks.bubble

@@ -14,7 +14,6 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +34,12 @@ from horizonml.text import human_seconds
 
 LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")
 _MEASURED_SECONDS = 40  # of steps, at least
-_FEWEST, _MOST = 6, 22  # steps of a run
+_FEWEST = 4  # steps of a run
 _FORMATS = ("fp32", "bf16", "int8")
 _SUMS = ("none", "fp16", "powersgd")
 _SEEDS = 3
 
 Row = dict[str, Any]
-
-
-def steps_for(predicted: float) -> int:
-    """How many steps to take of a plan that is predicted to need so many seconds each."""
-    return int(min(_MOST, max(_FEWEST, _MEASURED_SECONDS / predicted)))
 
 
 def problem_on(cluster: Cluster, job: Job, folder: Path) -> Problem:
@@ -62,11 +56,14 @@ def problem_on(cluster: Cluster, job: Job, folder: Path) -> Problem:
 class Trial:
     """Runs at one setting of the links: the automatic plan first, which measures the devices and links."""
 
-    def __init__(self, cluster: EmulatedCluster, out: Path, label: str, links: Sequence[str], job: Job) -> None:
-        self._cluster, self._label, self.job = cluster, label, job
+    def __init__(
+        self, cluster: EmulatedCluster, out: Path, label: str, links: Sequence[str], job: Job, most: int
+    ) -> None:
+        """`links` are the workers' rates, or one for all; `most` is how many steps a run may take."""
+        self._cluster, self._label, self.job, self._most = cluster, label, job, most
         self._times: dict[str, list[float]] = {}
         self.rows: dict[str, Row] = {}
-        cluster.shape(links)
+        cluster.shape([*links, *[links[-1]] * WORKERS][:WORKERS])
         first = self.run("auto", changed(job, {"parallel.strategy": "auto"}), None)
         folder = out / "runs" / f"{label}-auto"
         self.problem = problem_on(cluster.measured(f"{label}-auto"), job, folder)
@@ -74,7 +71,7 @@ class Trial:
 
     def run(self, name: str, job: Job, predicted: float | None) -> Measured:
         """Train, and add what was measured to the row of this name."""
-        steps = steps_for(predicted) if predicted else 14
+        steps = int(min(self._most, max(_FEWEST, _MEASURED_SECONDS / (predicted or 2))))
         print(f"{self._label} {name}: {steps} steps ...", flush=True)
         found = self._cluster.train(f"{self._label}-{name.replace(' ', '-')}", job, steps, 60 * (predicted or 20))
         times = self._times.setdefault(name, [])
@@ -143,33 +140,34 @@ def sweep_plans(problem: Problem) -> dict[str, Plan]:
     return plans
 
 
-def compare(out: Path, rounds: int) -> list[Row]:
+def compare(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
     """The example: three ways of training on links of 100 to 20 Mbit/s."""
     with EmulatedCluster(out) as cluster:
-        trial = Trial(cluster, out, "mixed", LINKS, base_job())
+        label = "mixed" if len(set(links)) > 1 else links[0]
+        trial = Trial(cluster, out, label, links, base_job(), most)
         ways = {"equal split": best_equal_split(trial.problem), "ddp": data_parallel(trial.problem)}
         _interleave(trial, ways, rounds)
         return list(trial.rows.values())
 
 
-def sweep(out: Path, rounds: int) -> list[Row]:
-    """Every kind of plan, at 100 and at 20 Mbit/s."""
+def sweep(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
+    """Every kind of plan, at several speeds of all links."""
     rows: list[Row] = []
     with EmulatedCluster(out) as cluster:
-        for label in ("100mbit", "20mbit"):
-            trial = Trial(cluster, out, label, [label] * WORKERS, base_job())
+        for label in dict.fromkeys(links):
+            trial = Trial(cluster, out, label, [label] * WORKERS, base_job(), most)
             _interleave(trial, sweep_plans(trial.problem), rounds)
             rows += trial.rows.values()
             _save(out / "sweep.json", rows)
     return rows
 
 
-def compression(out: Path, rounds: int) -> list[Row]:
+def compression(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
     """The automatic plan with each format on all links, and ddp with each way of summing."""
     rows: list[Row] = []
     with EmulatedCluster(out) as cluster:
-        for label in ("100mbit", "50mbit", "20mbit"):
-            trial = Trial(cluster, out, f"c{label}", [label] * WORKERS, base_job())
+        for label in dict.fromkeys(links):
+            trial = Trial(cluster, out, f"c{label}", [label] * WORKERS, base_job(), most)
             for _ in range(rounds):
                 for send in _FORMATS:
                     stages = tuple(replace(stage, send=send) for stage in trial.auto.stages)
@@ -228,13 +226,20 @@ def _save(path: Path, rows: Sequence[Row]) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds: dict[str, Callable[..., list[Row]]] = {"compare": compare, "sweep": sweep, "compression": compression}
+    kinds: dict[str, tuple[Callable[[Path, int, Sequence[str], int], list[Row]], Sequence[str]]] = {
+        "compare": (compare, LINKS),
+        "sweep": (sweep, ("100mbit", "20mbit")),
+        "compression": (compression, ("100mbit", "50mbit", "20mbit")),
+    }
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--rounds", type=int, default=1, help="how often to measure everything, in turns")
+    parser.add_argument("--links", nargs="+", help="rates; of each worker for compare, else one after the other")
+    parser.add_argument("--steps", type=int, default=22, help="how many to take at most in a run")
     parser.add_argument("--out", type=Path, default=Path("runs/hetero"), help="folder for records and results")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = partial(kinds[arguments.what], arguments.out, arguments.rounds)()
+    function, links = kinds[arguments.what]
+    rows = function(arguments.out, arguments.rounds, arguments.links or links, arguments.steps)
     _save(arguments.out / f"{arguments.what}.json", rows)
     show(rows)
 

@@ -19,11 +19,11 @@ from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.devices import write_cluster
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Problem
-from horizonml.plan.simulate import Host, Network
 from horizonml.text import human_seconds
 
 

@@ -14,10 +14,10 @@ from horizonml.files import write_atomically
 from horizonml.job import Job
 from horizonml.jobfile import changed
 from horizonml.plan.devices import load_cluster, write_profile
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem
-from horizonml.plan.simulate import Host, Network
 from horizonml.text import human_bytes, human_seconds
 
 

@@ -31,8 +31,8 @@ from horizonml.errors import CheckpointError, DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
 from horizonml.model.zoo import Model
+from horizonml.plan.hardware import Host
 from horizonml.plan.plan import Plan
-from horizonml.plan.simulate import Host
 from horizonml.shards import completed
 from horizonml.signals import Cancelled, StopRequest
 from horizonml.telemetry.energy import EnergyMeter

@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 from horizonml.engine.group import Group
-from horizonml.plan.simulate import Network
+from horizonml.plan.hardware import Network
 
 _PROBE_TAG = (1 << 30) + 100
 _PROBE_BYTES = 256 << 10

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from horizonml.engine.clock import Clock
 from horizonml.engine.compress import Compressed, compressed
 from horizonml.engine.group import Group, TreeSum, Work
+from horizonml.plan.sums import BUCKET_BYTES, in_buckets
 
-BUCKET_BYTES = 25 << 20
 # Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one
 # machine, where only the number of messages counts.
 TREE_BYTES = 128 << 10
@@ -95,7 +95,8 @@ class Reducer:
             return
         # torch's PowerSGD hangs with more than one bucket on gloo.
         limit = float("inf") if compression == "powersgd" else BUCKET_BYTES
-        self._buckets = [_Bucket(part) for part in _in_buckets(self._parameters, limit)] or [_Bucket([])]
+        parts = in_buckets([parameter.nbytes for parameter in self._parameters], limit)
+        self._buckets = [_Bucket([self._parameters[i] for i in part]) for part in parts] or [_Bucket([])]
         self._compressed: Compressed | None = None
         if compression != "none":
             self._compressed = compressed(compression, group, ranks, [p.shape for p in self._parameters])
@@ -247,16 +248,3 @@ class _Done:
 
     def wait(self) -> None:
         return None
-
-
-def _in_buckets(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Parameters in the order of the backward pass, cut into buckets of at most `limit` bytes, or one each."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed(list(parameters)):
-        if not buckets or size + parameter.nbytes > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.nbytes
-    return buckets

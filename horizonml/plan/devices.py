@@ -25,8 +25,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.profile import LayerProfile, Profile
-from horizonml.plan.simulate import Host, Network
 
 _BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}

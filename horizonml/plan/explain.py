@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from horizonml.plan.hardware import Host
 from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.search import Found, Problem, data_parallel, equal_split, search
-from horizonml.plan.simulate import Host
 from horizonml.text import human_bytes, human_seconds
 
 

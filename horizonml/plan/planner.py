@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 from horizonml.errors import PlanError
 from horizonml.job import Job, Parallel, StageSpec
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import MICRO_BATCHES, Found, Problem, search
-from horizonml.plan.simulate import Host, Network
 
 
 def needs_profile(parallel: Parallel, world_size: int) -> bool:

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.profile import Profile
-from horizonml.plan.simulate import Host, Network, Prediction, predict
+from horizonml.plan.simulate import Prediction, predict
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 _MOST_BLOCKS = 48  # devices that the dynamic programme tells apart
-_PRECISION_IS_WORTH = 0.03  # of a step's time
+_PRECISION_IS_WORTH = 0.02  # of a step's time
 _SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # of the slowest stage above the best
 
 

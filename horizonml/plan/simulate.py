@@ -13,42 +13,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.schedule import SCHEDULES, Action, in_flight
+from horizonml.plan.sums import summed_at
 
 _EPSILON = 1e-12
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine: the ranks on it, its cores, and the memory that each of its ranks may use, in bytes."""
-
-    ranks: tuple[int, ...]
-    cores: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Network:
-    """Between two ranks: latency in seconds, bandwidth in bytes per second.
-
-    `access[r]` is the bandwidth of rank r's own link where that is less; `pairs[a, b]` is (latency, bandwidth) from a
-    to b where it differs from all that.
-    """
-
-    latency: float
-    bandwidth: float
-    access: tuple[float, ...] = ()
-    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-
-    def between(self, one: int, other: int) -> tuple[float, float]:
-        """Latency and bandwidth from one rank to another."""
-        if (one, other) in self.pairs:
-            return self.pairs[one, other]
-        if not self.access:
-            return self.latency, self.bandwidth
-        return self.latency, min(self.bandwidth, self.access[one], self.access[other])
 
 
 @dataclass(frozen=True)
@@ -101,9 +72,11 @@ def predict(
         size = sum(layer.parameter_bytes for layer in own[stage.ranks[0]].layers[stage.start : stage.stop])
         for rank in stage.ranks:
             updating[rank] = size * own[rank].update_seconds_per_byte * crowd[rank]
+        passes = max(finish[rank] for rank in stage.ranks)
+        summed = summed_at(stage, simulation.last_backward, own, gradient_ratio, network, hosts)
         done = {
-            "forward and backward passes": max(finish[rank] for rank in stage.ranks),
-            "summing gradients": _reduce_seconds(stage.ranks, size * gradient_ratio, network, own, hosts),
+            "forward and backward passes": passes,
+            "summing gradients": summed - passes,
             "updating parameters": max(updating[rank] for rank in stage.ranks),
         }
         parts = max(parts, done, key=lambda one: sum(one.values()))
@@ -161,6 +134,7 @@ class _Simulation:
     ) -> None:
         self.sizes = sizes
         self.spans: list[tuple[int, str, int, float, float]] = []
+        self.last_backward: dict[int, tuple[float, float]] = {}  # begin and end, by rank
         self._network = network
         self._cores = [_Cores(host.cores) for host in hosts]
         self._host_of = {rank: self._cores[number] for number, host in enumerate(hosts) for rank in host.ranks}
@@ -206,7 +180,10 @@ class _Simulation:
 
     def _complete(self, rank: int, now: float) -> None:
         task = self.tasks[rank][self._position[rank]]
-        self.spans.append((rank, task.action.kind, task.action.micro, self._began.pop(rank), now))
+        began = self._began.pop(rank)
+        self.spans.append((rank, task.action.kind, task.action.micro, began, now))
+        if task.action.kind == "backward":
+            self.last_backward[rank] = began, now
         self._position[rank] += 1
         for peer, size in task.sends:
             latency, bandwidth = self._network.between(rank, peer)
@@ -294,31 +271,6 @@ def _overlaps(own: tuple[int, int], rows: list[tuple[int, int]], ranks: Sequence
             found.append((ranks[place], shared))
         place += 1
     return found
-
-
-def _reduce_seconds(
-    ranks: Sequence[int], size: float, network: Network, profiles: Sequence[Profile], hosts: Sequence[Host]
-) -> float:
-    """A ring's time to sum `size` bytes over some ranks.
-
-    Its slowest link decides, or its slowest processor, for every member sends and receives nearly all of it twice. A
-    link within a machine is its processor's work, too, which its other ranks then have to wait for.
-    """
-    count = len(ranks)
-    if count == 1:
-        return 0.0
-    links = [network.between(rank, ranks[(place + 1) % count]) for place, rank in enumerate(ranks)]
-    latency, bandwidth = max(link[0] for link in links), min(link[1] for link in links)
-    ring = 2 * (count - 1) * (latency + size / count / bandwidth)
-    moved = 4 * (count - 1) / count * size
-    found, members = [ring], set(ranks)
-    for host in hosts:
-        here = members.intersection(host.ranks)
-        crowd = max(1.0, len(host.ranks) / host.cores)
-        found += [moved * profiles[rank].transfer_seconds_per_byte * crowd for rank in here]
-        if len(here) > 1:
-            found.append(ring * crowd)
-    return max(found)
 
 
 def _memory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panel import BLUE, YELLOW, Panel
-from dashboards.queries import PHASES, WHO, per_step, quantile, share
+from dashboards.queries import JOB, PHASES, WHO, per_step, quantile, share
 
 PANELS = [
     Panel(
@@ -69,7 +69,20 @@ PANELS = [
         "How long is a step?",
         "Median, 90th and 99th percentile over all ranks' steps.",
         "s",
-        [(quantile(0.5), "median"), (quantile(0.9), "90%"), (quantile(0.99), "99%")],
+        [
+            (quantile(0.5), "median"),
+            (quantile(0.9), "90%"),
+            (quantile(0.99), "99%"),
+            (f"max(horizonml_plan_step_seconds{{{JOB}}})", "as an automatic plan predicts"),
+        ],
+        low=0,
+    ),
+    Panel(
+        "timeseries",
+        "Is everyone as fast as planned?",
+        "Computing over what an automatic plan expects, compared with the other ranks; 1 is as planned.",
+        "none",
+        [(f"horizonml_slowdown_ratio{{{WHO}}}", "rank {{rank}}")],
         low=0,
     ),
     Panel(

@@ -8,9 +8,11 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.jobfile import parse
-from horizonml.plan.devices import load_cluster, write_profile
+from horizonml.plan.devices import load_cluster, write_cluster, write_profile
 from horizonml.plan.explain import bottleneck, compare, lacking, rows
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem, search
 from horizonml.plan.simulate import predict
 from horizonml.planning import read_plan, write_plan
@@ -120,6 +122,23 @@ def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("a: 1")
     with pytest.raises(JobError, match=r"not a plan; `horizonml plan JOB --out"):
         read_plan(job, tmp_path / "plan.yaml")
+
+
+def test_what_was_measured_can_be_planned_with(tmp_path: Path) -> None:
+    profiles = [profile(0.001, 0.002), profile(0.003, 0.001), profile(0.003, 0.001)]
+    hosts = [Host((0,), 0.4, 2**29), Host((1, 2), 2.0, 2**30)]
+    pairs = {(a, b): (1e-3 * (a + b), 2.5e6 * (1 + a)) for a in range(3) for b in range(3) if a != b}
+    path = write_cluster(tmp_path, ["pi", "pc", "pc"], hosts, Network(1.0, 1.0, pairs=pairs), profiles)
+    cluster = load_cluster(path)
+    assert cluster.names == ["pi", "pc-rank1", "pc-rank2"]
+    assert cluster.hosts() == [Host((0,), 0.4, 2**29), Host((1,), 1.0, 2**30), Host((2,), 1.0, 2**30)]
+    assert cluster.network().between(0, 2) == (0.002, 2.5e6)
+    assert cluster.network().between(2, 1) == (0.003, 5e6)
+
+    def none() -> Profile:
+        raise AssertionError("every device has a profile of its own")
+
+    assert cluster.profiles(none, ["layer0", "layer1"], tmp_path) == profiles
 
 
 def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:

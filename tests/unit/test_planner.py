@@ -6,11 +6,12 @@ from horizonml.engine.probe import tournament
 from horizonml.errors import PlanError
 from horizonml.job import Job
 from horizonml.jobfile import parse
+from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.plan.search import Found
-from horizonml.plan.simulate import Host, Network, predict
+from horizonml.plan.simulate import predict
 
 FAST = Network(0.0, 1e12)
 
@@ -177,6 +178,27 @@ def test_a_tournament_lets_every_pair_meet_once_and_nobody_twice_in_a_round(play
     assert sorted(met) == sorted(itertools.combinations(range(players), 2))
     assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)
     assert len(rounds) == players - 1 + players % 2
+
+
+def test_sums_overlap_with_the_backward_pass() -> None:
+    """The last layers' gradients travel while the first layers compute; the rest is waited for."""
+    plan = Plan((Stage(0, 2, (0, 1), (1.0, 1.0)),))
+    hosts = [Host((0,), 1.0, 1e12), Host((1,), 1.0, 1e12)]
+    layers = profile(0.01, 0.01, parameters=20 << 20)
+    bandwidth = (20 << 20) / 0.05  # so that a layer's ring takes 50 ms, which the other's backward pass hides
+    found = predict(plan, layers, 10, hosts, Network(0.0, bandwidth), 0)
+    assert found.seconds == pytest.approx(5 * 2 * 0.03 + 0.05)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+def test_a_quota_slows_the_processor_down_and_not_the_link() -> None:
+    plan = Plan((Stage(0, 1, (0, 1), (1.0, 1.0)),))
+    layers, network = profile(0.01, parameters=20 << 20), Network(0.0, 20 << 20)
+    times = []
+    for cores in (1.0, 0.2):
+        hosts = [Host((0,), cores, 1e12), Host((1,), cores, 1e12)]
+        times.append(predict(plan, layers, 10, hosts, network, 0).seconds)
+    assert times == [pytest.approx(5 * 0.03 + 1), pytest.approx(5 * 0.03 / 0.2 + 1)]
 
 
 def test_auto_gives_the_slow_device_less() -> None:

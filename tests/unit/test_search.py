@@ -6,11 +6,12 @@ import itertools
 import random
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 
-from horizonml.plan.plan import Plan
+from horizonml.plan.hardware import Host, Network
+from horizonml.plan.plan import FORMATS, Plan
 from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.plan.search import Problem, data_parallel, equal_split, search
-from horizonml.plan.simulate import Host, Network
 
 
 def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem:
@@ -108,3 +109,35 @@ def test_a_hundred_devices_are_planned() -> None:
     found.plan.check(14, 100)
     assert problem.evaluations <= 100
     assert found.prediction.seconds < problem.judge(data_parallel(problem)).prediction.seconds
+
+
+def slow_and_fast_links() -> Problem:
+    """Three equal devices, the last behind a slow link; parameters are too many to be summed."""
+    layers = tuple(LayerProfile(f"layer{n}", (1e-4, 6.4e-3), (2e-4, 12.8e-3), 50 << 20, 1, 1 << 14) for n in range(6))
+    codecs = {"bf16": 1e-11, "int8": 5e-10}
+    profile = Profile("device", (1, 64), 0.0, layers, codecs)
+    pairs = {(1, 2): (1e-4, 2.5e6), (2, 1): (1e-4, 2.5e6), (0, 2): (1e-4, 2.5e6), (2, 0): (1e-4, 2.5e6)}
+    hosts = [Host((rank,), 1.0, 1e12) for rank in range(3)]
+    network = Network(1e-4, 1.25e9, pairs=pairs)
+    return Problem([profile] * 3, hosts, network, 64, 1, formats=tuple(FORMATS))
+
+
+def test_slow_links_are_compressed_and_fast_ones_are_not() -> None:
+    problem = slow_and_fast_links()
+    found = search(problem)
+    stages = found.plan.stages
+    assert len(stages) > 1
+    for stage, after in itertools.pairwise(stages):
+        slow = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks) < 1e9
+        assert (stage.send != "fp32") == slow, found.plan
+    exact = search(replace(problem, formats=("fp32",)))
+    assert found.prediction.seconds < exact.prediction.seconds
+
+
+def test_nobody_gets_a_single_sample_that_batchnorm_cannot_train_on() -> None:
+    for seed in range(6):
+        problem = cluster(seed, 4, 4)
+        strict = [replace(profile, least_rows=2) for profile in problem.profiles]
+        found = search(replace(problem, profiles=strict, batch_size=16, last_batch=5))
+        for size in {*found.plan.micro_sizes(16, 16), *found.plan.micro_sizes(5, 16)}:
+            assert all(b - a != 1 for stage in found.plan.stages for a, b in stage.rows(size)), found.plan

@@ -1,0 +1,28 @@
+"""The emulated cluster of unequal devices and slow links, as `make hetero` uses it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from tests.e2e.tools import run
+
+
+def test_the_automatic_plan_beats_the_others_on_unequal_devices(
+    image: None, compose: list[str], tmp_path: Path
+) -> None:
+    arguments = ("--links", "100mbit", "50mbit", "--steps", "4", "--out", str(tmp_path))
+    environment = {"COMPOSE": shlex.join(compose)}
+    out = run(sys.executable, "-m", "benchmarks.hetero", "compare", *arguments, timeout=600, env=environment)
+    rows = {row["name"]: row for row in json.loads((tmp_path / "compare.json").read_text())}
+    assert set(rows) == {"auto", "equal split", "ddp"}
+    # By far: nothing here depends on how fast this machine is.
+    assert rows["auto"]["seconds"] < 0.5 * rows["ddp"]["seconds"], out
+    assert rows["auto"]["seconds"] < rows["equal split"]["seconds"], out
+    measured = (tmp_path / "runs" / "mixed-auto" / "cluster.yaml").read_text()
+    assert measured.count('"cores"') == 5
+    assert measured.count('"between"') == 10
+    left = run(*compose, "-f", "examples/hetero/compose.yaml", "ps", "--all", "--quiet")
+    assert left.strip() == ""
