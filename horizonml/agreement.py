@@ -6,7 +6,7 @@ For the plan rank 0 measures and decides, and all follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from horizonml.data.datasets import DataInfo, agree, describe
@@ -68,7 +68,11 @@ def make_plan(
     if not needs_profile(job.parallel, world_size):
         return Agreed(fixed_plan(job, len(model.chain), world_size))
     automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
-    network = probe_pairs(group) if automatic and world_size <= MOST_PROBED else probe_network(group)
+    usage = [0.0] * world_size
+    if automatic and world_size <= MOST_PROBED:
+        network, usage = probe_pairs(group)
+    else:
+        network = probe_network(group)
     # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
     lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks)
     own: dict[str, Any] | None = None
@@ -84,7 +88,11 @@ def make_plan(
     if group.rank == 0 and not answer:
         try:
             first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
-            profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
+            own_profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
+            profiles = [
+                replace(profile, transfer_seconds_per_byte=seconds)
+                for profile, seconds in zip(own_profiles, usage, strict=True)
+            ]
             problem_ = describe_problem(job, model, info, profiles, hosts, network)
             choice = choose(job, problem_)
             if automatic:

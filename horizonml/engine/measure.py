@@ -7,7 +7,6 @@ about times.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -98,8 +97,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         for index, times in enumerate(rows)
     )
     codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
-    transfer = _transfer_seconds_per_byte()
-    return Profile(device_name(), sizes[:known], update, found, codecs, transfer, least)
+    return Profile(device_name(), sizes[:known], update, found, codecs, least_rows=least)
 
 
 def _clock() -> Callable[[], float]:
@@ -170,26 +168,3 @@ def _codec_seconds_per_byte(format: str) -> float:
         codec.decode(codec.encode(tensor))
         times.append(clock() - start)
     return min(times[1:]) / tensor.nbytes / 2
-
-
-def _transfer_seconds_per_byte() -> float:
-    """The processor's seconds to send or to receive a byte through TCP, the mean of both."""
-    chunk, rounds = bytes(256 << 10), 16
-    room = bytearray(len(chunk))
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
-        other, _ = server.accept()
-        with other:
-            for end in (one, other):
-                end.settimeout(10)
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    end.setsockopt(socket.SOL_SOCKET, option, 2 * len(chunk))
-            start = time.process_time()
-            for _ in range(rounds):
-                left = memoryview(chunk)
-                while left:
-                    sent = one.send(left)
-                    left = left[sent:]
-                    got = 0
-                    while got < sent:
-                        got += other.recv_into(room, sent - got)
-            return (time.process_time() - start) / rounds / len(chunk) / 2

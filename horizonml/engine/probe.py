@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from dataclasses import dataclass
+from time import perf_counter, process_time
 
 import torch
 
@@ -11,7 +12,7 @@ from horizonml.plan.hardware import Network
 
 _PROBE_TAG = (1 << 30) + 100
 _PROBE_BYTES = 256 << 10
-_SLOW_SECONDS = 5e-3
+_SLOW_SECONDS, _VERY_SLOW_SECONDS = 5e-3, 5e-2
 MOST_PROBED = 16  # ranks between which every pair is probed
 
 
@@ -26,33 +27,39 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def probe_pairs(group: Group) -> Network:
-    """Latency and bandwidth between every two ranks, which meet in rounds that do not collide."""
+def probe_pairs(group: Group) -> tuple[Network, list[float]]:
+    """Latency and bandwidth between every two ranks, which meet in rounds that do not collide.
+
+    Also each rank's seconds of its processor for a byte that it sends or receives.
+    """
     found: dict[int, tuple[float, float]] = {}
+    usage = _Usage()
     for pairs in tournament(group.world_size):
         for pair in pairs:
             if group.rank in pair:
                 peer = pair[0] + pair[1] - group.rank
                 latency = _exchange(group, peer, 4)
-                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2))
+                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2, usage))
                 # Both see about the same, but must decide alike whether the link is slow: rank by rank.
-                slow = torch.tensor([float(seconds > _SLOW_SECONDS)])
+                slow = torch.tensor([seconds if seconds > _SLOW_SECONDS else 0.0])
                 other = torch.zeros(1)
                 works = [group.receive(other, peer, _PROBE_TAG), group.send(slow, peer, _PROBE_TAG)]
                 for work in works:
                     group.wait(work, peer)
                 if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
-                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, 1)
+                    times = 3 if max(float(slow), float(other)) < _VERY_SLOW_SECONDS else 2
+                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, times, usage)
                 found[peer] = max(1e-6, latency), size / seconds
         group.gather_json(None)  # keeps the rounds apart
-    everyone = group.gather_json([[peer, *link] for peer, link in found.items()])
+    own = {"links": [[peer, *link] for peer, link in found.items()], "usage": usage.seconds / max(1, usage.moved)}
+    everyone = group.gather_json(own)
     pairs_ = {
         (rank, int(peer)): (float(latency), float(bandwidth))
-        for rank, links in enumerate(everyone)
-        for peer, latency, bandwidth in links
+        for rank, other in enumerate(everyone)
+        for peer, latency, bandwidth in other["links"]
     }
     latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    return Network(latency, bandwidth, pairs=pairs_)
+    return Network(latency, bandwidth, pairs=pairs_), [float(other["usage"]) for other in everyone]
 
 
 def probe_network(group: Group) -> Network:
@@ -71,14 +78,25 @@ def probe_network(group: Group) -> Network:
     return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
 
 
-def _exchange(group: Group, peer: int, size: int, times: int = 3) -> float:
+@dataclass
+class _Usage:
+    """The processor's time for bytes that were sent and received."""
+
+    seconds: float = 0.0
+    moved: int = 0
+
+
+def _exchange(group: Group, peer: int, size: int, times: int = 3, usage: _Usage | None = None) -> float:
     """Seconds for `size` bytes one way, while as many come back; the best of a few times."""
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    best = float("inf")
+    best, used = float("inf"), process_time()
     for _ in range(times):
         start = perf_counter()
         works = [group.receive(received, peer, _PROBE_TAG), group.send(sent, peer, _PROBE_TAG)]
         for work in works:
             group.wait(work, peer)
         best = min(best, perf_counter() - start)
+    if usage is not None:
+        usage.seconds += process_time() - used
+        usage.moved += 2 * times * size
     return best

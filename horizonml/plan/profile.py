@@ -33,7 +33,7 @@ class Profile:
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
     """Of float32, to encode or to decode it for a link, by format."""
     transfer_seconds_per_byte: float = 0.0
-    """Of the processor's time, to send or to receive."""
+    """Of the processor's time, to send or to receive; 0 if no link was measured."""
     least_rows: int = 1
     """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
 

@@ -20,6 +20,7 @@ from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 from horizonml.plan.sums import summed_at
 
 _EPSILON = 1e-12
+_QUOTA_PERIOD = 0.1  # seconds; Linux's default, and that of Docker and Kubernetes
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,12 @@ def predict(
     SGD. `gradient_ratio` says to what part of their bytes gradients are compressed on their way within a stage.
     """
     own = [profiles] * plan.world_size if isinstance(profiles, Profile) else list(profiles)
-    simulation = _Simulation(plan, own, plan.micro_sizes(batch_size, batch_size), hosts, network)
+    sizes = plan.micro_sizes(batch_size, batch_size)
+    simulation = _Simulation(plan, own, sizes, hosts, network)
     finish = simulation.run()
+    if any(host.cores < 1 for host in hosts):  # what a step leaves of a quota is there for the next one
+        simulation = _Simulation(plan, own, sizes, hosts, network, simulation.allowances(max(finish.values())))
+        finish = simulation.run()
     crowd = {rank: max(1.0, len(host.ranks) / host.cores) for host in hosts for rank in host.ranks}
     parts: dict[str, float] = {}
     updating = {}
@@ -80,7 +85,6 @@ def predict(
             "updating parameters": max(updating[rank] for rank in stage.ranks),
         }
         parts = max(parts, done, key=lambda one: sum(one.values()))
-    sizes = simulation.sizes
     memory = {
         rank: _memory(plan, own[rank], number, rows, sizes, optimizer_copies)
         for number, stage in enumerate(plan.stages)
@@ -108,21 +112,38 @@ class _Task:
 
 @dataclass
 class _Cores:
-    """The ranks that compute on a machine now, and the work that each has left."""
+    """The ranks that compute on a machine now, and the work that each has left.
+
+    Less than a core is a quota: a container may use a whole core until its allowance is used up, which grows all the
+    time, but never beyond what a period of the quota grants.
+    """
 
     cores: float
+    allowance: float = 0.0  # seconds of a core
     left: dict[int, float] = field(default_factory=dict)
     since: float = 0.0
     version: int = 0
 
     @property
     def speed(self) -> float:
-        return min(1.0, self.cores / len(self.left)) if self.left else 1.0
+        """Of each rank that computes."""
+        cores = 1.0 if self.cores < 1 and self.allowance > 0 else self.cores
+        return min(1.0, cores / len(self.left)) if self.left else 1.0
+
+    @property
+    def next_change(self) -> float:
+        """When the first rank is through, or all become slower."""
+        at = self.since + min(self.left.values()) / self.speed
+        return min(at, self.since + self.allowance / (1 - self.cores)) if self.cores < 1 and self.allowance else at
 
     def advance(self, now: float) -> None:
-        done = (now - self.since) * self.speed
+        """Let them work until now."""
+        passed, speed = now - self.since, self.speed
         for rank in self.left:
-            self.left[rank] -= done
+            self.left[rank] -= passed * speed
+        if self.cores < 1:
+            grown = self.allowance + passed * (self.cores - speed * len(self.left))
+            self.allowance = min(self.cores * _QUOTA_PERIOD, grown) if grown > _EPSILON else 0.0
         self.since = now
 
 
@@ -130,13 +151,20 @@ class _Simulation:
     """One step of a plan."""
 
     def __init__(
-        self, plan: Plan, profiles: Sequence[Profile], sizes: list[int], hosts: Sequence[Host], network: Network
+        self,
+        plan: Plan,
+        profiles: Sequence[Profile],
+        sizes: list[int],
+        hosts: Sequence[Host],
+        network: Network,
+        allowances: Sequence[float] | None = None,
     ) -> None:
-        self.sizes = sizes
         self.spans: list[tuple[int, str, int, float, float]] = []
         self.last_backward: dict[int, tuple[float, float]] = {}  # begin and end, by rank
         self._network = network
-        self._cores = [_Cores(host.cores) for host in hosts]
+        self._cores = [
+            _Cores(host.cores, left) for host, left in zip(hosts, allowances or [0.0] * len(hosts), strict=True)
+        ]
         self._host_of = {rank: self._cores[number] for number, host in enumerate(hosts) for rank in host.ranks}
         self.tasks: dict[int, list[_Task]] = {}
         rows = [{size: stage.rows(size) for size in set(sizes)} for stage in plan.stages]
@@ -178,6 +206,12 @@ class _Simulation:
         assert all(self._position[rank] == len(tasks) for rank, tasks in self.tasks.items()), "the schedule stopped"
         return finish
 
+    def allowances(self, now: float) -> list[float]:
+        """What the machines' quotas allow at a moment after the last action."""
+        for cores in self._cores:
+            cores.advance(now)
+        return [cores.allowance for cores in self._cores]
+
     def _complete(self, rank: int, now: float) -> None:
         task = self.tasks[rank][self._position[rank]]
         began = self._began.pop(rank)
@@ -210,8 +244,7 @@ class _Simulation:
         """Note when the next of the machine's ranks will be through."""
         cores.version += 1
         if cores.left:
-            at = cores.since + min(cores.left.values()) / cores.speed
-            self._push(at, self._index[id(cores)], cores.version, "", 0)
+            self._push(cores.next_change, self._index[id(cores)], cores.version, "", 0)
 
     def _push(self, at: float, number: int, version: int, kind: str, micro: int) -> None:
         self._count += 1
