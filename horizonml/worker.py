@@ -18,7 +18,14 @@ import torch
 
 from horizonml.agreement import describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
-from horizonml.cluster.device import available_cores, machine, memory_limit, threads_per_rank, versions
+from horizonml.cluster.device import (
+    available_cores,
+    machine,
+    memory_limit,
+    shared_machine,
+    threads_per_rank,
+    versions,
+)
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.meeting import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
@@ -143,15 +150,16 @@ class Worker:
     ) -> Outcome:
         job, rank = self._job, group.rank
         # What the process itself takes is not there for the model.
-        limits = group.gather_json([available_cores(), memory_limit() / names.count(names[rank]) - rss_bytes()])
-        hosts = [
-            Host(
-                tuple(rank for rank, other in enumerate(names) if other == name),
-                float(limits[names.index(name)][0]),
-                float(limits[names.index(name)][1]),
-            )
-            for name in dict.fromkeys(names)
-        ]
+        own = memory_limit() / names.count(names[rank]) - rss_bytes()
+        limits = group.gather_json([available_cores(), own, *shared_machine()])
+        machines = {name: str(limits[names.index(name)][2]) for name in names}
+        hosts = []
+        for name in dict.fromkeys(names):
+            cores, memory, machine_, machine_cores = limits[names.index(name)]
+            shared = sum(other == machine_ for other in machines.values()) > 1
+            ranks = tuple(rank for rank, other in enumerate(names) if other == name)
+            place = (str(machine_), float(machine_cores)) if shared else ()
+            hosts.append(Host(ranks, float(cores), float(memory), *place))
         here = next(host for host in hosts if rank in host.ranks)
         torch.set_num_threads(job.parallel.threads or threads_per_rank(here.cores, len(here.ranks)))
         if fresh:

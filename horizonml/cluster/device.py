@@ -76,6 +76,15 @@ def device_name() -> str:
     return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
 
 
+def shared_machine() -> tuple[str, int]:
+    """What tells whether two containers run on one machine, and its cores; an empty name where it is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "", os.cpu_count() or 1  # not Linux
+    return boot[:8], os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
     """What this machine is, for records."""
     return {

@@ -7,6 +7,7 @@ about times.
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from horizonml.plan.plan import FORMATS
 from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.seeds import name_seed
 
-_FORMAT = 3
+_FORMAT = 4
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
@@ -61,7 +62,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
 def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
     """Run every layer forward and backward, one layer in memory at a time.
 
-    Times are the best of a few runs, with gradients accumulated as in training.
+    Times are medians of a few runs, with gradients accumulated as in training.
     """
     rows: list[list[tuple[float, float]]] = []
     layers: list[tuple[int, int]] = []
@@ -73,9 +74,9 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         for size in sizes:
             entered = torch.randn(size, *boundary.shape, requires_grad=index > 0)
             runs = [_once(module, entered) for _ in range(1 + _REPEATS)][1:]  # the first one warms up
-            best = min(forward for forward, _ in runs), min(backward for _, backward in runs)
-            times.append(best)
-            if size != sizes[-1] and sum(best) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
+            usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
+            times.append(usual)
+            if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
                 break
         rows.append(times)
         size = sum(parameter.nbytes for parameter in module.parameters())

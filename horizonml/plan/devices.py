@@ -64,6 +64,8 @@ class Device(_Section):
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
     )
     cores: float = Field(1.0, gt=0, description="That a rank may use; below 1 under a quota, e.g. a container's.")
+    machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
+    machine_cores: float = Field(0.0, ge=0, description="That the containers of this machine share.")
     memory: Bytes = Field(
         description="That a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
     )
@@ -102,7 +104,10 @@ class Cluster(_Section):
 
     def hosts(self) -> list[Host]:
         """A machine for each rank."""
-        return [Host((rank,), device.cores, device.memory) for rank, device in enumerate(self.ranks)]
+        return [
+            Host((rank,), device.cores, device.memory, device.machine, device.machine_cores)
+            for rank, device in enumerate(self.ranks)
+        ]
 
     def network(self) -> Network:
         """Between all ranks."""
@@ -176,6 +181,8 @@ def write_cluster(
             "memory": f"{machine[rank].memory / 2**20:.0f}MiB",
             "profile": f"profile-{name}.yaml",
         }
+        if machine[rank].machine:
+            devices[own] |= {"machine": machine[rank].machine, "machine_cores": machine[rank].machine_cores}
     links = []
     for (a, one), (b, other) in itertools.combinations(enumerate(devices), 2):
         ways = [network.between(a, b), network.between(b, a)]

@@ -8,11 +8,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Host:
-    """A machine: the ranks on it, its cores, and the memory that each of its ranks may use, in bytes."""
+    """A machine or a container: the ranks on it, its cores, and the memory that each of its ranks may use, in bytes.
+
+    Containers with the same `machine` share its `machine_cores`; with none, a host is a machine of its own.
+    """
 
     ranks: tuple[int, ...]
     cores: float
     memory: float
+    machine: str = ""
+    machine_cores: float = 0.0
 
 
 @dataclass(frozen=True)

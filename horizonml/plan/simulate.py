@@ -11,8 +11,9 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from horizonml.plan.cores import Machine, cores_of
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan
 from horizonml.plan.profile import Profile
@@ -20,7 +21,6 @@ from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 from horizonml.plan.sums import summed_at
 
 _EPSILON = 1e-12
-_QUOTA_PERIOD = 0.1  # seconds; Linux's default, and that of Docker and Kubernetes
 
 
 @dataclass(frozen=True)
@@ -110,43 +110,6 @@ class _Task:
     sends: tuple[tuple[int, float], ...]  # to which rank how many bytes
 
 
-@dataclass
-class _Cores:
-    """The ranks that compute on a machine now, and the work that each has left.
-
-    Less than a core is a quota: a container may use a whole core until its allowance is used up, which grows all the
-    time, but never beyond what a period of the quota grants.
-    """
-
-    cores: float
-    allowance: float = 0.0  # seconds of a core
-    left: dict[int, float] = field(default_factory=dict)
-    since: float = 0.0
-    version: int = 0
-
-    @property
-    def speed(self) -> float:
-        """Of each rank that computes."""
-        cores = 1.0 if self.cores < 1 and self.allowance > 0 else self.cores
-        return min(1.0, cores / len(self.left)) if self.left else 1.0
-
-    @property
-    def next_change(self) -> float:
-        """When the first rank is through, or all become slower."""
-        at = self.since + min(self.left.values()) / self.speed
-        return min(at, self.since + self.allowance / (1 - self.cores)) if self.cores < 1 and self.allowance else at
-
-    def advance(self, now: float) -> None:
-        """Let them work until now."""
-        passed, speed = now - self.since, self.speed
-        for rank in self.left:
-            self.left[rank] -= passed * speed
-        if self.cores < 1:
-            grown = self.allowance + passed * (self.cores - speed * len(self.left))
-            self.allowance = min(self.cores * _QUOTA_PERIOD, grown) if grown > _EPSILON else 0.0
-        self.since = now
-
-
 class _Simulation:
     """One step of a plan."""
 
@@ -162,9 +125,7 @@ class _Simulation:
         self.spans: list[tuple[int, str, int, float, float]] = []
         self.last_backward: dict[int, tuple[float, float]] = {}  # begin and end, by rank
         self._network = network
-        self._cores = [
-            _Cores(host.cores, left) for host, left in zip(hosts, allowances or [0.0] * len(hosts), strict=True)
-        ]
+        self._cores = cores_of(hosts, allowances or [0.0] * len(hosts))
         self._host_of = {rank: self._cores[number] for number, host in enumerate(hosts) for rank in host.ranks}
         self.tasks: dict[int, list[_Task]] = {}
         rows = [{size: stage.rows(size) for size in set(sizes)} for stage in plan.stages]
@@ -178,7 +139,6 @@ class _Simulation:
         self._began: dict[int, float] = {}
         self._events: list[tuple[float, int, int, int, str, int]] = []
         self._count = 0
-        self._index = {id(cores): number for number, cores in enumerate(self._cores)}
 
     def run(self) -> dict[int, float]:
         """When each rank has finished its last action."""
@@ -195,21 +155,21 @@ class _Simulation:
             cores = self._cores[number]
             if cores.version != version:
                 continue
-            cores.advance(now)
+            cores.machine.advance(now)
             ended = [rank for rank, left in cores.left.items() if left <= _EPSILON + 1e-9 * now]
             for rank in ended:
                 del cores.left[rank]
             for rank in ended:
                 finish[rank] = now
                 self._complete(rank, now)
-            self._schedule(cores)
+            self._schedule(cores.machine)
         assert all(self._position[rank] == len(tasks) for rank, tasks in self.tasks.items()), "the schedule stopped"
         return finish
 
     def allowances(self, now: float) -> list[float]:
         """What the machines' quotas allow at a moment after the last action."""
         for cores in self._cores:
-            cores.advance(now)
+            cores.machine.advance(now)
         return [cores.allowance for cores in self._cores]
 
     def _complete(self, rank: int, now: float) -> None:
@@ -235,16 +195,17 @@ class _Simulation:
         if self._arrived.get((rank, task.action.kind, task.action.micro), 0) < task.inputs:
             return
         cores = self._host_of[rank]
-        cores.advance(now)
+        cores.machine.advance(now)
         cores.left[rank] = task.work
         self._began[rank] = now
-        self._schedule(cores)
+        self._schedule(cores.machine)
 
-    def _schedule(self, cores: _Cores) -> None:
-        """Note when the next of the machine's ranks will be through."""
-        cores.version += 1
-        if cores.left:
-            self._push(cores.next_change, self._index[id(cores)], cores.version, "", 0)
+    def _schedule(self, machine: Machine) -> None:
+        """Note when the speed of the machine's ranks changes next."""
+        for cores in machine.hosts:
+            cores.version += 1
+            if cores.left:
+                self._push(machine.now + cores.next_change, cores.number, cores.version, "", 0)
 
     def _push(self, at: float, number: int, version: int, kind: str, micro: int) -> None:
         self._count += 1

@@ -222,3 +222,23 @@ def test_thousands_of_devices_are_simulated() -> None:
     found = predict(plan, profile(*[0.001] * stages), 4 * members, hosts, FAST, 0)
     assert found.seconds == pytest.approx((4 + stages - 1) * 0.003)
     assert len(found.spans) == 2 * 4 * stages * members
+
+
+def test_a_quota_lets_short_work_pass_and_slows_down_long_work() -> None:
+    layers, hosts = profile(0.001), [Host((0,), 0.2, 1e12)]
+    plan = Plan((Stage(0, 1, (0,), (1.0,)),))
+    # In the steady state of a step that never waits, an allowance does not help.
+    assert predict(plan, layers, 100, hosts, FAST, 0).seconds == pytest.approx(0.3 / 0.2)
+    # Two devices take turns; what either needs is less than its allowance of 20 ms has grown to meanwhile.
+    pair = [Host((0,), 0.5, 1e12), Host((1,), 0.5, 1e12)]
+    found = predict(pipeline([1, 2], 1), profile(0.001, 0.001), 5, pair, FAST, 0)
+    assert found.seconds == pytest.approx(2 * 5 * 0.003)
+
+
+def test_containers_share_their_machine() -> None:
+    def seconds(machine_cores: float) -> float:
+        hosts = [Host((rank,), 1.0, 1e12, "here", machine_cores) for rank in range(4)]
+        plan = Plan((Stage(0, 1, (0, 1, 2, 3), (1.0,) * 4),))
+        return predict(plan, profile(0.001), 40, hosts, FAST, 0).seconds
+
+    assert [seconds(cores) for cores in (4.0, 2.0, 1.0)] == pytest.approx([0.03, 0.06, 0.12])
