@@ -10,8 +10,11 @@ Needs Docker with Compose, the image (`make images`), and root or sudo, to shape
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +24,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.emulated import WORKERS, EmulatedCluster, Measured, base_job, with_plan
+from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
 from horizonml.agreement import describe_problem, describe_together
+from horizonml.bench.results import load_run
 from horizonml.engine.group import Group
 from horizonml.files import write_atomically
 from horizonml.job import Job
@@ -177,7 +181,30 @@ def compression(out: Path, rounds: int, links: Sequence[str], most: int) -> list
                     trial.run_plan(f"ddp sums {kind}", ddp, gradient_compression=kind)
             rows += trial.rows.values()
             _save(out / "compression.json", rows)
+    accuracy = accuracies(out / "accuracy")
+    for row in rows:
+        row["accuracies"] = accuracy.get(row["name"])
     return rows
+
+
+def accuracies(out: Path) -> dict[str, list[float]]:
+    """Held-out accuracies on the digits, one for each seed: formats of links between three stages, of sums in ddp."""
+    kinds = {f"links {send}": {"strategy": "pipeline", "activations": send} for send in _FORMATS}
+    kinds |= {f"ddp sums {kind}": {"strategy": "ddp", "gradient_compression": kind} for kind in _SUMS}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for seed in range(_SEEDS):
+        for name, parallel in kinds.items():
+            folder = out / f"{name.replace(' ', '-')}-{seed}"
+            settings = {"seed": seed, "folder": folder, "checkpoint.enabled": "false", "parallel.micro_batches": 4}
+            if parallel["strategy"] == "ddp":
+                del settings["parallel.micro_batches"]
+            settings |= {f"parallel.{key}": value for key, value in parallel.items()}
+            sets = [f"--set={key}={value}" for key, value in settings.items()]
+            command = [sys.executable, "-m", "horizonml", "train", str(ROOT / "jobs" / "digits.yaml"), "-n", "3"]
+            print(f"digits, {name}, seed {seed} ...", flush=True)
+            subprocess.run([*command, "--fresh", *sets], check=True, capture_output=True, timeout=300)
+            found[name].append(load_run(name, folder).lead.evaluations[-1]["accuracy"])
+    return found
 
 
 def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int) -> None:
@@ -196,7 +223,7 @@ def show(rows: Sequence[Row]) -> None:
         own = sorted((row for row in rows if row["links"] == label), key=lambda row: row["seconds"])
         by_name = {row["name"]: row for row in own}
         table = Table(title=f"links: {label}", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("", "a step", "samples/s", "sent a step", "predicted", "error", "plan"):
+        for column in ("", "a step", "samples/s", "sent a step", "predicted", "error", "digits", "plan"):
             table.add_column(column, justify="left" if column in ("", "plan") else "right")
         for row in own:
             table.add_row(
@@ -206,6 +233,7 @@ def show(rows: Sequence[Row]) -> None:
                 f"{row['bytes_sent'] / 1e6:.1f} MB",
                 human_seconds(row["predicted"]) if row["predicted"] else "-",
                 f"{row['error']:+.0%}" if row["error"] is not None else "-",
+                f"{statistics.mean(row['accuracies']):.2%}" if row.get("accuracies") else "-",
                 row["plan"],
             )
         Console(width=150).print(table)
@@ -215,6 +243,9 @@ def show(rows: Sequence[Row]) -> None:
                 print(f"auto is {by_name[name]['seconds'] / auto:.2f} times as fast as {name}")
         others = [row["seconds"] for row in own if row["name"] != "auto"]
         print(f"auto has {min(others) / auto:.2f} of the speed of the best other plan")
+        pairs = list(itertools.combinations([row for row in own if row["predicted"]], 2))
+        right = sum((a["seconds"] - b["seconds"]) * (a["predicted"] - b["predicted"]) >= 0 for a, b in pairs)
+        print(f"of {len(pairs)} pairs of plans, {right} are in the order that was predicted")
     errors = [abs(row["error"]) for row in rows if row["error"] is not None]
     print(f"predictions are off by {statistics.median(errors):.0%} (median of {len(errors)} plans)")
 

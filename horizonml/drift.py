@@ -83,7 +83,6 @@ class Watch:
         self._measured: list[float] = []
         self._stragglers: tuple[int, ...] = ()
         self._tried: tuple[float, ...] = (1.0,) * group.world_size
-        self.plan, self.forecast, self._problem = plan, forecast, problem
         self._adopt(plan, forecast, problem)
 
     def _adopt(self, plan: Plan, forecast: Forecast, problem: Problem | None) -> None:
@@ -109,7 +108,8 @@ class Watch:
     def better_plan(self, look: Look) -> bool:
         """After a look: whether there is a plan that fits what was measured clearly better. Then it is `plan`.
 
-        Rank 0 searches, with every device's profile scaled to what was measured.
+        Rank 0 searches, with every device's profile scaled to what was measured; of a device that the plan gives
+        nothing to do, nothing new is known.
         """
         off = max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in look.slowdowns)
         changed = any(
@@ -126,7 +126,8 @@ class Watch:
             problem = replace(problem, profiles=scaled)
             found = search(problem)
             before = problem.judge(self.plan).prediction.seconds
-            if found.prediction.fits and found.prediction.seconds < (1 - _WORTH) * before:
+            usable = found.prediction.fits and not found.too_few
+            if usable and found.prediction.seconds < (1 - _WORTH) * before:
                 forecast = Forecast.of(problem, found.plan)
                 answer = {"plan": found.plan.to_json(), "forecast": forecast.to_json()}
         answer = self._group.share_json(answer)

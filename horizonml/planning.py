@@ -166,7 +166,7 @@ def _print_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from horizonml.plan.explain import bottleneck, compare, explain_parts, lacking, rows
+    from horizonml.plan.explain import bottleneck, compare, explain_parts, lacking, rows, why
 
     console, plan = Console(), found.plan
     if any(stage.split == "channels" for stage in plan.stages):
@@ -197,6 +197,8 @@ def _print_plan(
     print(f"           {explain_parts(found)}")
     console.print(bottleneck(problem, found, names), highlight=False, markup=False)
     if problem.ranks > 1 and problem.ranks <= 200:
+        for line in why(problem, found, names):
+            console.print(line, highlight=False, markup=False)
         console.print("This is", highlight=False)
         for line in compare(problem, found, names):
             console.print(f"- {line}", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -76,6 +77,49 @@ def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
             shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
     words = max(shares, key=lambda name: shares[name])
     return f"The bottleneck: {words} for {min(1.0, shares[words]):.0%} of a step."
+
+
+def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
+    """Why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
+    plan, lines = found.plan, []
+    everything = problem.summed_bytes(0, problem.layers)
+    if len(plan.stages) > 1:
+        each = 2 * (problem.ranks - 1) / problem.ranks * everything
+        a, b = min(itertools.combinations(range(problem.ranks), 2), key=lambda pair: problem.network.between(*pair)[1])
+        slowest = problem.network.between(a, b)[1]
+        cut = sum(
+            2 * problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
+            for stage in plan.stages[:-1]
+        )
+        lines.append(
+            f"With ddp every rank would send {human_bytes(each)} of gradients a step, which the slowest link "
+            f"({names[a]} to {names[b]}, {_mbit(slowest)}) takes {human_seconds(each / slowest)} for; between the stages "
+            f"of this plan {human_bytes(cut)} travel in all."
+        )
+    compressed = [(number, stage) for number, stage in enumerate(plan.stages[:-1]) if stage.send != "fp32"]
+    for number, stage in compressed:
+        bandwidth = min(problem.network.between(a, b)[1] for a in stage.ranks for b in plan.stages[number + 1].ranks)
+        lines.append(
+            f"Stage {number} sends {stage.send}, {FORMATS[stage.send]:g} of the bytes, because its link is slow for "
+            f"what leaves it ({_mbit(bandwidth)})."
+        )
+    size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
+    idle = [
+        names[rank]
+        for stage in plan.stages
+        for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True)
+        if first == end or found.prediction.busy[rank] * problem.crowd[rank] < 0.02 * found.prediction.seconds
+    ]
+    if idle:
+        lines.append(
+            f"{', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}: as good as nothing to do, because sending "
+            "work there, or waiting for it, would take longer than doing it elsewhere."
+        )
+    return lines
+
+
+def _mbit(bandwidth: float) -> str:
+    return f"{8 * bandwidth / 1e6:,.0f} Mbit/s"
 
 
 def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:

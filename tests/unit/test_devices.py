@@ -9,7 +9,7 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.jobfile import parse
 from horizonml.plan.devices import load_cluster, write_cluster, write_profile
-from horizonml.plan.explain import bottleneck, compare, lacking, rows
+from horizonml.plan.explain import bottleneck, compare, lacking, rows, why
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.profile import Profile
@@ -90,6 +90,16 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
         "ddp", "equal split of the layers", "laptop alone"
     ]  # fmt: skip
     assert all(float(line.split()[0]) >= 1.0 for line in lines[:2])
+
+
+def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
+    made, names = problem(tmp_path)
+    stages = (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 6, (1, 2), (1.0, 1e-9)))
+    lines = why(made, made.judge(Plan(stages)), names)
+    assert lines[0].startswith("With ddp every rank would send 8.0 MiB of gradients a step, which the slowest link")
+    assert "(laptop to pi-0, 20 Mbit/s) takes 3.4 s for" in lines[0]
+    assert lines[1].startswith("Stage 0 sends int8, 0.25 of the bytes")
+    assert lines[2].startswith("pi-1: as good as nothing to do")
 
 
 def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> None:
