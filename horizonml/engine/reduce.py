@@ -115,6 +115,10 @@ class Reducer:
             self.bytes_per_step = total * self._tree.messages
         else:
             self.bytes_per_step = 2 * (len(ranks) - 1) * total // len(ranks)
+        if self._tree is None:
+            # Now, while all members are here: one without samples comes to its first sum only after the others' loss,
+            # for which they would wait while they wait for it to connect.
+            group.among(ranks)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._armed = False
         self._measure = False

@@ -93,7 +93,7 @@ def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
         )
         lines.append(
             f"With ddp every rank would send {human_bytes(each)} of gradients a step, which the slowest link "
-            f"({names[a]} to {names[b]}, {_mbit(slowest)}) takes {human_seconds(each / slowest)} for; between the stages "
+            f"({names[a]} to {names[b]}, {_mbit(slowest)}) takes {human_seconds(each / slowest)} for; between stages "
             f"of this plan {human_bytes(cut)} travel in all."
         )
     compressed = [(number, stage) for number, stage in enumerate(plan.stages[:-1]) if stage.send != "fp32"]

@@ -96,6 +96,7 @@ CASES = [
 CASES += [
     Case("ddp 2 in buckets", ((1.0, 1.0),), 2, model="wide"),
     Case("ddp 5 in buckets, shares", ((1.0, 2.0, 3.0, 4.0, 5.0),), 1, model="wide"),
+    Case("ddp 3 in buckets, a member without samples", ((1.0, 2.0, 1e-9),), 2, model="wide"),
     Case("hybrid 2x2 in buckets", ((3.0, 1.0), (1.0, 1.0)), 2, model="wide"),
     Case("pipeline 3, ranks in reverse", (ONE, ONE, ONE), 3, reversed_ranks=True),
     Case("hybrid 2+3, adamw", ((1.0, 1.0), (1.0, 1.0, 1.0)), 2, optimizer=Adam(name="adamw", weight_decay=0.1)),
