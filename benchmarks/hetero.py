@@ -128,19 +128,13 @@ def sweep_plans(problem: Problem) -> dict[str, Plan]:
     """Plans of every kind: simple ones, and the best that are predicted for each number of stages."""
     plans = {
         "ddp": data_parallel(problem),
-        "ddp fitted shares": problem.plan([], [range(problem.ranks)], 1),
         "equal split": best_equal_split(problem),
     }
     found = sorted((problem.judge(plan) for plan in set(candidates(problem))), key=lambda one: one.cost)
     for stages in range(2, WORKERS + 1):
-        groups: list[set[frozenset[int]]] = []
-        for one in found:
-            members = {frozenset(stage.ranks) for stage in one.plan.stages}
-            if len(one.plan.stages) == stages and members not in groups and one.prediction.fits:
-                groups.append(members)
-                plans[f"{stages} stages {'ab'[len(groups) - 1]}"] = one.plan
-                if len(groups) == 2:
-                    break
+        plan = next((one.plan for one in found if len(one.plan.stages) == stages and one.prediction.fits), None)
+        if plan is not None:
+            plans[f"{stages} stages"] = plan
     return plans
 
 

@@ -68,9 +68,9 @@ def make_plan(
     if not needs_profile(job.parallel, world_size):
         return Agreed(fixed_plan(job, len(model.chain), world_size))
     automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
-    usage = [0.0] * world_size
+    costs = [(0.0, 0.0)] * world_size
     if automatic and world_size <= MOST_PROBED:
-        network, usage = probe_pairs(group)
+        network, costs = probe_pairs(group)
     else:
         network = probe_network(group)
     # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
@@ -90,8 +90,8 @@ def make_plan(
             first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
             own_profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
             profiles = [
-                replace(profile, transfer_seconds_per_byte=seconds)
-                for profile, seconds in zip(own_profiles, usage, strict=True)
+                replace(profile, message_seconds=message, transfer_seconds_per_byte=byte)
+                for profile, (message, byte) in zip(own_profiles, costs, strict=True)
             ]
             problem_ = describe_problem(job, model, info, profiles, hosts, network)
             choice = choose(job, problem_)

@@ -27,19 +27,19 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def probe_pairs(group: Group) -> tuple[Network, list[float]]:
+def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
     """Latency and bandwidth between every two ranks, which meet in rounds that do not collide.
 
-    Also each rank's seconds of its processor for a byte that it sends or receives.
+    Also what it costs each rank's processor to send or to receive: seconds for a message, and for a byte more.
     """
     found: dict[int, tuple[float, float]] = {}
-    usage = _Usage()
+    small, large = _Usage(), _Usage()
     for pairs in tournament(group.world_size):
         for pair in pairs:
             if group.rank in pair:
                 peer = pair[0] + pair[1] - group.rank
-                latency = _exchange(group, peer, 4)
-                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2, usage))
+                latency = _exchange(group, peer, 4, 8, small)
+                size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2, large))
                 # Both see about the same, but must decide alike whether the link is slow: rank by rank.
                 slow = torch.tensor([seconds if seconds > _SLOW_SECONDS else 0.0])
                 other = torch.zeros(1)
@@ -48,18 +48,19 @@ def probe_pairs(group: Group) -> tuple[Network, list[float]]:
                     group.wait(work, peer)
                 if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
                     times = 3 if max(float(slow), float(other)) < _VERY_SLOW_SECONDS else 2
-                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, times, usage)
+                    size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, times, large)
                 found[peer] = max(1e-6, latency), size / seconds
         group.gather_json(None)  # keeps the rounds apart
-    own = {"links": [[peer, *link] for peer, link in found.items()], "usage": usage.seconds / max(1, usage.moved)}
-    everyone = group.gather_json(own)
+    message = small.seconds / max(1, small.messages)
+    byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
+    everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": [message, byte]})
     pairs_ = {
         (rank, int(peer)): (float(latency), float(bandwidth))
         for rank, other in enumerate(everyone)
         for peer, latency, bandwidth in other["links"]
     }
     latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    return Network(latency, bandwidth, pairs=pairs_), [float(other["usage"]) for other in everyone]
+    return Network(latency, bandwidth, pairs=pairs_), [(float(a), float(b)) for a, b in (o["cost"] for o in everyone)]
 
 
 def probe_network(group: Group) -> Network:
@@ -80,9 +81,10 @@ def probe_network(group: Group) -> Network:
 
 @dataclass
 class _Usage:
-    """The processor's time for bytes that were sent and received."""
+    """The processor's time for messages that were sent and received, and their bytes."""
 
     seconds: float = 0.0
+    messages: int = 0
     moved: int = 0
 
 
@@ -98,5 +100,6 @@ def _exchange(group: Group, peer: int, size: int, times: int = 3, usage: _Usage 
         best = min(best, perf_counter() - start)
     if usage is not None:
         usage.seconds += process_time() - used
+        usage.messages += 2 * times
         usage.moved += 2 * times * size
     return best

@@ -153,6 +153,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         **about,
         "update_seconds_per_byte": profile.update_seconds_per_byte,
         "codec_seconds_per_byte": profile.codec_seconds_per_byte,
+        "message_seconds": profile.message_seconds,
         "transfer_seconds_per_byte": profile.transfer_seconds_per_byte,
         "least_rows": profile.least_rows,
         "layers": layers,
@@ -220,7 +221,8 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
         sizes = tuple(map(int, content["layers"][0]["forward"]))
         codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
         update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
-        found = Profile(str(content["device"]), sizes, update, layers, codecs, transfer, int(content["least_rows"]))
+        message, least = float(content["message_seconds"]), int(content["least_rows"])
+        found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, least)
     except OSError as error:
         raise JobError(f"{path}: {error.strerror or error}; `horizonml profile JOB --out FILE` writes one") from None
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -32,8 +32,10 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
     """Of float32, to encode or to decode it for a link, by format."""
+    message_seconds: float = 0.0
+    """Of the processor's time, to send or to receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: float = 0.0
-    """Of the processor's time, to send or to receive; 0 if no link was measured."""
+    """And for each byte of it."""
     least_rows: int = 1
     """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
 
@@ -56,6 +58,7 @@ class Profile:
             self,
             update_seconds_per_byte=self.update_seconds_per_byte * factor,
             layers=layers,
+            message_seconds=self.message_seconds * factor,
             transfer_seconds_per_byte=self.transfer_seconds_per_byte * factor,
             codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
         )
@@ -77,6 +80,7 @@ class Profile:
             float(value["update_seconds_per_byte"]),
             layers,
             dict(value["codec_seconds_per_byte"]),
+            float(value["message_seconds"]),
             float(value["transfer_seconds_per_byte"]),
             int(value["least_rows"]),
         )

@@ -237,7 +237,8 @@ def _tasks(
         if number + 1 < len(plan.stages):
             after = _overlaps((first, end), rows[number + 1][size], plan.stages[number + 1].ranks)
         forward, backward = (share * sum(pair[way] for pair in pairs) for way in (0, 1))
-        coding = entry = exit_ = 0.0  # bytes per sample on the links
+        coding = profile.message_seconds * (len(before) + len(after))
+        entry = exit_ = 0.0  # bytes per sample on the links
         if before:
             size_, format = profile.layers[stage.start - 1].output_bytes, plan.stages[number - 1].send
             entry = size_ * FORMATS[format]
