@@ -7,6 +7,7 @@ about times.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,9 +27,10 @@ from horizonml.plan.plan import FORMATS
 from horizonml.plan.profile import LayerProfile, Profile
 from horizonml.seeds import name_seed
 
-_FORMAT = 4
+_FORMAT = 5
 _SIZES = (4, 16, 64)
 _REPEATS = 3
+_COLD_BYTES = 64 << 20  # more than caches hold
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
 
 
@@ -72,8 +74,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         boundary = model.chain.boundaries[index]
         times = []
         for size in sizes:
-            entered = torch.randn(size, *boundary.shape, requires_grad=index > 0)
-            runs = [_once(module, entered) for _ in range(1 + _REPEATS)][1:]  # the first one warms up
+            runs = _runs(module, (size, *boundary.shape), index > 0)
             usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
             times.append(usual)
             if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
@@ -106,12 +107,31 @@ def _clock() -> Callable[[], float]:
     return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
 
 
-def _once(module: torch.nn.Module, entered: Tensor) -> tuple[float, float]:
-    """Seconds forward and backward."""
+def _runs(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> list[tuple[float, float]]:
+    """Seconds forward and backward of a few runs.
+
+    Each has an input and an output of its own: in training, too, other micro-batches have been through the processor's
+    caches since it last saw these.
+    """
+    copies = max(1, min(_REPEATS, _COLD_BYTES // (4 * math.prod(shape))))
+    inputs = [torch.randn(shape, requires_grad=needs_gradient) for _ in range(copies)]
+    kept: list[Tensor] = []
+    runs = []
+    for number in range(2 * _REPEATS):
+        if number == _REPEATS:  # the first ones warm up, and leave their memory for the others
+            kept.clear()
+        runs.append(_once(module, inputs[number % copies], kept))
+        del kept[:-copies]
+    return runs[_REPEATS:]
+
+
+def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple[float, float]:
+    """Seconds forward and backward; the output is kept."""
     clock = _clock()
     start = clock()
     left = module(entered)
     middle = clock()
+    kept.append(left.detach())
     if not left.requires_grad:
         return middle - start, 0.0
     gradient = torch.ones_like(left)
