@@ -22,6 +22,7 @@ class Cores:
     number: int
     cores: float
     machine: Machine
+    dedicated: bool  # to a single rank, which always computes at full speed
     allowance: float = 0.0  # seconds of a core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
     version: int = 0  # counts changes of speed, so that older forecasts can be told
@@ -78,6 +79,7 @@ def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
             machine = machines.setdefault(host.machine, Machine(host.machine_cores))
         else:
             machine = Machine(max(1.0, host.cores))
-        made.append(Cores(number, host.cores, machine, allowance))
+        dedicated = not host.machine and len(host.ranks) == 1 and host.cores >= 1
+        made.append(Cores(number, host.cores, machine, dedicated, allowance))
         machine.hosts.append(made[-1])
     return made

@@ -155,14 +155,16 @@ class _Simulation:
             cores = self._cores[number]
             if cores.version != version:
                 continue
-            cores.machine.advance(now)
+            if not cores.dedicated:
+                cores.machine.advance(now)
             ended = [rank for rank, left in cores.left.items() if left <= _EPSILON + 1e-9 * now]
             for rank in ended:
                 del cores.left[rank]
             for rank in ended:
                 finish[rank] = now
                 self._complete(rank, now)
-            self._schedule(cores.machine)
+            if not cores.dedicated:
+                self._schedule(cores.machine)
         assert all(self._position[rank] == len(tasks) for rank, tasks in self.tasks.items()), "the schedule stopped"
         return finish
 
@@ -195,9 +197,14 @@ class _Simulation:
         if self._arrived.get((rank, task.action.kind, task.action.micro), 0) < task.inputs:
             return
         cores = self._host_of[rank]
+        self._began[rank] = now
+        if cores.dedicated:  # nothing can slow it down: no need to follow its work
+            cores.left[rank] = 0.0
+            cores.version += 1
+            self._push(now + task.work, cores.number, cores.version, "", 0)
+            return
         cores.machine.advance(now)
         cores.left[rank] = task.work
-        self._began[rank] = now
         self._schedule(cores.machine)
 
     def _schedule(self, machine: Machine) -> None:
