@@ -41,9 +41,9 @@ class Measured:
     forecast: float | None  # what the automatic plan predicted, in seconds
 
     @classmethod
-    def of(cls, run: Run) -> Measured:
-        """From a run's records."""
-        steps = run.lead.steps[_WARM_UP:]
+    def of(cls, run: Run, unlike: int = 0) -> Measured:
+        """From a run's records, of which the first steps are `unlike` the others."""
+        steps = run.lead.steps[_WARM_UP + unlike :]
         seconds = statistics.median(step["wall"] for step in steps)
         evaluations = run.lead.evaluations
         accuracy = evaluations[-1]["accuracy"] if evaluations else None
@@ -76,9 +76,9 @@ class EmulatedCluster:
             container = self._run("ps", "--quiet", f"worker-{worker}").strip()
             _checked([*root, str(ROOT / "scripts" / "shape"), container, rate], 60)
 
-    def train(self, name: str, job: Job, steps: int, timeout: float) -> Measured:
-        """Train for so many steps, and read what the ranks recorded."""
-        samples = steps * job.batch_size
+    def train(self, name: str, job: Job, steps: int, timeout: float, unlike: int = 0) -> Measured:
+        """Train for so many steps, after some that are `unlike` them, and read what the ranks recorded."""
+        samples = (unlike + steps) * job.batch_size
         job = changed(job, {"name": name, "data.samples": samples} if job.data.samples is None else {"name": name})
         (self._jobs / f"{name}.yaml").write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
         command = ["horizonml", "train", f"/jobs/{name}.yaml", "--fresh", "-n", str(WORKERS)]
@@ -102,7 +102,7 @@ class EmulatedCluster:
         for worker, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
             if rank.returncode != 0:
                 raise SystemExit(f"{name}: worker {worker} ended with {rank.returncode}:\n{output[-2000:]}")
-        return Measured.of(load_run(name, self._fetch(name)))
+        return Measured.of(load_run(name, self._fetch(name)), unlike)
 
     def measured(self, name: str) -> Cluster:
         """The devices and links as an automatic plan's run has measured them."""

@@ -27,6 +27,7 @@ from rich.table import Table
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
 from horizonml.agreement import describe_problem, describe_together
 from horizonml.bench.results import load_run
+from horizonml.engine.compress import WHOLE_STEPS
 from horizonml.engine.group import Group
 from horizonml.files import write_atomically
 from horizonml.job import Job
@@ -75,9 +76,10 @@ class Trial:
 
     def run(self, name: str, job: Job, predicted: float | None) -> Measured:
         """Train, and add what was measured to the row of this name."""
+        whole = WHOLE_STEPS if job.parallel.gradient_compression == "powersgd" else 0
         steps = int(min(self._most, max(_FEWEST, _MEASURED_SECONDS / (predicted or 2))))
         print(f"{self._label} {name}: {steps} steps ...", flush=True)
-        found = self._cluster.train(f"{self._label}-{name.replace(' ', '-')}", job, steps, 60 * (predicted or 20))
+        found = self._cluster.train(f"{self._label}-{name.replace(' ', '-')}", job, steps, 1200, whole)
         times = self._times.setdefault(name, [])
         times.append(found.seconds)
         seconds = statistics.median(times)

@@ -18,7 +18,7 @@ from torch import Tensor
 from horizonml.engine.group import Group, Work
 
 POWERSGD_RANK = 4  # columns of the matrices that stand for a gradient
-_WHOLE_STEPS = 10  # before PowerSGD begins
+WHOLE_STEPS = 10  # before PowerSGD begins
 _WORTH = 2  # it is used for a tensor only if that many times fewer numbers travel
 
 
@@ -123,13 +123,13 @@ class _PowerSgd:
         self._state = PowerSGDState(
             group.among(ranks),
             matrix_approximation_rank=POWERSGD_RANK,
-            start_powerSGD_iter=_WHOLE_STEPS,
+            start_powerSGD_iter=WHOLE_STEPS,
             min_compression_rate=_WORTH,
         )
 
     @property
     def ratio(self) -> float:
-        return self._thin if self._state.iter >= _WHOLE_STEPS else 1.0
+        return self._thin if self._state.iter >= WHOLE_STEPS else 1.0
 
     def begin(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         return _WhenWaitedFor(lambda: self._sum(flat, views))

@@ -42,6 +42,7 @@ NOT_SHOWN = {
     "horizonml_step_phase_seconds_bucket",
     "horizonml_epoch",
     "horizonml_epochs_planned",
+    "horizonml_plan_info",  # the whole plan in a line; `horizonml_stage_info` shows it rank by rank
 }
 
 

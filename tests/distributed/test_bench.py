@@ -96,7 +96,13 @@ MISTAKES = [
     (["bench", "compare", "job.yaml", "--samples", "4"], 2, "batch_size: 32 is more than data.samples (4)"),
     (["bench", "scaling", "--mode", "wide"], 2, "'wide' is neither weak nor strong"),
     (["report", "nowhere"], 1, "nowhere is not a folder"),
-    (["train", "job.yaml", "--set", "parallel.gradient_compression=fp16"], 2, "is for strategy horovod, not for ddp"),
+    (
+        ["train", "job.yaml", "--set", "parallel.strategy=pipeline", "--set", "parallel.gradient_compression=fp16"],
+        2,
+        "gradient_compression: strategy pipeline cannot use fp16; set it to none",
+    ),
+    (["train", "job.yaml", "--set", "parallel.activations=int8"], 2, "strategy ddp sends none between stages"),
+    (["train", "job.yaml", "--set", "parallel.replan=true"], 2, "only strategy auto makes new plans, not ddp"),
     (
         ["train", "job.yaml", "--set", "parallel.strategy=tensor", "--set", "model.name=tests.models:narrow"],
         1,

@@ -86,7 +86,7 @@ def run(
     try:
         resumed = checkpoints.resume(engine)
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
-        outcome = train(job, engine, data, checkpoints, recorder, resumed, stop)
+        outcome, _ = train(job, engine, data, checkpoints, recorder, resumed, stop)
         state = {key: value.clone() for key, value in engine.state().items()}
     finally:
         recorder.close("done")
