@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,21 @@ def device_name() -> str:
     return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
 
 
-def shared_machine() -> tuple[str, int]:
-    """What tells whether two containers run on one machine, and its cores; an empty name where it is not known."""
+@functools.cache
+def machine_id() -> str:
+    """Return what tells this machine from every other: its boot id, which all its containers share.
+
+    Elsewhere than on Linux it is the address of the first network card.
+    """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "", os.cpu_count() or 1  # not Linux
-    return boot[:8], os.cpu_count() or 1
+        return f"{uuid.getnode():012x}"
+
+
+def shared_machine() -> tuple[str, int]:
+    """Return what tells whether two containers run on one machine, and that machine's cores."""
+    return machine_id()[:8], os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:

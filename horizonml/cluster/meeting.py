@@ -17,6 +17,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml import __version__
+from horizonml.cluster.device import machine_id
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.network import can_connect, route_to
 from horizonml.cluster.roster import Fingerprint
@@ -132,6 +133,7 @@ def meet(
         __version__,
         torch.__version__.partition("+")[0],
         socket.gethostname(),
+        machine_id(),
         own,
         os.getpid(),
         before.generation if before else 0,

@@ -25,7 +25,8 @@ class Fingerprint:
     digest: str  # of the job
     code: str  # version of HorizonML
     torch: str  # version of PyTorch, without the local part
-    host: str
+    host: str  # the machine's name, for people: two machines may have the same
+    machine: str  # what no other machine has (see `device.machine_id`)
     address: str  # where its peers reach it
     pid: int
     generation: int = 0  # of the group in which this process was before; 0: in none
@@ -40,7 +41,7 @@ class Fingerprint:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Fingerprint:
         """The inverse of `to_json`."""
-        texts = ("job", "digest", "code", "torch", "host", "address")
+        texts = ("job", "digest", "code", "torch", "host", "machine", "address")
         return cls(
             rank=int(value["rank"]),
             world_size=int(value["world_size"]),
@@ -54,7 +55,12 @@ class Fingerprint:
 
     def same_process(self, other: Fingerprint) -> bool:
         """Whether both joins came from the same process."""
-        return (self.host, self.address, self.pid) == (other.host, other.address, other.pid)
+        return (self.node, self.pid) == (other.node, other.pid)
+
+    @property
+    def node(self) -> str:
+        """The machine or container it runs in: equal for two ranks only if they share its cores and memory."""
+        return f"{self.machine}/{self.address}"
 
     @property
     def place(self) -> str:

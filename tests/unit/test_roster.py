@@ -4,7 +4,9 @@ from horizonml.cluster.roster import Fingerprint, Formed, Refused, Roster
 
 
 def rank(number: int, world_size: int = 3, **changes: object) -> Fingerprint:
-    base = Fingerprint(number, world_size, "digits", "d1", "0.1.0", "2.13.0", f"host{number}", f"10.0.0.{number}", 100)
+    base = Fingerprint(
+        number, world_size, "digits", "d1", "0.1.0", "2.13.0", f"host{number}", f"m{number}", f"10.0.0.{number}", 100
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
