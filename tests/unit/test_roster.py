@@ -53,7 +53,7 @@ def test_other_world_sizes_jobs_and_versions_are_refused_for_all_naming_both() -
 
 def test_a_duplicate_of_a_living_rank_is_refused_for_all_within_seconds() -> None:
     roster = Roster()
-    assert gather(roster, rank(0), rank(1), rank(1, host="elsewhere")) == []  # perhaps the first one is dead
+    assert gather(roster, rank(0), rank(1), rank(1, host="elsewhere", machine="elsewhere")) == []  # perhaps the first one is dead
     roster.beat(2, 1, 0.5)
     (verdict,) = roster.decide(0.6)
     assert isinstance(verdict, Refused)
@@ -81,7 +81,7 @@ def test_a_running_group_is_not_disturbed_by_a_newcomer() -> None:
     roster = Roster()
     gather(roster, rank(0), rank(1), rank(2))
     beat(roster, 1, 2, 3, count=5, at=9.0)
-    roster.join(4, rank(1, host="elsewhere"), 10.0)
+    roster.join(4, rank(1, host="elsewhere", machine="elsewhere"), 10.0)
     beat(roster, 1, 2, 3, count=6, at=10.2)
     (verdict,) = roster.decide(10.3)
     assert isinstance(verdict, Refused)
