@@ -9,7 +9,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,6 @@ class Worker:
             try:
                 outcome = self._train(membership, fresh)
             except PeerLost as error:
-                _let_go(error)
                 named = membership.name_lost(error)
                 membership.leave(f"lost a peer: {named}")
                 self._metrics.lost_peer()
@@ -246,14 +244,6 @@ class Worker:
         if resumed and done < steps:
             recorder.message(f"{'resumed' if 'shards' in resumed else 'on'} from step {done} of {steps}")
         return recorder
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Drop what an error's frames hold: connections close with the last message under way, and the others wait."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
-    gc.collect()
 
 
 def _check_writable(folder: Path) -> None:

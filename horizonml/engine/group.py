@@ -6,8 +6,12 @@ is a `PeerLost` that names it where it can be known.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -39,6 +43,7 @@ class Group:
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
+        self._sockets: set[tuple[int, int]] = set()
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._closing: list[Callable[[], Any]] = []
@@ -48,10 +53,13 @@ class Group:
             return None
         assert self._store is not None
         prefix = PrefixStore(name, self._store)
+        before = _open_sockets()
         try:
             return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
+        finally:
+            self._sockets |= _open_sockets() - before
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are known to share a machine."""
@@ -61,7 +69,7 @@ class Group:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
         try:
             work: Work = self._world.send([tensor], peer, tag)
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise _lost(peer, error) from error
         return work
 
@@ -69,7 +77,7 @@ class Group:
         """Begin to receive into a contiguous tensor of the size that was sent."""
         try:
             work: Work = self._world.recv([into], peer, tag)
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise _lost(peer, error) from error
         return work
 
@@ -77,7 +85,7 @@ class Group:
         """Begin to sum a tensor over `ranks` in place. All of them must make the same calls in the same order."""
         try:
             work: Work = self.among(ranks).allreduce([tensor])
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise _lost(None, error) from error
         return work
 
@@ -86,7 +94,7 @@ class Group:
         tensors = [torch.empty_like(tensor) for _ in ranks]
         try:
             self.among(ranks).allgather([tensors], [tensor]).wait()
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise _lost(None, error) from error
         return tensors
 
@@ -99,7 +107,7 @@ class Group:
         """Wait for a message from or to `peer` (or for a sum). Raises PeerLost."""
         try:
             work.wait()
-        except RuntimeError as error:
+        except _GLOO_ERRORS as error:
             raise _lost(peer, error) from error
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -124,24 +132,55 @@ class Group:
         """Call this before the connections are dropped; the last comes first."""
         self._closing.append(function)
 
+    def abort(self) -> None:
+        """Break every connection at once: what is under way fails within moments, here and on the other ranks.
+
+        gloo ends an operation only when its peer answers, closes the connection, or lets the timeout pass, and a
+        process group waits for its operations before it closes anything. Ranks that have all lost the same peer
+        therefore waited for one another until the timeout. Any thread may call this.
+        """
+        while self._sockets:
+            descriptor, inode = self._sockets.pop()
+            # The number may belong to another file by now; a socket that has lost its peer has nothing to shut down.
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        connection.getpeername()  # fails for a listening socket, which gloo still polls
+                        connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Drop the connections."""
         while self._closing:
             self._closing.pop()()
-        for group in [*self._subgroups.values(), self._world]:
-            if group is not None:
-                group.shutdown()
+        self.abort()
         self._subgroups.clear()
         self._world = None
 
 
-def _lost(peer: int | None, error: RuntimeError) -> PeerLost:
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return this process's sockets, each as its descriptor and inode."""
+
+    def sockets() -> Iterator[tuple[int, int]]:
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    yield int(name), status.st_ino
+
+    return set(sockets())
+
+
+# What gloo raises: for a connection that broke, and for a message that does not fit.
+_GLOO_ERRORS = (RuntimeError, ValueError)
+
+
+def _lost(peer: int | None, error: Exception) -> PeerLost:
     who = "a peer" if peer is None else f"rank {peer}"
     reason = "did not answer in time" if "Timed out" in str(error) else "closed its connection"
     return PeerLost(f"{who} {reason} ({_short(error)})")
 
 
-def _short(error: RuntimeError) -> str:
+def _short(error: Exception) -> str:
     """gloo's message without the place in its source and its advice."""
     line = str(error).strip().splitlines()[0]
     return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". This is typically")[0]
