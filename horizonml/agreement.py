@@ -35,6 +35,16 @@ class Agreed:
     forecast: Forecast | None = None
     problem: Problem | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, without the problem."""
+        return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Agreed:
+        """The inverse of `to_json`."""
+        forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
+        return cls(Plan.from_json(value["plan"]), forecast)
+
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
     """The data as all ranks see it, and the model for it."""
@@ -58,9 +68,15 @@ def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
 
 
 def make_plan(
-    job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
+    job: Job,
+    model: Model,
+    info: DataInfo,
+    group: Group,
+    hosts: Sequence[Host],
+    names: Sequence[str],
+    say: Callable[[str], None],
 ) -> Agreed:
-    """The plan of a job, the same on all ranks. Raises PlanError on all of them.
+    """The plan of a job, the same on all ranks; `names[r]` is what rank r's machine is called. Raises PlanError on all.
 
     For an automatic plan, what was measured is written to the run's folder as a file of devices.
     """
@@ -96,22 +112,19 @@ def make_plan(
             problem_ = describe_problem(job, model, info, profiles, hosts, network)
             choice = choose(job, problem_)
             if automatic:
-                _write_down(job, group.hosts, problem_, say)
+                _write_down(job, names, problem_, say)
                 say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
                 say(choice.plan.describe(model.chain.names))
             if not choice.prediction.fits:
                 say("warning: no plan was found that fits into the ranks' memory; this one comes nearest")
-            answer = {"plan": choice.plan.to_json()}
-            if automatic:
-                answer["forecast"] = Forecast.of(problem_, choice.plan).to_json()
+            answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
     answer = group.share_json(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
-    if "forecast" not in answer:
-        return Agreed(Plan.from_json(answer["plan"]))
-    return Agreed(Plan.from_json(answer["plan"]), Forecast.from_json(answer["forecast"]), problem_)
+    agreed = Agreed.from_json(answer)
+    return replace(agreed, problem=problem_) if agreed.forecast is not None else agreed
 
 
 def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:

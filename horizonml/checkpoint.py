@@ -4,8 +4,8 @@ Shards are written into a hidden folder, made durable and checked in; only then 
 makes it a checkpoint (see `shards` for the files). Tensors carry the model's own names, so a checkpoint can be resumed
 with any plan and any world size.
 
-Ranks may share a file system, or each machine may have its own disk. On its own disk every machine keeps the shards of
-its stages, and rank 0's keeps all of them; what a rank lacks when it resumes is sent to it by one that has it.
+Where machines have disks of their own, `disks` decides which of them keep a copy of a shard; what a rank lacks when it
+resumes is sent to it by one that has it.
 """
 
 from __future__ import annotations
@@ -14,66 +14,88 @@ import json
 import logging
 import os
 import shutil
-import time
-import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any
 
 import safetensors
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml import __version__
+from horizonml.disks import Disks
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.files import sync_folder, write_atomically
-from horizonml.shards import FORMAT, METADATA, check, digest, opened, read_metadata, steps, verify
+from horizonml.shards import (
+    FORMAT,
+    METADATA,
+    Metadata,
+    Shard,
+    check,
+    describe,
+    folder_name,
+    intact,
+    is_folder_name,
+    opened,
+    read_metadata,
+    shard_name,
+    step_of,
+    steps,
+    verify_shard,
+)
 
 _log = logging.getLogger(__name__)
-_TAG = (1 << 30) + 200
-_CHUNK = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why a checkpoint cannot be resumed; `final` if an older one would not do either."""
+
+    text: str
+    final: bool = False
 
 
 class Checkpoints:
     """The checkpoints of a run, as one rank of its group sees them."""
 
-    def __init__(self, folder: Path, group: Group, hosts: list[str], keep: int, compatible: dict[str, Any]) -> None:
-        """`hosts[r]` is where rank r runs. `compatible` is what a checkpoint must agree with to be resumed."""
+    def __init__(
+        self, folder: Path, group: Group, keep: int, compatible: dict[str, Any], names: list[str] | None = None
+    ) -> None:
+        """All ranks of the group call this.
+
+        `compatible` is what a checkpoint must agree with to be resumed; `names[r]` is what rank r's machine is called.
+        """
         self._folder, self._group, self._keep, self._compatible = folder, group, keep, compatible
-        self._leads = _leads(folder, group, hosts)
-        self._is_lead = self._leads[group.rank] == group.rank
-        if self._is_lead:
+        self._names = names or [f"rank {rank}" for rank in range(group.world_size)]
+        self._disks = Disks(folder, group)
+        self.newest: int | None = None  # the step of the checkpoint that was saved or resumed last
+        if self._disks.is_lead:
             for leftover in folder.glob(".step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, engine: Engine, step: int, details: dict[str, Any]) -> Path | None:
+    def save(self, engine: Engine, step: int, details: dict[str, Any], whole: bool = False) -> list[str]:
         """Write a checkpoint; all ranks call this after the same step.
 
-        `details` go into the metadata. Returns its folder, or None if a rank could not write its shard: training can
-        go on, and the checkpoints there were are kept.
+        `details` go into the metadata. With `whole`, rank 0's disk gets all shards, so that they can be exported there.
+        Return what went wrong on which rank: nothing if the checkpoint is saved. Otherwise training can go on, and the
+        checkpoints there were are kept.
         """
-        started = time.perf_counter()
-        target, hidden = self._folder / f"step-{step:08d}", self._folder / f".step-{step:08d}"
-        members = engine.plan.stages[engine.stage_number].ranks
-        lead = self._leads[self._group.rank]
-        writer = next(rank for rank in members if self._leads[rank] == lead)
+        target, hidden = self._folder / folder_name(step), self._folder / f".{folder_name(step)}"
+        writers = [self._disks.writers(stage.ranks) for stage in engine.plan.stages]
         tensors = engine.state()  # which members may have to put together
-        name = f"stage-{engine.stage_number}.safetensors"
-        report = self._write_shard(tensors, hidden, name) if writer == self._group.rank else {}
+        report = {}
+        if self._group.rank in writers[engine.stage_number].values():
+            report = self._write_shard(tensors, hidden, shard_name(engine.stage_number))
         gathered = self._group.gather_json([report, details if self._group.rank == 0 else None])
         reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
-        failed = {rank: report["error"] for rank, report in enumerate(reports) if "error" in report}
-        shards: dict[str, dict[str, Any]] = {}
-        for rank, report in enumerate(reports):
-            if report and rank not in failed and shards.setdefault(report["file"], report) != report:
-                failed[rank] = f"its {report['file']} differs from that of another member of the stage"
+        shards, failed = _agreed(writers, reports)
         if not failed:
-            for file, shard in shards.items():
-                writers = [rank for rank, report in enumerate(reports) if report.get("file") == file]
-                if not any(self._leads[rank] == 0 for rank in writers):
-                    self._copy(hidden / file, shard, writers[0], 0)
+            shards = self._copy(hidden, engine, shards, whole)
             metadata = {
                 "format": FORMAT,
                 "horizonml": __version__,
@@ -82,185 +104,218 @@ class Checkpoints:
                 **details,
                 "compatible": self._compatible,
                 "plan": engine.plan.to_json(),
-                "shards": shards,
+                "shards": {name: shard.model_dump() for name, shard in shards.items()},
             }
-            outcomes = self._group.gather_json(self._commit(hidden, target, metadata) if self._is_lead else None)
-            failed = {rank: problem for rank, problem in enumerate(outcomes) if problem is not None}
+            failed = self._everywhere(lambda: self._prepare(hidden, metadata, shards))
+        if not failed:
+            failed = self._everywhere(lambda: self._commit(hidden, target))
         if failed:
-            for rank, reason in failed.items():
-                _log.warning("checkpoint of step %d not saved: rank %d: %s", step, rank, reason)
+            for problem in failed:
+                _log.warning("the checkpoint of step %d was not saved: %s", step, problem)
             shutil.rmtree(hidden, ignore_errors=True)
-            return None
-        if self._is_lead:
-            for old in steps(self._folder)[self._keep :]:
+            return failed
+        self.newest = step
+        if self._disks.is_lead:
+            for old in [path for path in steps(self._folder) if step_of(path) <= step][self._keep :]:
                 shutil.rmtree(old, ignore_errors=True)
-        _log.debug("checkpoint of step %d took %.2f s", step, time.perf_counter() - started)
-        return target
+        return []
 
     def _write_shard(self, tensors: dict[str, Tensor], folder: Path, name: str) -> dict[str, Any]:
+        for key, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return {"error": f"{key} has values that are not finite"}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
             with (folder / name).open("rb") as file:
                 os.fsync(file.fileno())
-            return {"file": name, "sha256": digest(folder / name), "bytes": (folder / name).stat().st_size}
+            return describe(folder / name, len(tensors)).model_dump()
         except (OSError, safetensors.SafetensorError) as error:
             return {"error": str(error)}
 
-    def _commit(self, hidden: Path, target: Path, metadata: dict[str, Any]) -> str | None:
-        """Make the hidden folder a checkpoint; the problem, if there is one."""
-        try:
-            hidden.mkdir(parents=True, exist_ok=True)
-            verify(hidden, metadata, require_all=self._group.rank == 0, content=False)
-            _write_metadata(hidden, metadata)
-            if target.exists():
-                shutil.rmtree(target)
-            hidden.rename(target)
-            sync_folder(self._folder)
-        except (OSError, CheckpointError) as error:
-            return str(error)
-        return None
+    def _copy(self, hidden: Path, engine: Engine, shards: dict[str, Shard], whole: bool) -> dict[str, Shard]:
+        """Bring every shard to the disks that keep it; return the shards with the names of these machines."""
+        copied = dict(shards)
+        # Neighbours in the ring would wait for each other; every other one first lets half of them send at once.
+        for number in sorted(range(len(engine.plan.stages)), key=lambda number: number % 2):
+            members, name = engine.plan.stages[number].ranks, shard_name(number)
+            writers = self._disks.writers(members)
+            keepers = self._disks.keepers(members)
+            for disk in [*keepers, *([0] if whole and 0 not in keepers else [])]:
+                if disk not in writers:
+                    self._disks.copy(hidden / name, shards[name].bytes, writers[max(writers)], disk)
+            machines = list(dict.fromkeys(self._names[disk] for disk in keepers))
+            copied[name] = shards[name].model_copy(update={"machines": machines})
+        return {shard_name(number): copied[shard_name(number)] for number in range(len(copied))}
 
-    def resume(self, engine: Engine) -> dict[str, Any] | None:
-        """Load the newest intact checkpoint there is on any machine; returns its metadata, None if there is none.
+    def _prepare(self, hidden: Path, metadata: dict[str, Any], shards: dict[str, Shard]) -> None:
+        hidden.mkdir(parents=True, exist_ok=True)
+        for name, shard in shards.items():
+            if (hidden / name).exists():
+                verify_shard(hidden / name, shard, content=False)
+        _write_metadata(hidden, metadata)
+
+    def _commit(self, hidden: Path, target: Path) -> None:
+        """Make the hidden folder a checkpoint."""
+        if target.exists():
+            shutil.rmtree(target)
+        hidden.rename(target)
+        sync_folder(self._folder)
+
+    def _everywhere(self, action: Callable[[], None]) -> list[str]:
+        """Do something on every disk; return what went wrong, in the order of ranks, on all ranks."""
+        problem = None
+        if self._disks.is_lead:
+            try:
+                action()
+            except (OSError, CheckpointError) as error:
+                problem = str(error)
+        found = self._group.gather_json(problem)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
+
+    def set_aside(self) -> None:
+        """Move the checkpoints of an earlier run out of the way; all ranks call this.
+
+        They are kept as `checkpoints.previous`. Raises CheckpointError.
+        """
+
+        def move() -> None:
+            if steps(self._folder):
+                previous = self._folder.with_name(self._folder.name + ".previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                self._folder.rename(previous)
+
+        problems = self._everywhere(move)
+        if problems:
+            raise CheckpointError(f"the checkpoints of an earlier run cannot be moved: {'; '.join(problems)}")
+
+    def resume(self, engine: Engine) -> Metadata | None:
+        """Load the newest checkpoint that is intact on all machines together; return None if there is none.
 
         Damaged ones are passed over by name. Raises CheckpointError if all are damaged, or if the one to resume
         belongs to another model or data.
         """
-        intact: dict[str, dict[str, str]] = {}
-        problems: list[str] = []
-        if self._is_lead:
+        here: dict[str, dict[str, str]] = {}
+        damaged: list[str] = []
+        if self._disks.is_lead:
             for path in steps(self._folder):
                 try:
                     metadata = read_metadata(path)
-                    names = verify(path, metadata, require_all=False)
-                    intact[path.name] = {name: metadata["shards"][name]["sha256"] for name in names}
                 except CheckpointError as error:
-                    problems.append(str(error))
-                    _log.warning("%s; trying the one before", error)
-        seen = self._group.gather_json({"intact": intact, "problems": problems})
-        problems = [problem for report in seen for problem in report["problems"]]
-        for name in sorted({name for report in seen for name in report["intact"]}, reverse=True):
-            found = self._group.gather_json(self._resume_from(engine, name, [report["intact"] for report in seen]))
-            problem = next((text for text in found if isinstance(text, str)), None)
-            if problem is None:
-                resumed: dict[str, Any] = found[self._group.rank]
-                return resumed
-            if " belongs to " in problem:
-                raise CheckpointError(problem)
-            problems.append(problem)
-            _log.warning("%s; trying the one before", problem)
+                    damaged.append(str(error))
+                    continue
+                names, problems = intact(path, metadata)
+                here[path.name] = {name: metadata.shards[name].sha256 for name in names}
+                damaged += problems
+        for problem in damaged:
+            _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
+        seen = self._group.gather_json({"intact": here, "problems": damaged})
+        found = [_names(report["intact"]) for report in seen]
+        problems = [str(problem) for report in seen for problem in report["problems"]]
+        for name in sorted({name for intact_there in found for name in intact_there}, reverse=True):
+            result = self._resume_from(engine, name, found)
+            outcome = self._group.gather_json(vars(result) if isinstance(result, _Problem) else None)
+            refused = next(
+                (_Problem(str(value["text"]), value["final"] is True) for value in outcome if value is not None), None
+            )
+            if refused is None:
+                assert isinstance(result, Metadata)
+                self.newest = result.step
+                return result
+            if refused.final:
+                raise CheckpointError(refused.text)
+            problems.append(refused.text)
+            _log.warning("%s; trying the one before", refused.text)
         if problems:
             raise CheckpointError("no checkpoint can be resumed (--fresh starts over): " + "; ".join(problems))
         return None
 
-    def _resume_from(self, engine: Engine, name: str, seen: list[dict[str, dict[str, str]]]) -> dict[str, Any] | str:
-        """Load one checkpoint; its metadata, or what is wrong. `seen[r]` are the intact shards that rank r reported."""
+    def _resume_from(self, engine: Engine, name: str, seen: list[dict[str, dict[str, str]]]) -> Metadata | _Problem:
+        """Load one checkpoint; `seen[r]` are the intact shards that rank r reported, and their SHA-256."""
         path = self._folder / name
-        holder = next(rank for rank, intact in enumerate(seen) if name in intact)
-        own, problem = None, None
+        holder = next(rank for rank, intact_there in enumerate(seen) if name in intact_there)
+        own = None
         if name in seen[self._group.rank]:
-            own = read_metadata(path)  # which was read a moment ago
-        metadata = check(self._group.share_json(own, holder), path)
+            own = read_metadata(path).model_dump()  # which was read a moment ago
+        try:
+            metadata = check(self._group.share_json(own, holder), path)
+        except CheckpointError as error:
+            return _Problem(str(error))
         where: dict[str, list[int]] = {
-            file: [rank for rank, intact in enumerate(seen) if intact.get(name, {}).get(file) == shard["sha256"]]
-            for file, shard in metadata["shards"].items()
+            file: [rank for rank, there in enumerate(seen) if there.get(name, {}).get(file) == shard.sha256]
+            for file, shard in metadata.shards.items()
         }
         lost = sorted(file for file, ranks in where.items() if not ranks)
         if lost:
-            return f"{path}: shards {lost} are missing"
-        try:
-            if self._is_lead and own != metadata:
+            kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
+            return _Problem(f"{path}: shards {lost} are missing" + (f" (kept by {', '.join(kept)})" if kept else ""))
+        problem = None
+        if self._disks.is_lead and own != metadata.model_dump():
+            try:
                 path.mkdir(parents=True, exist_ok=True)
-                _write_metadata(path, metadata)
-        except OSError as error:
-            problem = f"{path}: {error.strerror or error}"
+                _write_metadata(path, metadata.model_dump())
+            except OSError as error:
+                problem = f"{path}: {error.strerror or error}"
         stage = engine.plan.stages[engine.stage_number]
-        needed = [
-            f"stage-{number}.safetensors"
-            for number, saved in enumerate(metadata["plan"]["stages"])
-            if saved["start"] < stage.stop and stage.start < saved["stop"]
-        ]
-        for rank, files in enumerate(self._group.gather_json(needed)):
-            for file in files:
-                lead = self._leads[rank]
+        needed = metadata.needed(stage.start, stage.stop)
+        for rank, other in enumerate(engine.plan.stages[engine.plan.stage_of(rank)] for rank in range(len(seen))):
+            lead = self._disks.leads[rank]
+            for file in metadata.needed(other.start, other.stop):
                 if lead not in where[file]:
-                    self._copy(path / file, metadata["shards"][file], where[file][0], lead)
+                    self._disks.copy(path / file, metadata.shards[file].bytes, where[file][0], lead)
                     where[file].append(lead)
         self._group.gather_json(None)  # ranks that share a disk with a lead read what it has received
         if problem is not None:
-            return problem
+            return _Problem(problem)
+        for key, value in self._compatible.items():
+            saved = metadata.compatible.get(key)
+            if saved != value:
+                return _Problem(
+                    f"{path} belongs to another run: {key} was {saved}, now it is {value}; "
+                    "use another name or folder, or --fresh to start over",
+                    final=True,
+                )
+        return self._load(engine, path, metadata, needed)
+
+    def _load(self, engine: Engine, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:
         try:
-            self._load(engine, path, {**metadata, "shards": {file: metadata["shards"][file] for file in needed}})
+            for file in files:
+                verify_shard(path / file, metadata.shards[file])
+            with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
+                engine.load_state(read, names)
         except CheckpointError as error:
-            return str(error)
+            return _Problem(str(error))
+        except KeyError as error:
+            return _Problem(f"{path} has no tensor {error}")
+        except ValueError as error:
+            return _Problem(f"{path} belongs to another model: {error}", final=True)
         return metadata
 
-    def _copy(self, path: Path, shard: dict[str, Any], source: int, target: int) -> None:
-        """Send a shard's file from one rank to another, where it is checked when it is used."""
-        if self._group.rank not in (source, target):
-            return
-        left = int(shard["bytes"])
-        sending = self._group.rank == source
-        with _open_or_warn(path, "rb" if sending else "wb") as file:
-            while left > 0:
-                chunk = torch.zeros(min(left, _CHUNK), dtype=torch.uint8)
-                if sending:
-                    content = file.read(len(chunk))
-                    chunk[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
-                    self._group.wait(self._group.send(chunk, target, _TAG), target)
-                else:
-                    self._group.wait(self._group.receive(chunk, source, _TAG), source)
-                    try:
-                        file.write(chunk.numpy().data)
-                    except OSError as error:
-                        _log.warning("%s: %s", path, error.strerror or error)
-                left -= len(chunk)
 
-    def _load(self, engine: Engine, path: Path, metadata: dict[str, Any]) -> None:
-        for key, value in self._compatible.items():
-            found = metadata["compatible"].get(key)
-            if found != value:
-                raise CheckpointError(
-                    f"{path} belongs to another run: {key} was {found}, now it is {value}; "
-                    "use another name or folder, or --fresh to start over"
-                )
-        verify(path, metadata)
-        with opened(path, metadata) as (names, read):
+def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
+    """Return the shards that were written, and what went wrong; reports come from other machines."""
+    shards: dict[str, Shard] = {}
+    failed: list[str] = []
+    for number, ranks in enumerate(writers):
+        name = shard_name(number)
+        for rank in sorted(ranks.values()):
+            report = reports[rank]
+            if isinstance(report, dict) and "error" in report:
+                failed.append(f"rank {rank}: {report['error']}")
+                continue
             try:
-                engine.load_state(read, names)
-            except KeyError as error:
-                raise CheckpointError(f"{path} has no tensor {error} on this machine") from error
-            except ValueError as error:
-                raise CheckpointError(f"{path} belongs to another model: {error}") from error
+                shard = Shard.model_validate(report)
+            except ValidationError:
+                failed.append(f"rank {rank}: it does not say what it wrote")
+                continue
+            if shards.setdefault(name, shard) != shard:
+                failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
+    return shards, failed
 
 
-def _leads(folder: Path, group: Group, hosts: list[str]) -> list[int]:
-    """For each rank, the first rank that works on the same files: its machine's first, or rank 0 if they are shared."""
-    if len(set(hosts)) == 1:
-        return [0] * len(hosts)
-    probe = folder / group.share_json(f".probe-{uuid.uuid4()}")
-    if group.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
-        except OSError as error:
-            _log.warning("cannot write checkpoints to %s: %s", folder, error.strerror or error)
-    group.gather_json(None)
-    shared = group.gather_json(probe.exists())
-    if group.rank == 0:
-        probe.unlink(missing_ok=True)
-    return [0 if shared[rank] else hosts.index(host) for rank, host in enumerate(hosts)]
-
-
-def _open_or_warn(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
-    """The file; or, if that fails, nothing that can be read or written: the other rank waits for so many bytes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open(mode)
-    except OSError as error:
-        _log.warning("%s: %s", path, error.strerror or error)
-        return Path(os.devnull).open(mode)
+def _names(report: Any) -> dict[str, dict[str, str]]:
+    """Return a peer's report without what is not the name of a checkpoint: names become paths."""
+    return {name: files for name, files in report.items() if is_folder_name(name) and isinstance(files, dict)}
 
 
 def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:

@@ -279,9 +279,9 @@ def export(
     from horizonml.shards import export as export_checkpoint
 
     metadata = export_checkpoint(checkpoint, output)
-    accuracy = metadata.get("metrics", {}).get("held_out_accuracy")
+    accuracy = metadata.metrics.get("held_out_accuracy")
     print(
-        f"wrote {output} (step {metadata['step']}"
+        f"wrote {output} (step {metadata.step}"
         + (f", held-out accuracy {accuracy:.2%})" if accuracy is not None else ")")
     )
 

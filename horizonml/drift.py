@@ -86,7 +86,7 @@ class Watch:
         self._adopt(plan, forecast, problem)
 
     def _adopt(self, plan: Plan, forecast: Forecast, problem: Problem | None) -> None:
-        self.plan, self.forecast, self._problem = plan, forecast, problem
+        self.plan, self.forecast, self.problem = plan, forecast, problem
         self._wanted = _SETTLE + WINDOW
         self._measured = []
 
@@ -119,7 +119,7 @@ class Watch:
             return False
         self._tried = look.slowdowns
         answer: dict[str, Any] | None = None
-        problem = self._problem
+        problem = self.problem
         if problem is not None:
             ratios = zip(problem.profiles, self._medians, self.forecast.computing, strict=True)
             scaled = [profile.scaled(m / p) if m > 0 and p > 0 else profile for profile, m, p in ratios]

@@ -10,7 +10,8 @@
     ├── PeerLost                 3   another rank stopped answering during training
     ├── CheckpointError          1   a checkpoint is damaged or does not fit
     ├── ClusterError             1   a Kubernetes cluster does not answer, or refuses
-    └── Diverged                 1   the loss is no longer a finite number
+    ├── StateDiffers             1   members of a stage do not hold the same state
+    └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
 message says what is wrong, where (field, file or rank), and what to do about it.
@@ -67,5 +68,9 @@ class ClusterError(HorizonError):
     """A Kubernetes cluster cannot be reached, or does not do what is asked."""
 
 
+class StateDiffers(HorizonError):
+    """Members of a stage hold different state although they were given the same."""
+
+
 class Diverged(HorizonError):
-    """The loss became NaN or infinite."""
+    """The loss or a gradient became NaN or infinite."""

@@ -16,12 +16,21 @@ from horizonml.data.sampler import Sampler
 from horizonml.drift import Watch
 from horizonml.engine.engine import Batch, Engine, Step
 from horizonml.engine.optim import learning_rate
+from horizonml.errors import CheckpointError
 from horizonml.job import Job
 from horizonml.seeds import name_seed
 from horizonml.signals import StopRequest
 from horizonml.telemetry.recorder import Recorder
 
 Outcome = Literal["complete", "already complete", "stopped", "stopped waiting", "re-form", "re-plan"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come: steps done, and what was found on held-out data last."""
+
+    step: int
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -55,23 +64,25 @@ def train(
     data: Data,
     checkpoints: Checkpoints | None,
     recorder: Recorder,
-    resumed: dict[str, Any] | None,
+    start: Progress | None,
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
-) -> tuple[Outcome, dict[str, Any]]:
-    """Train to the end of the job, or until a rank is asked to stop; `resumed` is a checkpoint's metadata.
+) -> tuple[Outcome, Progress]:
+    """Train from `start` to the end of the job, or until a rank is asked to stop; return how far it came.
 
     If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again; if
-    `watch` has a better plan, it is to be trained with. Also returns what to resume from then.
+    `watch` has a better plan, it is to be trained with.
+
+    Raises CheckpointError if the run ends and its last checkpoint could not be saved.
     """
     sampler = Sampler(data.info.train, job.batch_size, job.seed)
     per_epoch, total = sampler.steps_per_epoch, sampler.steps_per_epoch * job.epochs
     every = job.checkpoint.every_steps or per_epoch
-    done = resumed["step"] if resumed else 0
-    history = dict(resumed["metrics"]) if resumed else {}
+    done = start.step if start else 0
+    history = dict(start.metrics) if start else {}
     if done >= total:
-        return "already complete", {}
+        return "already complete", Progress(done, history)
     while done < total:
         epoch, within = divmod(done, per_epoch)
         batch = training_batch(job, data, sampler, epoch, within)
@@ -91,14 +102,20 @@ def train(
         if checkpoints is not None and (done % every == 0 or done == total or stopping or replan):
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
             started = time.perf_counter()
-            saved = checkpoints.save(engine, done, {"job": job.model_dump(), **details}) is not None
-            recorder.checkpoint(done, saved, time.perf_counter() - started)
+            before = checkpoints.newest
+            problems = checkpoints.save(engine, done, {"job": job.model_dump(), **details}, whole=done == total)
+            recorder.checkpoint(done, not problems, time.perf_counter() - started)
             engine.clock.pause()
             recorder.skip()
+            if problems and (done == total or (stopping and stop.wanted)):
+                kept = "no checkpoint is there" if before is None else f"the newest checkpoint is that of step {before}"
+                raise CheckpointError(
+                    f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
+                )
         if stopping or replan:
             outcome: Outcome = "re-plan" if not stopping else "stopped" if stop.wanted else "re-form"
-            return outcome, {"step": done, "metrics": history}
-    return "complete", {}
+            return outcome, Progress(done, history)
+    return "complete", Progress(done, history)
 
 
 def _look(watch: Watch, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:

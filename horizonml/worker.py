@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from horizonml.agreement import describe_together, make_plan
+from horizonml.agreement import Agreed, describe_together, make_plan
 from horizonml.checkpoint import Checkpoints
 from horizonml.cluster.device import (
     available_cores,
     machine,
+    machine_id,
     memory_limit,
     shared_machine,
     threads_per_rank,
@@ -28,17 +24,20 @@ from horizonml.cluster.device import (
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.meeting import Membership, Terms, meet
 from horizonml.data.datasets import Data, DataInfo, load
+from horizonml.disks import Disks
 from horizonml.drift import Watch
 from horizonml.engine.engine import Engine
+from horizonml.engine.equal import share_state
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
 from horizonml.engine.move import move
-from horizonml.errors import CheckpointError, DataError, PeerLost
+from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
 from horizonml.model.zoo import Model
 from horizonml.plan.hardware import Host
 from horizonml.plan.plan import Plan
+from horizonml.runfolder import RunFolder
 from horizonml.shards import completed
 from horizonml.signals import Cancelled, StopRequest
 from horizonml.telemetry.energy import EnergyMeter
@@ -47,7 +46,7 @@ from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.usage import rss_bytes
 from horizonml.text import human_bytes, human_seconds
-from horizonml.trainer import Outcome, train
+from horizonml.trainer import Outcome, Progress, train
 
 
 class Worker:
@@ -61,7 +60,10 @@ class Worker:
         self._metrics, self._stop = metrics, stop
         self._idle = rss_bytes()
         self._steps = 0  # done by this process
-        metrics.wanted(identity.world_size)
+        self._rank = identity.rank  # in the group that there is, or was last
+        self._agreed: Agreed | None = None
+        self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
+        self.newest_checkpoint: int | None = None
 
     def run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end. Raises HorizonError.
@@ -71,8 +73,7 @@ class Worker:
         """
         keep_freed_memory()
         job, identity = self._job, self._identity
-        if job.checkpoint.enabled:
-            _check_writable(job.run_folder)
+        self._folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return "already complete"
         if identity.world_size == 1:
@@ -92,6 +93,7 @@ class Worker:
                 membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
                 return "stopped waiting"
+            self._rank = membership.rank
             try:
                 outcome = self._train(membership, fresh)
             except PeerLost as error:
@@ -103,6 +105,7 @@ class Worker:
                     break
                 if not rejoin or fruitless >= job.rendezvous.max_attempts:
                     raise named from error
+                self._check_recoverable(str(named))
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
             except BaseException as error:
                 membership.leave(str(error) or type(error).__name__)
@@ -113,17 +116,25 @@ class Worker:
                     return outcome
                 if not rejoin:
                     break
+                self._check_recoverable("another rank stops")
                 self.say("another rank stops or joins; meeting again")
             gc.collect()
             self._metrics.waiting([])
-            fresh = False
         return "stopped"
+
+    def _check_recoverable(self, reason: str) -> None:
+        """Raise PeerLost if there is nothing that training could go on from."""
+        if not self._job.checkpoint.enabled and self._steps:
+            raise PeerLost(
+                f"{reason}; the {self._steps} steps done so far are lost, because checkpoint.enabled is false: with "
+                "checkpoints the others would go on"
+            )
 
     def say(self, text: str) -> None:
         """Tell the user; only what is being waited for is told by every rank."""
-        rank = self._identity.rank
-        if rank == 0 or text.startswith("waiting"):
-            print(f"rank {rank}: {text}" if rank else text, file=sys.stderr if rank else sys.stdout, flush=True)
+        if self._rank == 0 or text.startswith("waiting"):
+            prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
+            print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
 
     def waiting(self, ranks: list[int]) -> None:
         """These ranks have not come yet."""
@@ -132,38 +143,42 @@ class Worker:
     def _train(self, membership: Membership | None, fresh: bool) -> Outcome:
         """Train as a member of one group."""
         rank = membership.rank if membership else 0
-        hosts = [member.host for member in membership.members] if membership else [socket.gethostname()]
+        nodes = [member.node for member in membership.members] if membership else [machine_id()]
+        names = [member.host for member in membership.members] if membership else [socket.gethostname()]
+        started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
+        first = not membership or all(member.generation == 0 for member in membership.members)
         store = membership.store if membership else None
-        group = Group(store, rank, len(hosts), self._job.rendezvous.step_timeout, hosts)
+        group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
         generation = membership.generation if membership else 0
         self._metrics.formed(generation, group.world_size)
-        newcomers = (lambda: bool(membership.newcomers)) if membership else lambda: False
+
+        def newcomers() -> bool:  # who cannot be taken in without losing everything has to wait
+            return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
+
         try:
-            return self._train_in(group, hosts, generation, newcomers, fresh)
+            return self._train_in(group, names, started_as, generation, first, newcomers, fresh)
         finally:
             group.close()
 
     def _train_in(
-        self, group: Group, names: list[str], generation: int, newcomers: Callable[[], bool], fresh: bool
+        self,
+        group: Group,
+        names: list[str],
+        started_as: list[int],
+        generation: int,
+        first: bool,
+        newcomers: Callable[[], bool],
+        fresh: bool,
     ) -> Outcome:
+        """Train as a member of `group`; `first` says that no rank of it has trained this run before."""
         job, rank = self._job, group.rank
-        # What the process itself takes is not there for the model.
-        own = memory_limit() / names.count(names[rank]) - rss_bytes()
-        limits = group.gather_json([available_cores(), own, *shared_machine()])
-        machines = {name: str(limits[names.index(name)][2]) for name in names}
-        hosts = []
-        for name in dict.fromkeys(names):
-            cores, memory, machine_, machine_cores = limits[names.index(name)]
-            shared = sum(other == machine_ for other in machines.values()) > 1
-            ranks = tuple(rank for rank, other in enumerate(names) if other == name)
-            place = (str(machine_), float(machine_cores)) if shared else ()
-            hosts.append(Host(ranks, float(cores), float(memory), *place))
+        hosts = _hosts(group)
         here = next(host for host in hosts if rank in host.ranks)
         torch.set_num_threads(job.parallel.threads or threads_per_rank(here.cores, len(here.ranks)))
-        if fresh:
-            _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
+        if first and any(group.gather_json(fresh)):
+            self._set_aside(group)
         info, model = describe_together(job, group)
-        agreed = make_plan(job, model, info, group, hosts, self.say)
+        agreed = self._agree(group, model, info, hosts, names, started_as)
         watch = None
         if agreed.forecast is not None:
             parallel = job.parallel
@@ -173,12 +188,19 @@ class Worker:
         engine = engine_for(job, agreed.plan, model, group)
         _check_smallest_batch(job, engine, info)
         data = load_for(job, engine, info)
-        checkpoints = resumed = None
+        checkpoints, start = None, None
         if job.checkpoint.enabled:
             checkpoints = Checkpoints(
-                job.run_folder / "checkpoints", group, names, job.checkpoint.keep, compatible_with(job, info)
+                job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible_with(job, info), names
             )
-            resumed = checkpoints.resume(engine) if job.checkpoint.resume else None
+            if first and not job.checkpoint.resume:
+                checkpoints.set_aside()
+            else:
+                found = checkpoints.resume(engine)
+                start = Progress(found.step, found.metrics) if found is not None else None
+        self._begin_equal(engine)
+        if not first and start is None:
+            self.say("no checkpoint had been saved: training begins again at step 0")
         steps = job.epochs * -(-info.train // job.batch_size)
         about = {
             "rank": rank,
@@ -186,6 +208,7 @@ class Worker:
             "world_size": group.world_size,
             "generation": generation,
             "host": names[rank],
+            "node": group.hosts[rank],
             "job": job.model_dump(),
             "layers": model.chain.names,
             "rss_idle_bytes": self._idle,
@@ -196,28 +219,70 @@ class Worker:
             "versions": versions(),
         }
         energy = EnergyMeter() if here.ranks[0] == rank else None
+        source = "resumed"
         while True:
-            recorder = self._recorder(about, engine, watch, steps, resumed, energy)
+            recorder = self._recorder(about, engine, watch, steps, start, source, energy)
             outcome: str = "failed"
             try:
-                result, reached = train(job, engine, data, checkpoints, recorder, resumed, self._stop, newcomers, watch)
+                result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
                 outcome = result
             finally:
                 self._steps += recorder.steps
                 recorder.close(outcome)
+                self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
             if result != "re-plan":
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)
-            self.say(f"step {reached['step']}: a new plan, predicted to take {predicted} a step:")
+            self.say(f"step {reached.step}: a new plan, predicted to take {predicted} a step:")
             self.say(watch.plan.describe(model.chain.names))
             replanned = engine_for(job, watch.plan, model, group)
             _check_smallest_batch(job, replanned, info)
             received = move(engine, replanned, model, group)
             moved = sum(group.gather_json(received))
             self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
-            engine, resumed = replanned, reached
+            engine, start, source = replanned, reached, "on"
+            self._agreed = Agreed(watch.plan, watch.forecast, watch.problem)
             data = load_for(job, engine, info)
+
+    def _set_aside(self, group: Group) -> None:
+        """Make room for a fresh run; the one before is kept beside it, on every disk. Raises JobError on all ranks."""
+        leads = Disks(self._job.run_folder, group).leads
+        problems = group.gather_json(self._folder.set_aside() if leads[group.rank] == group.rank else None)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise JobError(problem if group.world_size == 1 else f"rank {rank}: {problem}")
+
+    def _agree(
+        self,
+        group: Group,
+        model: Model,
+        info: DataInfo,
+        hosts: list[Host],
+        names: list[str],
+        started_as: list[int],
+    ) -> Agreed:
+        """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
+
+        A rank that was replaced takes it over from one that has it.
+        """
+        kept = self._agreed if self._planned_for == started_as else None
+        known = group.gather_json(kept.to_json() if kept is not None else None)
+        agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
+        if agreed is None:
+            agreed = make_plan(self._job, model, info, group, hosts, names, self.say)
+        elif kept is not None:
+            agreed = kept
+        self._agreed, self._planned_for = agreed, started_as
+        return agreed
+
+    def _begin_equal(self, engine: Engine) -> None:
+        """See that all members of a stage begin with the same state, bit for bit."""
+        for rank, name in share_state(engine):
+            self.say(
+                f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
+                "taken over that member's; processors that round differently can be the reason"
+            )
 
     def _recorder(
         self,
@@ -225,11 +290,12 @@ class Worker:
         engine: Engine,
         watch: Watch | None,
         steps: int,
-        resumed: dict[str, Any] | None,
+        start: Progress | None,
+        source: str,
         energy: EnergyMeter | None,
     ) -> Recorder:
-        """Takes down what happens from now on, by this plan."""
-        job, done = self._job, resumed["step"] if resumed else 0
+        """Return what takes down all that happens from now on, by this plan."""
+        job, done = self._job, start.step if start else 0
         display = display_for(about["rank"], job.epochs, steps, done)
         about = {
             **about,
@@ -241,23 +307,34 @@ class Worker:
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
-        if resumed and done < steps:
-            recorder.message(f"{'resumed' if 'shards' in resumed else 'on'} from step {done} of {steps}")
+        if start and done < steps:
+            recorder.message(f"{source} from step {done} of {steps}")
+        if about["rank"]:
+            stage = engine.plan.stages[engine.stage_number]
+            print(
+                f"rank {self._identity.rank}: connected to {about['world_size'] - 1} other ranks; trains stage "
+                f"{engine.stage_number} of {len(engine.plan.stages)}, layers {stage.start} to {stage.stop - 1}, from "
+                f"step {done} of {steps}",
+                flush=True,
+            )
         return recorder
 
 
-def _check_writable(folder: Path) -> None:
-    """A folder that can never be written to is a mistake to tell at once; a full disk is not, it may get better."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise CheckpointError(
-                f"cannot write records and checkpoints to {folder.absolute()} as user {os.getuid()}: "
-                f"{error.strerror}; set `folder`, change that one's owner, or train with checkpoint.enabled=false"
-            ) from error
+def _hosts(group: Group) -> list[Host]:
+    """Return the machines and containers of a group, with what each of its ranks may use there."""
+    nodes, rank = group.hosts, group.rank
+    # What the process itself takes is not there for the model.
+    own = memory_limit() / nodes.count(nodes[rank]) - rss_bytes()
+    limits = group.gather_json([available_cores(), own, *shared_machine()])
+    machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
+    hosts = []
+    for node in dict.fromkeys(nodes):
+        cores, memory, machine_, machine_cores = limits[nodes.index(node)]
+        shared = sum(other == machine_ for other in machines.values()) > 1
+        ranks = tuple(rank for rank, other in enumerate(nodes) if other == node)
+        place = (str(machine_), float(machine_cores)) if shared else ()
+        hosts.append(Host(ranks, float(cores), float(memory), *place))
+    return hosts
 
 
 def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
@@ -298,13 +375,3 @@ def _check_smallest_batch(job: Job, engine: Engine, info: DataInfo) -> None:
                     f"which this model cannot train ({problem}); change batch_size, data.samples, or "
                     "parallel.micro_batches"
                 )
-
-
-def _set_aside(folder: Path, group: Group, first_here: bool) -> None:
-    """Make room for a fresh run; the one before is kept beside it, on every disk."""
-    for turn in (group.rank == 0, group.rank != 0 and first_here):  # where disks are shared, rank 0 does it for all
-        if turn and folder.exists():
-            previous = folder.with_name(folder.name + ".previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            folder.rename(previous)
-        group.gather_json(None)

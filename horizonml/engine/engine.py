@@ -258,6 +258,18 @@ class Engine:
             tensors |= {f"optimizer/{name}/{key}": whole(name, value) for key, value in state.items()}
         return tensors
 
+    def replicated_state(self) -> dict[str, Tensor]:
+        """Return the part of `state` that every member of this stage holds alike, as the engine's own tensors."""
+        split = self._channels.parts if self._channels else {}
+        tensors = {
+            f"model/{name}": tensor.detach()
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if name not in split
+        }
+        for name, state in self.optimizer.state.items():
+            tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items() if name not in split}
+        return tensors
+
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Take parameters, buffers and optimizer state from `read(name)`; `names` are those there are.
 

@@ -26,7 +26,7 @@ from horizonml.signals import StopRequest
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
-from horizonml.trainer import train
+from horizonml.trainer import Progress, train
 from horizonml.worker import engine_for
 from tests.distributed.pool import Pool
 
@@ -68,23 +68,22 @@ class StopAfter(StopRequest):
 
 def run(
     rank: int, world_size: int, store: Store, job: Job, stop_after: int | None = None, stopping_rank: int = 0
-) -> tuple[str, dict[str, Tensor], dict[str, Any] | None]:
-    """What a rank does after the rendezvous; its outcome, its state, and the metadata it resumed from."""
+) -> tuple[str, dict[str, Tensor], Progress | None]:
+    """What a rank does after the rendezvous; its outcome, its state, and what it resumed from."""
     group = Group(store, rank, world_size, 30.0)
     info = describe(job.data)
     assert info is not None
     model = build(job.model, job.seed, info.classes, info.shape)
     engine = engine_for(job, fixed_plan(job, len(model.chain), world_size), model, group)
     data = load(job.data, info, Path("unused"), images=engine.is_first, labels=engine.is_last)
-    hosts = ["here"] * world_size
     if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
-        hosts = [f"host{number}" for number in range(world_size)]
         job = job.model_copy(update={"folder": str(job.run_folder).format(rank=rank)})
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
-    checkpoints = Checkpoints(job.run_folder / "checkpoints", group, hosts, job.checkpoint.keep, compatible)
+    checkpoints = Checkpoints(job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible)
     recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, job.telemetry.timeline_every)
     try:
-        resumed = checkpoints.resume(engine)
+        metadata = checkpoints.resume(engine)
+        resumed = Progress(metadata.step, metadata.metrics) if metadata else None
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
         outcome, _ = train(job, engine, data, checkpoints, recorder, resumed, stop)
         state = {key: value.clone() for key, value in engine.state().items()}
@@ -136,7 +135,7 @@ def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, 
     first = pool.run(kind.world_size, run, broken, 9, kind.world_size - 1)  # in the middle of the second epoch
     assert [outcome for outcome, _, _ in first] == ["re-form"] * (kind.world_size - 1) + ["stopped"]
     second = pool.run(kind.world_size, run, broken)
-    assert {resumed["step"] for _, _, resumed in second} == {10}
+    assert {resumed.step for _, _, resumed in second} == {10}
     for (outcome, state, _), (_, expected, _) in zip(second, straight, strict=True):
         assert outcome == "complete"
         assert equal(state, expected)
@@ -169,7 +168,7 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
     two = pool.run(2, run, job(tmp_path, workers=2, **done))
     one = pool.run(1, run, job(tmp_path, **done))
     for outcome, other, resumed in [*two, *one]:
-        assert (outcome, resumed["step"]) == ("already complete", 7)
+        assert (outcome, resumed.step) == ("already complete", 7)
         assert equal(other, state)
     weights = torch.load(exported, weights_only=True)
     assert equal(
@@ -189,7 +188,7 @@ def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_pa
         folder = tmp_path / f"on-{world_size}"
         shutil.copytree(tmp_path / "checkpoints", folder / "checkpoints")
         results = pool.run(world_size, run, job(folder, stages, world_size, **changes))
-        assert {resumed["step"] for _, _, resumed in results} == {7}
+        assert {resumed.step for _, _, resumed in results} == {7}
         ends.append(whole(results))
     for end in ends[1:]:
         for key, value in ends[0].items():
@@ -206,22 +205,25 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
         return sorted(path.name for path in newest.iterdir())
 
     shards = [f"stage-{stage}.safetensors" for stage in range(5)]
-    assert files(0) == ["checkpoint.json", *shards]  # the first machine has all
-    assert files(3) == ["checkpoint.json", shards[3]]
+    # Every machine has its own stage's shard and that of the one before.
+    for rank in range(5):
+        assert files(rank) == sorted(["checkpoint.json", shards[rank - 1], shards[rank]])
+    metadata = read_metadata(tmp_path / "disk3" / "checkpoints" / "step-00000010")
+    assert metadata.shards[shards[4]].machines == ["rank 4", "rank 0"]
 
     # One machine has lost its disk, and the disks of two others are damaged: the result is the same.
     shutil.rmtree(tmp_path / "disk3")
     (tmp_path / "disk1" / "checkpoints" / "step-00000010" / shards[1]).write_bytes(b"x")
     (tmp_path / "disk2" / "checkpoints" / "step-00000010" / shards[4]).write_bytes(b"of no use there")
     again = pool.run(5, run, job(disks, PIPELINE5))
-    assert {resumed["step"] for _, _, resumed in again} == {10}
+    assert {resumed.step for _, _, resumed in again} == {10}
     assert equal(whole(again), whole(straight))
 
     # Two machines go on with what five have saved, and a new one comes with an empty disk.
     more = {"epochs": 4}
     for workers in (2, 3):
         done = pool.run(workers, run, job(disks, workers=workers, **more), 0)
-        assert {resumed["step"] for _, _, resumed in done} == {21 if workers == 2 else 22}
+        assert {resumed.step for _, _, resumed in done} == {21 if workers == 2 else 22}
     assert files_equal(tmp_path / "disk0", tmp_path / "disk2")  # members of a stage are equal bit for bit
 
 
@@ -277,7 +279,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
     else:
         (newest / "checkpoint.json").write_text("{")
     results = pool.run(2, run, broken)
-    assert {resumed["step"] for _, _, resumed in results} == {10}
+    assert {resumed.step for _, _, resumed in results} == {10}
     assert equal(whole(results), whole(straight))
 
     # With no intact one left, nothing is silently started over.
@@ -325,7 +327,7 @@ def test_leftovers_of_a_crash_are_cleaned_and_a_full_disk_keeps_the_old_checkpoi
     results = pool.run(1, without_space, job(tmp_path))
     assert results[0] == "complete"
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000006"]
-    assert read_metadata(folder / "step-00000006")["step"] == 6
+    assert read_metadata(folder / "step-00000006").step == 6
 
 
 def without_space(rank: int, world_size: int, store: Store, job: Job) -> str:

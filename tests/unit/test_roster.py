@@ -53,7 +53,9 @@ def test_other_world_sizes_jobs_and_versions_are_refused_for_all_naming_both() -
 
 def test_a_duplicate_of_a_living_rank_is_refused_for_all_within_seconds() -> None:
     roster = Roster()
-    assert gather(roster, rank(0), rank(1), rank(1, host="elsewhere", machine="elsewhere")) == []  # perhaps the first one is dead
+    assert (
+        gather(roster, rank(0), rank(1), rank(1, host="elsewhere", machine="elsewhere")) == []
+    )  # perhaps the first one is dead
     roster.beat(2, 1, 0.5)
     (verdict,) = roster.decide(0.6)
     assert isinstance(verdict, Refused)

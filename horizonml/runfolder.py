@@ -1,0 +1,98 @@
+"""A run's folder: marked as ours, and used by one run at a time.
+
+Two runs that write into one folder would mix their records and delete each other's checkpoints, and `--fresh` moves
+folders away: it must never touch one that is not a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from contextlib import suppress
+from errno import ENOSPC
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from horizonml.errors import CheckpointError, JobError
+
+_log = logging.getLogger(__name__)
+MARK = ".horizonml-run"
+_LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be on its way out
+
+
+class RunFolder:
+    """The folder of a run, as one of its ranks uses it."""
+
+    def __init__(self, path: Path, rank: int, job: str, required: bool) -> None:
+        """Make the folder if it is not there, and take this rank's place in it.
+
+        `required` says that checkpoints are to be saved there. Raises CheckpointError if that cannot be, JobError if
+        another process is this rank of a run there.
+        """
+        self.path, self._rank, self._job = path, rank, job
+        try:
+            self._open()
+        except OSError as error:
+            # A full disk may get better; a folder that can never be written to is a mistake to tell at once.
+            if required and error.errno != ENOSPC:
+                raise CheckpointError(
+                    f"cannot write records and checkpoints to {path.absolute()} as user {os.getuid()}: "
+                    f"{error.strerror}; set `folder`, change that one's owner, or train with checkpoint.enabled=false"
+                ) from error
+            _log.warning("nothing can be written to %s: %s", path, error.strerror)
+
+    def _open(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.path):
+            pass
+        if not any(self.path.iterdir()):
+            (self.path / MARK).write_text("This folder is a run of HorizonML.\n")
+        owner = self.path / f".rank-{self._rank}.owner"
+        self._lock = FileLock(self.path / f".rank-{self._rank}.lock", timeout=_LOCK_SECONDS)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise JobError(
+                f"{self.path} is in use by rank {self._rank} of {_read(owner)}; wait for its end, or choose another "
+                "name or folder for this run"
+            ) from None
+        except NotImplementedError:
+            _log.warning("%s is on a file system without locks: see that no other run uses it", self.path)
+        owner.write_text(json.dumps({"job": self._job, "process": os.getpid(), "host": socket.gethostname()}))
+
+    def set_aside(self) -> str | None:
+        """Move the folder's content to NAME.previous; return why this cannot be done, or None.
+
+        The content that was there under that name is deleted. Neither is touched unless it is a run's.
+        """
+        previous = self.path.with_name(self.path.name + ".previous")
+        for folder in (self.path, previous):
+            if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+                return (
+                    f"--fresh moves or deletes only runs of HorizonML, and {folder} is none (it has no {MARK}); choose "
+                    "another name or folder, or move it away yourself"
+                )
+        try:
+            if previous.exists():
+                shutil.rmtree(previous)
+            previous.mkdir()
+            for path in self.path.iterdir():
+                if path.suffix not in (".lock", ".owner"):  # the ranks of this run have their places here
+                    path.rename(previous / path.name)
+            (self.path / MARK).write_text("This folder is a run of HorizonML.\n")
+        except OSError as error:
+            return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
+        return None
+
+
+def _read(owner: Path) -> str:
+    """Return who has a place, in words."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(owner.read_text())
+        return f"job {found['job']} (process {found['process']} on {found['host']})"
+    return "another process"
