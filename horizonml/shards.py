@@ -1,7 +1,7 @@
 """Checkpoints as they lie on disk.
 
     checkpoints/step-00000230/
-        checkpoint.json          for people: step, accuracy, job, plan, every shard's SHA-256 and the machines that keep it
+        checkpoint.json          for people: step, accuracy, job, plan, and for every shard its SHA-256 and who keeps it
         stage-0.safetensors      parameters, buffers and optimizer state of stage 0's layers, by original name
         stage-1.safetensors ...
 

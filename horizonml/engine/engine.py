@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,13 @@ _POSTED_AHEAD = 2
 _TAG_TOTALS = 1 << 30
 _TAG_GRADIENTS = _TAG_TOTALS + 1
 _TAG_CHANNELS = _TAG_TOTALS + 2
+_TAG_FINITE = _TAG_TOTALS + 3
 
+
+_UNCHANGED = (
+    "Parameters are as they were before this step; lower optimizer.lr, add lr_schedule.warmup_steps, or look at "
+    "the data"
+)
 
 Direction = Literal["previous", "next", "members"]  # the stage before, the one after, and this stage's other members
 
@@ -60,6 +66,7 @@ class Totals:
     accuracy: float  # share of correct predictions, 0 to 1
     samples: int
     stop: bool = False
+    finite: bool = True  # whether all gradients are that no other member has a part of
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Step:
     transfer: float
     wait: float
     samples: int  # rows of the batch that this rank's stage worked on here
+    entered: int  # rows of the batch that entered the first stage here: over all ranks they add up to the batch
     traffic: dict[Direction, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
@@ -144,7 +152,11 @@ class Engine:
         self._gradients_in = Link(group, self.clock, exit_, 1, self._stage.send)
         self._gradients_out = Link(group, self.clock, entry, 1, before)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
-        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(4, dtype=torch.float64))
+        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(5, dtype=torch.float64))
+        # Members of one stage see the same sums; other stages have to be told if these are not finite.
+        self._agree_on_sums = None
+        if self._channels or (len(plan.stages) > 1 and any(len(stage.ranks) > 1 for stage in plan.stages)):
+            self._agree_on_sums = TreeSum(group, range(group.world_size), _TAG_FINITE, torch.zeros(1))
         self._cuts: dict[int, list[_Micro]] = {}
 
     def _update_by(self, spec: Sgd | Adam) -> tuple[Optimizer, GradientSum]:
@@ -168,7 +180,8 @@ class Engine:
         """Train on one global batch and update the parameters.
 
         `number` is the step's number in the run, which seeds dropout; `stop` says that this rank wants to end after
-        this step. Raises Diverged on every rank, before any parameter changes, if the loss is not finite; PeerLost.
+        this step. Raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not finite;
+        PeerLost.
         """
         self.clock.restart()
         for link in self._links:
@@ -178,6 +191,8 @@ class Engine:
         for parameter in self._parameters:
             parameter.grad = None
         self._agree.post()
+        if self._agree_on_sums is not None:
+            self._agree_on_sums.post()
         self._reducer.begin(measure_divergence)
         micros = self._cut(batch.size)
         rows = sum(micro.rows for micro in micros)
@@ -185,15 +200,18 @@ class Engine:
         actions = SCHEDULES[self.plan.schedule](self.stage_number, len(self.plan.stages), len(micros))
         self.module.train()
         loss, correct = self._run(batch, micros, actions, number)
+        # Where a stage has several members, gradients may be on their way between them already.
+        final = len(self._stage.ranks) > 1 or self._not_finite() is None
         self.clock.switch("wait", "others")
-        totals = self._totals(loss, correct, batch.size if self.stage_number == self.member == 0 else 0, stop)
+        totals = self._totals(loss, correct, batch.size if self.stage_number == self.member == 0 else 0, stop, final)
         if not math.isfinite(totals.loss):
-            raise Diverged(
-                f"step {number}: the loss is {totals.loss}. Parameters are as they were before this step; "
-                "lower optimizer.lr or add lr_schedule.warmup_steps"
-            )
+            raise Diverged(f"step {number}: the loss is {totals.loss}. {_UNCHANGED}")
+        if not totals.finite:
+            self._tell_diverged(number)
         self.clock.switch("compute", "update")
         divergence = self._reducer.finish(weight)
+        if not self._sums_finite():
+            self._tell_diverged(number)
         self.optimizer.step(lr)
         self.clock.switch("transfer", "send")
         for link in self._links:
@@ -205,6 +223,7 @@ class Engine:
             wall,
             **self.clock.totals,
             samples=rows,
+            entered=rows if self.is_first and (self.member == 0 or not self._channels) else 0,
             traffic={
                 "previous": (self._gradients_out.sent_bytes, self._inputs.received_bytes),
                 "next": (self._outputs.sent_bytes, self._gradients_in.received_bytes),
@@ -212,6 +231,35 @@ class Engine:
             },
             divergence=divergence,
             spans=self.clock.spans,
+        )
+
+    def _not_finite(self) -> str | None:
+        """Return the name of a parameter whose gradient has a value that is not finite, or None."""
+        found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
+        if not found:
+            return None
+        largest = torch.stack(torch._foreach_norm([gradient for _, gradient in found], float("inf")))
+        finite = torch.isfinite(largest)
+        return None if bool(finite.all()) else found[int(torch.nonzero(~finite)[0])][0]
+
+    def _sums_finite(self) -> bool:
+        """Whether the gradients that are about to be applied are finite, on all ranks."""
+        finite = len(self._stage.ranks) == 1 or self._not_finite() is None
+        if self._agree_on_sums is None:
+            return finite
+        self.clock.switch("wait", "others")
+        total = self._agree_on_sums.sum(torch.tensor([float(not finite)]))
+        self.clock.switch("compute", "update")
+        return float(total) == 0
+
+    def _tell_diverged(self, number: int) -> NoReturn:
+        """Say which gradient is not finite; all ranks call this."""
+        names = self.group.gather_json(self._not_finite())
+        rank, name = next((rank, name) for rank, name in enumerate(names) if name is not None)
+        hint = ", or set parallel.gradient_compression: none" if self._compression != "none" else ""
+        raise Diverged(
+            f"step {number}: the gradient of {name} (stage {self.plan.stage_of(rank)}, rank {rank}) is not finite. "
+            f"{_UNCHANGED}{hint}"
         )
 
     @torch.no_grad()
@@ -298,12 +346,12 @@ class Engine:
         """The sums of an evaluation over all ranks."""
         return self._totals(loss, correct, samples, False)
 
-    def _totals(self, loss: float, correct: float, samples: float, stop: bool) -> Totals:
+    def _totals(self, loss: float, correct: float, samples: float, stop: bool, finite: bool = True) -> Totals:
         if self._channels and self.member:
             loss = correct = 0.0
-        vector = torch.tensor([loss, correct, samples, float(stop)], dtype=torch.float64)
-        loss, correct, samples, stops = self._agree.sum(vector).tolist()
-        return Totals(loss, correct / samples, int(samples), stops > 0)
+        vector = torch.tensor([loss, correct, samples, float(stop), float(not finite)], dtype=torch.float64)
+        loss, correct, samples, stops, broken = self._agree.sum(vector).tolist()
+        return Totals(loss, correct / samples, int(samples), stops > 0, broken == 0)
 
     def _cut(self, size: int) -> list[_Micro]:
         """This rank's parts of the micro-batches of a batch."""
@@ -325,6 +373,7 @@ class Engine:
         last_backward = next((a.micro for a in reversed(actions) if a.kind == "backward"), None)
         weight = sum(micro.rows for micro in micros) / batch.size / self._alike
         member = 0 if self._channels else self.member
+        smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # a way of training, not of judging
         held: dict[int, tuple[Tensor, Tensor]] = {}
         loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         for index, action in enumerate(actions):
@@ -339,7 +388,7 @@ class Engine:
                 if self.is_last:
                     labels = batch.labels(micro.start, micro.stop)
                     correct += (left.argmax(1) == labels).sum()
-                    left = functional.cross_entropy(left, labels, reduction="sum", label_smoothing=self._smoothing)
+                    left = functional.cross_entropy(left, labels, reduction="sum", label_smoothing=smoothing)
                     left = left / batch.size
                     loss += left.detach()
                 else:

@@ -10,6 +10,7 @@ The idea is that of deferred initialisation in pytorch/torchdistx.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -170,20 +171,19 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def materialise(module: nn.Module, tape: Tape, seed: int) -> None:
-    """Give every parameter and buffer of `module` that is still on the meta device its first value."""
-    memory: dict[int, Tensor] = {}
+def materialise(module: nn.Module, tape: Tape, seed: int) -> nn.Module:
+    """Return a copy of `module` in which every parameter and buffer of the recording has its first value."""
+    values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
         for registry in (owner._parameters, owner._buffers):
             for name, tensor in registry.items():
-                if tensor is None or tensor.device.type != "meta":
+                if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
                     continue
-                if id(tensor) not in memory:
-                    value = tape.replay(tensor, name_seed(seed, f"{prefix}.{name}" if prefix else name))
-                    if isinstance(tensor, nn.Parameter):
-                        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                    memory[id(tensor)] = value
-                registry[name] = memory[id(tensor)]
+                value = tape.replay(tensor, name_seed(seed, f"{prefix}.{name}" if prefix else name))
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                values[id(tensor)] = value
+    return copy.deepcopy(module, values)
 
 
 def _to_meta(leaf: Any) -> Any:

@@ -31,10 +31,11 @@ class Model:
     seed: int
 
     def stage(self, start: int, stop: int) -> nn.Module:
-        """Layers `start` to `stop - 1` as a module in memory; only these layers are materialised."""
-        module = self.chain.slice(start, stop)
-        materialise(module, self.tape, self.seed)
-        return module
+        """Return layers `start` to `stop - 1` as a module in memory, with the values that training begins with.
+
+        Each call makes a module of its own: what happens to one, in measuring say, changes no other.
+        """
+        return materialise(self.chain.slice(start, stop), self.tape, self.seed)
 
     def parameter_names(self) -> dict[str, int]:
         """The layer that holds each parameter and buffer, by the tensor's name in the original model."""

@@ -95,7 +95,12 @@ class Metrics(Collector):
         self._epoch = gauge("epoch", "The epoch under way, from 1.")
         self._epochs_planned = gauge("epochs_planned", "Epochs of the whole run.")
         self._last_step = gauge("last_step_timestamp_seconds", "When the newest step ended.")
-        self._samples = self._own(counter("samples", "Samples of global batches trained on, by all ranks."))
+        self._samples = self._own(
+            counter(
+                "samples",
+                "Samples that entered the first stage at this rank; their sum over ranks is what was trained on.",
+            )
+        )
         self._joules = counter("energy_joules", "Energy used by the rank's machine in steps, where it tells it.")
         self._rows = self._own(counter("rank_samples", "Samples that went through this rank's stage here."))
         self._loss = gauge("training_loss", "Loss of the newest global batch.")
@@ -219,7 +224,7 @@ class Metrics(Collector):
     def step(self, record: StepRecord, step: Step) -> None:
         """A step is done. Costs microseconds: what only the newest step decides is set when Prometheus asks."""
         self._newest = record
-        self._samples.inc(record.batch)
+        self._samples.inc(step.entered)
         self._rows.inc(record.samples)
         if record.joules is not None:
             self._joules.labels(self.rank).inc(record.joules)

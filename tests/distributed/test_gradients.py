@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -330,6 +331,51 @@ def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
     finally:
         group.close()
     return "nothing", False
+
+
+BROKEN = {
+    "ddp": Plan((Stage(0, 10, (0, 1), (1.0, 1.0)),)),
+    "pipeline": Plan((Stage(0, 4, (0,), (1.0,)), Stage(4, 10, (1,), (1.0,))), micro_batches=2),
+    "hybrid": Plan((Stage(0, 4, (0,), (1.0,)), Stage(4, 10, (1, 2), (3.0, 1.0))), micro_batches=2),
+    "tensor": Plan((Stage(0, 10, (0, 1), (1.0, 1.0), "channels"),)),
+}
+
+
+def broken_gradient(
+    rank: int, world_size: int, store: Store, plan: Plan, factor: float, compression: str
+) -> tuple[str, bool]:
+    """Train a step, then one in which the last rank's first gradient is multiplied by `factor`."""
+    from horizonml.errors import Diverged
+
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    group = Group(store, rank, world_size, 30.0)
+    engine = Engine(plan, model, group, Sgd(), FULL, gradient_compression=compression)
+    engine.step(RandomBatch(0), LR, 0)
+    before = {key: value.clone() for key, value in engine.state().items()}
+    if rank == world_size - 1:
+        next(engine.module.parameters()).register_hook(lambda gradient: gradient * factor)
+    try:
+        engine.step(RandomBatch(1), LR, 1)
+    except Diverged as error:
+        return str(error), all(torch.equal(value, before[key]) for key, value in engine.state().items())
+    finally:
+        group.close()
+    return "nothing", False
+
+
+@pytest.mark.parametrize(
+    ("name", "factor", "compression"),
+    [*((name, float("nan"), "none") for name in BROKEN), ("ddp", 1e9, "fp16")],  # which no 16-bit float can hold
+)
+def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
+    pool: Pool, name: str, factor: float, compression: str
+) -> None:
+    plan = BROKEN[name]
+    results = pool.run(plan.world_size, broken_gradient, plan, factor, compression)
+    assert len({message for message, _ in results}) == 1
+    assert re.match(r"step 1: the gradient of \S+ \(stage \d, rank \d\) is not finite", results[0][0])
+    assert ("gradient_compression" in results[0][0]) == (compression != "none")
+    assert all(unchanged for _, unchanged in results)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(pool: Pool) -> None:

@@ -38,7 +38,16 @@ def record(number: int) -> StepRecord:
 
 
 STEP = Step(
-    Totals(2.0, 0.25, 64), 0.2, 0.1, 0.04, 0.06, 16, {"previous": (10, 5), "next": (20, 7), "members": (0, 0)}, 0.5, []
+    Totals(2.0, 0.25, 64),
+    0.2,
+    0.1,
+    0.04,
+    0.06,
+    16,
+    16,
+    {"previous": (10, 5), "next": (20, 7), "members": (0, 0)},
+    0.5,
+    [],
 )
 ABOUT = {
     "rank": 1,
@@ -96,7 +105,7 @@ def test_metrics_tell_what_happened() -> None:
         "horizonml_slowdown_ratio": 1.5,
         "horizonml_step": 12,
         "horizonml_steps_planned": 40,
-        "horizonml_samples_total": 128,
+        "horizonml_samples_total": 32,
         "horizonml_rank_samples_total": 32,
         "horizonml_training_loss": 2.0,
         "horizonml_held_out_accuracy_ratio": 0.75,
