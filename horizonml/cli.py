@@ -15,6 +15,7 @@ from horizonml import __version__
 from horizonml.bench.commands import app as bench
 from horizonml.errors import HorizonError
 from horizonml.kube.commands import app as cluster
+from horizonml.signals import watch_launcher
 
 if TYPE_CHECKING:
     from horizonml.job import Job
@@ -45,6 +46,7 @@ Workers = Annotated[
 
 def main() -> NoReturn:
     """Entry point: errors meant for the user are printed without a traceback."""
+    watch_launcher()
     logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
     code: int | str | None = 0
     try:

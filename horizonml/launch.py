@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,12 +14,13 @@ from pathlib import Path
 
 import yaml
 
+from horizonml.cluster.command import Command
 from horizonml.cluster.identity import Identity, local_rank
-from horizonml.cluster.local import PARENT, LocalCluster
+from horizonml.cluster.local import TOGETHER, LocalCluster
 from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
-from horizonml.signals import stop_on_signal, watch_parent
+from horizonml.signals import StopRequest, handling, stop_on_signal
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
@@ -33,9 +32,6 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
     `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
     """
     check_strategy(job)
-    launched = PARENT in os.environ
-    if launched:
-        watch_parent()
     _check_world_size(job, identity)
     address = _rendezvous_address(job) if identity.world_size > 1 else None
     with stop_on_signal() as stop:
@@ -48,7 +44,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
             host, port = metrics
             server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will start it again.
-        outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=not launched)
+        outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=TOGETHER not in os.environ)
         if identity.rank == 0 or outcome == "already complete":
             prefix = f"rank {identity.rank}: " if identity.rank else ""
             print(prefix + _farewell(job, outcome), flush=True)
@@ -136,39 +132,31 @@ def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str
     """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT.
 
     With a `command`, serve until it has ended: it finds the service's address, with `advertise` as the host, in
-    HORIZONML_RENDEZVOUS. Returns its exit code. Raises RendezvousError, JobError.
+    HORIZONML_RENDEZVOUS. A signal asks it, and all that it has started, to end. Returns its exit code. Raises
+    RendezvousError, JobError.
     """
-    stop = threading.Event()
-    process: subprocess.Popen[bytes] | None = None
+    stop = StopRequest()
+    with handling(stop.note):
+        listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
+        port = listener.getsockname()[1]
+        if not command:
+            from horizonml.cluster.rendezvous import Service
 
-    def handle(number: int, frame: object) -> None:
-        stop.set()
-        if process is not None and number == signal.SIGTERM:  # Ctrl-C reaches the command from the terminal
-            process.send_signal(number)
+            service = Service(listener)
+            print(f"rendezvous service on {host}:{port}", flush=True)
+            service.run(lambda: stop.wanted)
+            return 0
+        wildcard = host in ("0.0.0.0", "::")  # noqa: S104
+        address = f"{advertise or (socket.gethostname() if wildcard else host)}:{port}"
+        print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
+        # The socket listens already, so that the ranks need not wait until the service has loaded PyTorch.
+        with Command(command, {**os.environ, RENDEZVOUS: address}, stop) as running:
+            from horizonml.cluster.rendezvous import Service
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
-    if PARENT in os.environ:
-        watch_parent()
-    listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
-    from horizonml.cluster.rendezvous import Service
-
-    service = Service(listener)
-    if not command:
-        print(f"rendezvous service on {host}:{service.port}", flush=True)
-        service.run(stop)
-        return 0
-    wildcard = host in ("0.0.0.0", "::")  # noqa: S104
-    address = f"{advertise or (socket.gethostname() if wildcard else host)}:{service.port}"
-    print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
-    done = threading.Event()
-    thread = threading.Thread(target=service.run, args=(done,), name="rendezvous", daemon=True)
-    thread.start()
-    try:
-        process = subprocess.Popen(command, env={**os.environ, RENDEZVOUS: address})
-    except OSError as error:
-        raise JobError(f"cannot start {command[0]}: {error.strerror or error}") from error
-    code = process.wait()
-    done.set()
-    thread.join(5)
-    return code if code >= 0 else 128 - code
+            service, done = Service(listener), threading.Event()
+            thread = threading.Thread(target=service.run, args=(done.is_set,), name="rendezvous", daemon=True)
+            thread.start()
+            code = running.wait()
+            done.set()
+            thread.join(5)
+            return code

@@ -7,6 +7,7 @@ that fails ends the others.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,15 +16,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
+from horizonml.cluster.command import STOP_SECONDS
 from horizonml.cluster.network import listen
 from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.signals import LAUNCHER, StopRequest, handling, launcher_name
 
 _GRACE_SECONDS = 5.0  # for the others, once a rank has failed
-_STOP_SECONDS = 60.0  # for all, once asked to stop
-PARENT = "HORIZONML_LAUNCHER"  # set for ranks that must not outlive the process that started them
+TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, rather than wait for another
 
 
 class RankFailed(HorizonError):
@@ -64,10 +65,16 @@ class LocalCluster:
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
         self._files: list[IO[Any]] = []
-        self.interrupted = False
+        self._stop = StopRequest()
+        self._handling = handling(self._stop.note)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has asked to stop."""
+        return self._stop.wanted
 
     def __enter__(self) -> LocalCluster:
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handling.__enter__()
         try:
             self._start()
         except BaseException:
@@ -80,7 +87,7 @@ class LocalCluster:
 
     def _start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
-        env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), PARENT: str(os.getpid())}
+        env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), TOGETHER: "1", LAUNCHER: launcher_name()}
         env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
         if self._world_size > 1:
             env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
@@ -117,7 +124,7 @@ class LocalCluster:
 
     def wait(self) -> None:
         """Wait until all ranks have ended. Raises RankFailed with the reason of the one that failed first."""
-        asked = None
+        asked = math.inf
         while not all(rank.ended for rank in self._ranks):
             time.sleep(0.05)
             now = time.monotonic()
@@ -130,10 +137,13 @@ class LocalCluster:
                 raise RankFailed(f"the rendezvous service ended with code {self._service.returncode}: {said[-1000:]}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
-            if self.interrupted:
-                asked = asked or now
-                if now - asked > _STOP_SECONDS:
-                    break
+            if self.interrupted and asked == math.inf:
+                asked = now
+                for rank in self._ranks:
+                    _signal(rank.process, signal.SIGTERM)
+            if self._stop.at_once or now - asked > STOP_SECONDS:
+                for rank in self._ranks:
+                    _signal(rank.process, signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
         if failed and not self.interrupted:
             rank = self._blame(failed)
@@ -143,14 +153,6 @@ class LocalCluster:
         """The rank that failed by itself rather than for the loss of another."""
         by_itself = [rank for rank in failed if rank.process.returncode != PeerLost.exit_code]
         return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:  # asked twice: at once
-            for rank in self._ranks:
-                _signal(rank.process, signal.SIGKILL)
-        self.interrupted = True
-        for rank in self._ranks:
-            _signal(rank.process, signal.SIGTERM)
 
     def _end(self) -> None:
         """Leave no process behind."""
@@ -167,8 +169,7 @@ class LocalCluster:
             process.wait()
         for file in self._files:
             file.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.__exit__(None, None, None)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -41,10 +41,11 @@ class Service:
         self._roster = Roster()
         self._seen = 0
 
-    def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set."""
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Serve until `stop` says so."""
         beats_due = 0.0
-        while not stop.wait(0.05):
+        while not stop():
+            time.sleep(0.05)
             changed = self._read_events()
             now = time.monotonic()
             if changed or now >= beats_due:

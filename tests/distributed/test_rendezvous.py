@@ -25,7 +25,7 @@ from tests.distributed.pool import Pool
 def service() -> Iterator[int]:
     """The port of a service that runs in this process."""
     serving, stop = Service(listen("127.0.0.1", 0)), threading.Event()
-    thread = threading.Thread(target=serving.run, args=(stop,))
+    thread = threading.Thread(target=serving.run, args=(stop.is_set,))
     thread.start()
     yield serving.port
     stop.set()
@@ -149,7 +149,7 @@ def test_a_service_that_comes_late_is_waited_for(pool: Pool) -> None:
 
     def serve_later() -> None:
         time.sleep(1.5)
-        Service(listen("127.0.0.1", port)).run(stop)
+        Service(listen("127.0.0.1", port)).run(stop.is_set)
 
     thread = threading.Thread(target=serve_later)
     thread.start()

@@ -1,0 +1,76 @@
+"""A launcher that is interrupted or killed while its ranks start, at any moment, leaves no process behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import ours, wait_for
+
+Start = Callable[..., "subprocess.Popen[str]"]
+ENDLESS = ["--set", "epochs=10000", "-n", "2"]
+# Ranks in the background of a script: a terminal's Ctrl-C does not reach them, and their parent does not pass it on.
+SCRIPT = """
+for rank in 0 1; do RANK=$rank WORLD_SIZE=2 "$@" --set name=scripted & done
+wait
+"""
+TRAIN = [sys.executable, "-m", "horizonml", "train", "job.yaml", *ENDLESS]
+COMMANDS = [["train", "job.yaml", *ENDLESS], ["rendezvous", "--", "bash", "-c", SCRIPT, "bash", *TRAIN]]
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """A shell's background job ignores SIGINT, and so would what it starts, until that asks for it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("moment", [0.0, 0.4, 1.1, 2.2])
+def test_a_launcher_that_ends_early_leaves_nothing(
+    folder: Path, start: Start, number: signal.Signals, moment: float
+) -> None:
+    launchers = [start(*command) for command in COMMANDS]
+    time.sleep(moment)  # whatever has been reached by then: the busier the machine, the earlier
+    for launcher in launchers:
+        launcher.send_signal(number)
+    wait_for(lambda: ours(folder) == [], "the end of all processes", 30)
+
+
+def test_ctrl_c_in_a_script_s_middle_saves_a_checkpoint(folder: Path, start: Start) -> None:
+    launcher = start(*COMMANDS[1])
+    run = folder / "runs" / "scripted"
+    wait_for(lambda: (run / "rank-0.jsonl").exists() and '"step"' in (run / "rank-0.jsonl").read_text(), "a step")
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=30)
+    assert ours(folder) == []
+    assert "stopped as asked: a checkpoint is saved" in output
+    assert list((run / "checkpoints").iterdir())
+
+
+def test_a_second_ctrl_c_kills_what_does_not_end(folder: Path, start: Start) -> None:
+    # Neither the command nor what it starts in a session of its own listens.
+    deaf = "trap '' TERM INT; setsid sh -c 'trap \"\" TERM INT; echo ready; while :; do sleep 1; done'"
+    launcher = start("rendezvous", "--", "sh", "-c", deaf)
+    assert launcher.stdout is not None
+    while launcher.stdout.readline() != "ready\n":
+        continue
+    launcher.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(1)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == 128 + signal.SIGKILL
+    assert ours(folder) == []
+
+
+def test_a_command_s_exit_code_is_the_launcher_s(start: Start) -> None:
+    launcher = start("rendezvous", "--", "sh", "-c", "exit 7")
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 7
