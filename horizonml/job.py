@@ -34,7 +34,7 @@ DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSpec(_Section):

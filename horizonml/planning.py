@@ -18,6 +18,7 @@ from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem
+from horizonml.reading import read_yaml
 from horizonml.text import human_bytes, human_seconds
 
 
@@ -138,10 +139,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 def read_plan(job: Job, path: Path) -> Job:
     """The job with the plan of a file. Raises JobError."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise JobError(f"--plan {path}: {getattr(error, 'strerror', None) or error}") from None
+    values = read_yaml(path, f"`horizonml plan JOB --out {path}` writes one")
     if not isinstance(values, dict) or set(values) != {"schedule", "micro_batches", "stages"}:
         raise JobError(f"--plan {path}: not a plan; `horizonml plan JOB --out {path}` writes one")
     changes = {f"parallel.{key}": value for key, value in values.items()}

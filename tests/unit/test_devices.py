@@ -48,15 +48,22 @@ def test_devices_links_and_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices: []", "devices: List should have at least 1 item"),
+        ("devices: []", r"devices: \[\] must have at least 1 item$"),
         (
             "devices: [{name: a, memory: 8XB}]",
-            "'8XB' is no number with one of B, KB, MB, GB, KiB, MiB, GiB",
+            r"devices\.0\.memory: '8XB' is not a number with one of B, KB, MB, GB, KiB, MiB, GiB; write 512MiB$",
         ),
-        ("devices: [{name: a}]", r"devices\.0\.memory: Field required"),
-        ("devices: [{name: a, memory: 1GiB, colour: red}]", r"devices\.0\.colour: Extra inputs"),
-        ("devices: [{name: a, memory: 1GiB}]\nlinks: [{between: [a, b], bandwidth: 1Mbit}]", "'b' is no device; there"),
-        ("devices: [", "not YAML"),
+        ("devices: [{name: a}]", r"devices\.0\.memory: missing; give it a value"),
+        ("devices: [{name: a, memory: 1GiB, sped: 2}]", r"devices\.0\.sped: unknown key; did you mean 'speed'\?"),
+        ("devices: [{name: a, memory: 1GiB, speed: 1e999}]", r"devices\.0\.speed: inf must be a finite number"),
+        ("devices: [{name: a b, memory: 1GiB}]", r"devices\.0\.name: 'a b' must match pattern"),
+        ("devices: [{name: a, memory: 1GiB, count: 9000}, {name: b, memory: 1GiB, count: 2000}]", "11,000 of them"),
+        ("- 1", r"the file: \[1\] must be a section of keys and values"),
+        (
+            "devices: [{name: a, memory: 1GiB}]\nlinks: [{between: [a, b], bandwidth: 1Mbit}]",
+            "'b' is not a device; there are a",
+        ),
+        ("devices: [", r"devices\.yaml:1:11: expected the node content"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -162,7 +169,12 @@ def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="profile of another model: its first layer is layer0"):
         cluster.profiles(lambda: base, ["other"], tmp_path)
     (tmp_path / "pi.yaml").write_text("layers: 3")
-    with pytest.raises(JobError, match="is no profile of `horizonml profile`"):
+    with pytest.raises(
+        JobError, match=r"is not a profile of this version .* `horizonml profile JOB --out FILE` writes"
+    ):
+        cluster.profiles(lambda: base, names, tmp_path)
+    write_profile(profile(0.001, float("nan")), {}, tmp_path / "pi.yaml")
+    with pytest.raises(JobError, match="layer1 has a negative or infinite time"):
         cluster.profiles(lambda: base, names, tmp_path)
     (tmp_path / "pi.yaml").unlink()
     with pytest.raises(JobError, match="No such file or directory; `horizonml profile JOB --out FILE` writes one"):
