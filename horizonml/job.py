@@ -141,6 +141,11 @@ class StageSpec(_Section):
     shares: list[float] | None = Field(
         None, description="Share of every micro-batch for each member, in any unit (default: equal)."
     )
+    split: Literal["samples", "channels"] = Field(
+        "samples",
+        description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
+        "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
+    )
     send: Literal["fp32", "bf16", "int8"] | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
     )
@@ -208,7 +213,7 @@ class Parallel(_Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Parallel:
-        strategy = "explicit stages" if self.stages is not None else self.strategy
+        strategy = self._kind()
         unable = {"fp16": ("single", "pipeline", "tensor"), "powersgd": ("single", "pipeline", "tensor", "horovod")}
         if strategy in unable.get(self.gradient_compression, ()):
             raise ValueError(
@@ -223,6 +228,12 @@ class Parallel(_Section):
         if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
             raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
         return self
+
+    def _kind(self) -> str:
+        """Return what the strategy, or the explicit plan that overrides it, amounts to."""
+        if self.stages is None:
+            return self.strategy
+        return "tensor" if any(stage.split == "channels" for stage in self.stages) else "explicit stages"
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Parallel:
@@ -240,6 +251,8 @@ class Parallel(_Section):
             raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, each exactly once")
         if self.workers is not None and self.workers != len(ranks):
             raise ValueError(f"workers: {self.workers}, but stages names {len(ranks)} ranks; make them agree")
+        if len(self.stages) > 1 and any(stage.split == "channels" for stage in self.stages):
+            raise ValueError(f"stages: only a plan of one stage can split channels; this one has {len(self.stages)}")
         given = [stage.layers for stage in self.stages]
         if any(given) and not all(given):
             raise ValueError("stages: name the layers of all stages, or of none")

@@ -35,8 +35,11 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     return _checked(values, source)
 
 
-def changed(job: Job, changes: Mapping[str, Any]) -> Job:
-    """The job with some fields changed, named as `section.field`, and checked again. Raises JobError."""
+def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> Job:
+    """Return the job with some fields changed, named as `section.field`, and checked again.
+
+    Raises JobError, which names the `source`: by default the job and the changes.
+    """
     values = job.model_dump()
     for key, value in changes.items():
         *sections, last = key.split(".")
@@ -44,7 +47,9 @@ def changed(job: Job, changes: Mapping[str, Any]) -> Job:
         for section in sections:
             target = target[section]
         target[last] = value
-    return _checked(values, f"{job.name} with {', '.join(f'{key}={value}' for key, value in changes.items())}")
+    return _checked(
+        values, source or f"{job.name} with {', '.join(f'{key}={value}' for key, value in changes.items())}"
+    )
 
 
 def _checked(values: dict[str, Any], source: str) -> Job:

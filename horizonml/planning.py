@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         found = problem.judge(fixed_plan(job, len(model.chain), world_size))
     plan = found.plan
     if out is not None:
-        write_plan(plan, out)
+        kind = job.parallel.strategy if job.parallel.stages is None else None
+        write_plan(plan, out, kind, names if devices is not None else ())
     if picture is not None:
         from horizonml.bench.run_plots import predicted
 
@@ -112,12 +114,18 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
             raise PlanError(f"cannot write {out}: {error.strerror or error}") from None
 
 
-def plan_values(plan: Plan) -> dict[str, Any]:
-    """A plan as a job's `parallel` section has it."""
+def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
+    """Return a plan as a job's `parallel` section has it.
+
+    Horovod is a `strategy` of the job, for stages do not say who sums their gradients.
+    """
+    if strategy == "horovod":
+        return {"strategy": strategy, "workers": plan.world_size}
     stages = [
         {
             "ranks": list(stage.ranks),
             "shares": list(stage.shares),
+            "split": stage.split,
             "send": stage.send,
             "layers": [stage.start, stage.stop - 1],
         }
@@ -126,11 +134,12 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     return {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
-    text = "# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS\n" + yaml.safe_dump(
-        plan_values(plan), sort_keys=False
-    )
+def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Sequence[str] = ()) -> None:
+    """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises PlanError."""
+    lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
+    lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
+    content = yaml.safe_dump(plan_values(plan, strategy), sort_keys=False, default_flow_style=None, width=120)
+    text = "\n".join([*lines, content])
     try:
         write_atomically(path, text.encode())
     except OSError as error:
@@ -138,12 +147,17 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(job: Job, path: Path) -> Job:
-    """The job with the plan of a file. Raises JobError."""
+    """Return the job with the plan of a file. Raises JobError."""
     values = read_yaml(path, f"`horizonml plan JOB --out {path}` writes one")
-    if not isinstance(values, dict) or set(values) != {"schedule", "micro_batches", "stages"}:
-        raise JobError(f"--plan {path}: not a plan; `horizonml plan JOB --out {path}` writes one")
-    changes = {f"parallel.{key}": value for key, value in values.items()}
-    return changed(job, {**changes, "parallel.workers": None})
+    if isinstance(values, dict) and set(values) == {"schedule", "micro_batches", "stages"}:
+        values = {**values, "workers": None}
+    elif isinstance(values, dict) and set(values) == {"strategy", "workers"}:
+        values = {**values, "micro_batches": None, "stages": None}
+    else:
+        raise JobError(f"{path}: not a plan; `horizonml plan JOB --out {path}` writes one")
+    return changed(
+        job, {f"parallel.{key}": value for key, value in values.items()}, f"{job.name} by the plan of {path}"
+    )
 
 
 def _print_layers(job: Job, profile: Profile) -> None:

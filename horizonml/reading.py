@@ -149,7 +149,7 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[i
 
 
 def parse_yaml(text: str, source: str, text_keys: bool = True) -> Any:
-    """Return what YAML says; `source` names it in errors, and keys may be numbers unless `text_keys`. Raises JobError."""
+    """Return what YAML says; keys may be numbers unless `text_keys`. Raises JobError, which names the `source`."""
     try:
         return yaml.load(text, _Loader if text_keys else _LoaderOfTables)  # noqa: S506  (subclasses of SafeLoader)
     except yaml.MarkedYAMLError as error:

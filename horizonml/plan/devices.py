@@ -42,9 +42,8 @@ def _unit(units: dict[str, float], example: str) -> BeforeValidator:
     def read(value: Any) -> float:
         match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[-+]?\d{1,2})?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2] not in units:
-            raise ValueError(
-                f"{str(value)[:80]!r} is not a number with one of {', '.join(unit for unit in units if unit)}; write {example}"
-            )
+            known = ", ".join(unit for unit in units if unit)
+            raise ValueError(f"{str(value)[:80]!r} is not a number with one of {known}; write {example}")
         return float(match[1]) * units[match[2]]
 
     return BeforeValidator(read)
@@ -265,7 +264,6 @@ def load_cluster(path: Path) -> Cluster:
     for link in cluster.links:
         for name in link.between:
             if name not in known:
-                raise JobError(
-                    f"{path}: links: {name!r} is not a device{nearest(name, known)}; there are {', '.join(sorted(known))}"
-                )
+                there = ", ".join(sorted(known))
+                raise JobError(f"{path}: links: {name!r} is not a device{nearest(name, known)}; there are {there}")
     return cluster

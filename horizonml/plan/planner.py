@@ -183,7 +183,14 @@ def _format(parallel: Parallel) -> str:
 def _stages(specs: Sequence[StageSpec], ends: Sequence[int], format: str) -> tuple[Stage, ...]:
     starts = [0, *ends[:-1]]
     return tuple(
-        Stage(start, end, tuple(spec.ranks), tuple(spec.shares or [1.0] * len(spec.ranks)), send=spec.send or format)
+        Stage(
+            start,
+            end,
+            tuple(spec.ranks),
+            tuple(spec.shares or [1.0] * len(spec.ranks)),
+            spec.split,
+            spec.send or format,
+        )
         for spec, start, end in zip(specs, starts, ends, strict=True)
     )
 

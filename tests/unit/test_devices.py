@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import JobError
+from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.plan.devices import load_cluster, write_cluster, write_profile
 from horizonml.plan.explain import bottleneck, compare, lacking, rows, why
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem, search
 from horizonml.plan.simulate import predict
@@ -126,18 +128,46 @@ def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     assert "there is a plan that fits" in text
 
 
-def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
-    plan = Plan((Stage(0, 4, (1,), (1.0,)), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3)
-    write_plan(plan, tmp_path / "plan.yaml")
-    job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
-    assert job.parallel.world_size() == 3
-    assert job.parallel.micro_batches == 3
-    assert job.parallel.stages is not None
-    assert [(spec.ranks, spec.shares, spec.layers) for spec in job.parallel.stages] == [
-        ([1], [1.0], [0, 3]), ([0, 2], [3.0, 1e-9], [4, 8])
-    ]  # fmt: skip
+STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strategy: str) -> None:
+    """A job of any strategy trains by the plan file of any other as the other would."""
+    layers = profile(*[0.001] * 6, parameters=1 << 20, saved=1 << 16)
+    ranks = 1 if strategy == "single" else 3
+    hosts, network = [Host((rank,), 1.0, 1e12) for rank in range(ranks)], Network(1e-3, 1e7)
+    made = parse("", "job.yaml", [f"parallel.strategy={strategy}", f"parallel.workers={ranks}"])
+
+    def plan_of(job: Job) -> Plan:
+        if needs_profile(job.parallel, ranks):
+            return choose(job, problem_for(job, [layers] * ranks, hosts, network, 1, 1.0, 0)).plan
+        return fixed_plan(job, 6, ranks)
+
+    plan = plan_of(made)
+    write_plan(plan, tmp_path / "plan.yaml", strategy, ["laptop", "pi-0", "pi-1"][:ranks])
+    assert "# rank 0: laptop" in (tmp_path / "plan.yaml").read_text().splitlines()
+    for other in STRATEGIES:
+        job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
+        assert plan_of(job) == plan
+        assert job.parallel.world_size() == ranks
+        summed_by_horovod = job.parallel.strategy == "horovod" and job.parallel.stages is None
+        assert summed_by_horovod == (strategy == "horovod")
+
+
+def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
+    for plan in (
+        Plan((Stage(0, 4, (1,), (1.0,), send="int8"), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3),
+        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), "channels"),), "1f1b", 1),
+    ):
+        write_plan(plan, tmp_path / "plan.yaml")
+        job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
+        assert fixed_plan(job, 9, 3) == plan
     (tmp_path / "plan.yaml").write_text("a: 1")
     with pytest.raises(JobError, match=r"not a plan; `horizonml plan JOB --out"):
+        read_plan(job, tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_text("schedule: gpipe\nmicro_batches: 1\nstages: [{ranks: [0], shars: [1]}]")
+    with pytest.raises(JobError, match=r"by the plan of .*plan.yaml is not a valid job:\n.*shars: unknown key"):
         read_plan(job, tmp_path / "plan.yaml")
 
 

@@ -29,6 +29,12 @@ ERRORS = [
         [],
         "stage 1 starts at layer 4, but layer 3 comes next",
     ),
+    ("parallel: {stages: [{ranks: [0], split: channels}, {ranks: [1]}]}", [], "only a plan of one stage can split"),
+    (
+        "parallel: {gradient_compression: fp16, stages: [{ranks: [0, 1], split: channels}]}",
+        [],
+        "gradient_compression: strategy tensor cannot use fp16",
+    ),
     ("parallel: {strategy: single, workers: 3}", [], "choose parallel.strategy ddp, pipeline or hybrid"),
     ("parallel: {strategy: hybrid, workers: 2}", [], "needs at least 3 ranks"),
     ("parallel: {workers: 3, stages: [{ranks: [0, 1]}]}", [], "workers: 3, but stages names 2 ranks"),
