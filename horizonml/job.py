@@ -42,7 +42,9 @@ class ModelSpec(_Section):
 
     name: str = Field(
         "digits_cnn",
-        description=f"One of {', '.join(MODELS)}; or `module:callable`, a function that returns a torch.nn.Module.",
+        description=f"One of {', '.join(MODELS)}; or `module:callable`, a subclass of torch.nn.Module or a function "
+        "that returns one (and says so: `def build() -> torch.nn.Module`). A job file that names `module:callable` is "
+        "code, because that module is imported and called: run such job files only if you trust them.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model's constructor.")
 

@@ -16,11 +16,21 @@ from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.mistakes import explain
 from horizonml.reading import parse_yaml, read_text
+from horizonml.text import nearest
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Job:
-    """Read a job file and apply overrides of the form `section.key=value`. Raises JobError."""
-    return parse(read_text(path, "give the path of a job file (see jobs/)"), str(path), overrides)
+    """Read a job file, or a ready job by its name, and apply overrides like `section.key=value`. Raises JobError."""
+    ready = ready_jobs()
+    if str(path) in ready and not path.is_file():
+        path = ready[str(path)]
+    hint = f"give the path of a job file, or the name of a ready one ({', '.join(ready)}){nearest(path.stem, ready)}"
+    return parse(read_text(path, hint), str(path), overrides)
+
+
+def ready_jobs() -> dict[str, Path]:
+    """Return the job files that come with the package, by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parent / "jobs").glob("*.yaml"))}
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:

@@ -178,6 +178,11 @@ def two_outputs() -> nn.Module:
     return Pair()
 
 
+def not_a_model(num_classes: int = 10):  # type: ignore[no-untyped-def]
+    """Does not say what it returns, and is wrong."""
+    return {}
+
+
 def broken(num_classes: int = 10) -> nn.Module:
     """Its constructor fails, on any device."""
     raise RuntimeError("no such device\nand more about it")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError
+from horizonml.extras import require
 from horizonml.model.vision import import_torchvision
 
 _LOCK_SECONDS = 1800.0
@@ -24,10 +27,11 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
     torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
     while the others wait. Raises DataError.
     """
+    if name == "svhn":
+        require("scipy", "data: svhn")
     datasets = import_torchvision().datasets
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{name}.lock", timeout=_LOCK_SECONDS):
+        with _one_at_a_time(folder, name):
             if name == "svhn":
                 data: Any = datasets.SVHN(str(folder), split="train" if train else "test", download=download)
                 return ArraySource(torch.from_numpy(data.data), torch.from_numpy(data.labels).long())
@@ -42,14 +46,22 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
             f"data: another process has been downloading {name} into {folder} for {_LOCK_SECONDS:.0f} s; "
             f"if none is, delete {error.lock_file}"
         ) from error
-    except ImportError as error:
-        raise DataError(f"data: {name} needs a package that is not installed: {error}") from error
     except Exception as error:  # torchvision fails on damaged files in any way, asserts included
         wish = "could not be downloaded" if download else "is missing or corrupt"
         raise DataError(
             f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
             "or put the archive there yourself and set data.folder and data.download: false"
         ) from error
+
+
+def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
+    """A lock against downloading twice; none where the folder cannot be written to, and so nothing downloaded."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return FileLock(folder / f".{name}.lock", timeout=_LOCK_SECONDS)
+    except OSError:
+        return nullcontext()
 
 
 class FolderSplits:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from horizonml.errors import ClusterError, JobError
+from horizonml.extras import require
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,30 +19,38 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Run jobs in a Kubernetes cluster: one job per namespace.\n\n"
-    "Start with: horizonml cluster submit jobs/digits.yaml --workers 5",
+    "Start with: horizonml cluster submit digits --workers 5",
     no_args_is_help=True,
 )
 
-Namespace = Annotated[str, typer.Option("--namespace", help="The job's namespace; it is made if it is not there.")]
-Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", show_default=False)]
+Namespace = Annotated[
+    str, typer.Option("--namespace", metavar="NAME", help="The job's namespace; it is made if it is not there.")
+]
+Context = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.", show_default=False)]
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before it gives up
 
 
 @app.command()
 def submit(
-    job_file: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB", help="A job file (YAML), or a ready job by its name.", show_default=False)
+    ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", min=1, help="World size.", show_default=False)
+        int | None, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.", show_default=False)
     ] = None,
-    image: Annotated[str | None, typer.Option(help="Image of the workers.", show_default=False)] = None,
-    cpu: Annotated[str | None, typer.Option(help="Cores of each worker, e.g. 400m or 4.", show_default=False)] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each worker, e.g. 1Gi.", show_default=False)] = None,
+    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of the workers.", show_default=False)] = None,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="Cores of each worker, e.g. 400m or 4.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="Memory of each worker, e.g. 1Gi.", show_default=False)
+    ] = None,
     storage_class: Annotated[
-        str | None, typer.Option(help="Storage class of the workers' disks.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Storage class of the workers' disks.", show_default=False)
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job is complete.")] = False,
     namespace: Namespace = "horizonml",
@@ -115,9 +124,9 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
 @app.command()
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, also over restarts.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank.", show_default=False)] = None,
     tail: Annotated[
-        int | None, typer.Option(min=0, help="Only so many last lines of each.", show_default=False)
+        int | None, typer.Option(metavar="N", min=0, help="Only so many last lines of each.", show_default=False)
     ] = None,
     namespace: Namespace = "horizonml",
     context: Context = None,
@@ -160,7 +169,7 @@ def logs(
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(min=1, help="The new world size.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new world size.", show_default=False)],
     namespace: Namespace = "horizonml",
     context: Context = None,
 ) -> None:
@@ -199,10 +208,9 @@ def delete(
 
 
 def _connect(namespace: str, context: str | None) -> Cluster:
-    try:
-        from horizonml.kube.api import Cluster
-    except ModuleNotFoundError as error:
-        raise ClusterError(f"{error.name} is not installed; install it: pip install 'horizonml[cluster]'") from error
+    require("kubernetes", "`horizonml cluster`")
+    from horizonml.kube.api import Cluster
+
     return Cluster(namespace, context)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from horizonml.errors import ModelError
+from horizonml.errors import ModelError, is_out_of_memory
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
@@ -122,6 +122,8 @@ class Chain:
                 with torch.no_grad():
                     value = torch.func.functional_call(layer, tensors, (value,))
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 where = self._segments[index][-1]
                 raise ModelError(
                     f"{type(self._model).__name__} does not accept inputs of shape {list(sample_shape)} "
@@ -194,6 +196,8 @@ def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
     try:
         return tracer.trace(model)
     except Exception as error:  # the model's own code runs here, on stand-ins: it may fail in any way
+        if is_out_of_memory(error):
+            raise
         stack = list(tracer.module_stack.values())
         if not stack or stack[-1][0] in leaves:
             raise ModelError(
