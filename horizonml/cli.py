@@ -262,7 +262,7 @@ def simulate(
     """Step a plan over devices on paper, as many as there are: its time, memory, and what limits it."""
     from horizonml.planning import read_plan, show_plan
 
-    show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture)
+    show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture, as_given=True)
 
 
 @app.command()

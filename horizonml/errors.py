@@ -88,8 +88,8 @@ class OutOfMemory(HorizonError):
     def __init__(self) -> None:
         super().__init__(
             "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
-            "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: pipeline or auto); "
-            "`horizonml plan JOB` shows what every rank needs and has"
+            "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: "
+            "pipeline or auto); `horizonml plan JOB` shows what every rank needs and has"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from horizonml.text import nearest
+from horizonml.text import count, nearest
 
 TORCHVISION_MODELS = (
     "resnet18",
@@ -161,7 +161,8 @@ class StageSpec(_Section):
     def _shares_fit(self) -> StageSpec:
         if self.shares is not None:
             if len(self.shares) != len(self.ranks):
-                raise ValueError(f"shares: {len(self.shares)} shares for {len(self.ranks)} ranks; give one for each")
+                shares, ranks = count(len(self.shares), "share"), count(len(self.ranks), "rank")
+                raise ValueError(f"shares: {shares} for {ranks}; give one for each")
             if min(self.shares) <= 0:
                 raise ValueError(f"shares: {self.shares} must all be above 0")
         if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
@@ -252,7 +253,7 @@ class Parallel(_Section):
         if ranks != list(range(len(ranks))):
             raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, each exactly once")
         if self.workers is not None and self.workers != len(ranks):
-            raise ValueError(f"workers: {self.workers}, but stages names {len(ranks)} ranks; make them agree")
+            raise ValueError(f"workers: {self.workers}, but stages names {count(len(ranks), 'rank')}; make them agree")
         if len(self.stages) > 1 and any(stage.split == "channels" for stage in self.stages):
             raise ValueError(f"stages: only a plan of one stage can split channels; this one has {len(self.stages)}")
         given = [stage.layers for stage in self.stages]

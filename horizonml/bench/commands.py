@@ -15,7 +15,7 @@ from horizonml.extras import require
 
 if TYPE_CHECKING:
     from horizonml.bench.section import Section
-    from horizonml.bench.study import Case, Study
+    from horizonml.bench.study import Case
     from horizonml.job import Job
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
@@ -232,28 +232,20 @@ def _run(kind: str, cases: Sequence[Case], settings: dict[str, Any], out: Path, 
     if study is None:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130)
-    _show(study, SECTIONS[kind](study))
+    _show(SECTIONS[kind](study))
     for path in write_report(out):
         print(path)
     if study.failed:
         raise typer.Exit(1)
 
 
-def _show(study: Study, section: Section) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _show(section: Section) -> None:
+    from horizonml.tables import print_table, print_text
 
-    console = Console()
     for table in [section.brief] if section.brief else section.tables:
-        shown = Table(title=section.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for number, name in enumerate(table.header):
-            shown.add_column(name, justify="right" if number else "left")
-        for row in table.rows:
-            shown.add_row(*row)
         print()
-        console.print(shown)
+        print_table(section.title, table.header, table.rows)
     print()
     for finding in section.findings:
-        console.print(f"- {finding}", highlight=False, markup=False)
+        print_text(finding, "- ")
     print()

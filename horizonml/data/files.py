@@ -15,6 +15,7 @@ from horizonml.data.source import ArraySource
 from horizonml.errors import DataError
 from horizonml.extras import require
 from horizonml.model.vision import import_torchvision
+from horizonml.text import count
 
 _LOCK_SECONDS = 1800.0
 _IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -73,9 +74,8 @@ class FolderSplits:
         base = inner if inner.is_dir() else root
         self.classes = sorted(path.name for path in base.iterdir() if path.is_dir())
         if len(self.classes) < 2:
-            raise DataError(
-                f"data.folder: {base} must hold one folder of images per class; it has {len(self.classes)} folders"
-            )
+            has = count(len(self.classes), "folder")
+            raise DataError(f"data.folder: {base} must hold one folder of images per class; it has {has}")
         self.train = self._files(base)
         self.test: list[tuple[Path, int]] = []
         if base is inner:

@@ -10,10 +10,10 @@ import typer
 
 from horizonml.errors import ClusterError, JobError
 from horizonml.extras import require
+from horizonml.tables import layout, print_text, terminal_width
+from horizonml.text import count
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from horizonml.kube.api import Cluster
     from horizonml.kube.status import Row
 
@@ -92,12 +92,9 @@ def status(
     if as_json:
         print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
         return
-    from rich.console import Console
-
-    # Where nobody reads it line by line, nothing is cut.
-    Console(width=None if sys.stdout.isatty() else 160).print(_table(rows))
+    print(_table(rows, terminal_width()))
     for problem in wrong:
-        print(f"problem: {problem}")
+        print_text(f"problem: {problem}")
 
 
 @app.command()
@@ -106,8 +103,8 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
     if not sys.stdout.isatty():
         status(False, namespace, context)
         return
-    from rich.console import Group
     from rich.live import Live
+    from rich.text import Text
 
     from horizonml.kube.status import problems
 
@@ -116,7 +113,8 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
         with Live(refresh_per_second=4) as live:
             while True:
                 rows, conditions = cluster.look(2.0)
-                live.update(Group(_table(rows), *(f"problem: {text}" for text in problems(rows, conditions))))
+                lines = [_table(rows, terminal_width()), *(f"problem: {text}" for text in problems(rows, conditions))]
+                live.update(Text("\n".join(lines)))
     except KeyboardInterrupt:
         return
 
@@ -181,7 +179,7 @@ def scale(
     cluster = _connect(namespace, context)
     job, settings = cluster.submitted()
     if settings.workers == workers:
-        print(f"the job has {workers} workers already")
+        print(f"the job has {count(workers, 'worker')} already")
         return
     try:
         changed = for_workers(job, workers)
@@ -238,7 +236,10 @@ def _apply(cluster: Cluster, job: Any, settings: Any) -> None:
     if before is not None and version(before) != version(cluster.require_workers()):
         print("the job has changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart()
-    print(f"{job.name}: {settings.workers} workers, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    workers = count(settings.workers, "worker")
+    print(f"{job.name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    if ":" in job.model.name:
+        print(f"note: the workers' image must contain the code of {job.model.name}, and its folder be on PYTHONPATH")
 
 
 def _wait(cluster: Cluster) -> None:
@@ -284,19 +285,9 @@ def _cells(entry: Row) -> list[str]:
     ]
 
 
-def _table(rows: list[Row]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, caption="* % of compute/transfer/wait", caption_justify="right")
-    lines = [_cells(entry) for entry in rows]
-    for heading, *column in zip(_HEADINGS, *lines, strict=True):
-        if heading in ("node", "phase"):  # these may be wrapped on a small terminal, numbers may not
-            table.add_column(heading, overflow="fold")
-        else:
-            table.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, [heading, *column])))
-    for line in lines:
-        table.add_row(*line)
-    return table
+def _table(rows: list[Row], width: int | None) -> str:
+    table = layout(_HEADINGS, [_cells(entry) for entry in rows], text=(1, 2), width=width)
+    return f"{table}\n* % of compute/transfer/wait"
 
 
 def _or_dash(value: float | None, text: str) -> str:

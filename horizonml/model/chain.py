@@ -76,6 +76,23 @@ class Chain:
         graph.output(copies[self._segments[stop - 1][-1]])
         return fx.GraphModule(self._model, graph)
 
+    def skip(self, index: int) -> tuple[str, str, int] | None:
+        """Return the connection within a layer that skips most operations: both its ends, and how many it skips.
+
+        None if every operation of the layer takes what the one before it returns.
+        """
+        nodes = self._segments[index]
+        entry = self._segments[index - 1][-1] if index else self._placeholder
+        position = {node: number for number, node in enumerate([entry, *nodes])}
+        spans = [
+            (position[user] - position[source] - 1, source.name, user.name)
+            for source in position
+            for user in source.users
+            if position.get(user, 0) > position[source]
+        ]
+        skipped, start, end = max(spans, default=(0, "", ""))
+        return (start, end, skipped) if skipped else None
+
     def _cut(self, points: list[int]) -> Iterator[list[fx.Node]]:
         start = 0
         for point in [*points, len(self._nodes)]:

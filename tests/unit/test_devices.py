@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.plan.devices import load_cluster, write_cluster, write_profile
-from horizonml.plan.explain import bottleneck, compare, lacking, rows, why
+from horizonml.plan.explain import bottleneck, compare, remedy, rows, shortage, why
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
@@ -121,11 +123,27 @@ def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> No
 def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     made, names = problem(tmp_path, batch=1 << 20)
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 6, (1, 2), (1.0, 1.0))))
-    found = Found(plan, predict(plan, made.profiles, 1 << 20, made.hosts, made.network, 1))
-    assert not found.prediction.fits
-    text = lacking(made, found, names)
-    assert text.startswith("pi-0 (rank 1) lacks 127.5 GiB")
-    assert "there is a plan that fits" in text
+    found = made.judge(plan)
+    text = shortage(made, found, names)
+    assert text is not None
+    assert text.startswith(
+        "pi-0 (rank 1) lacks 127.5 GiB of memory: it needs 128.0 GiB and has 512.0 MiB; 2 other ranks"
+    )
+    assert re.search(r"With a batch_size of \d+ there is a plan that fits", remedy(made, found))
+
+
+def test_the_remedy_is_the_nearest_one_that_works(tmp_path: Path) -> None:
+    made, names = problem(tmp_path)
+    two = Plan((Stage(0, 3, (1,), (1.0,)), Stage(3, 6, (2, 0), (1.0, 1.0))))
+    needed = max(made.judge(replace(two, micro_batches=16)).prediction.memory.values())
+    tight = replace(made, hosts=[replace(host, memory=needed) for host in made.hosts])
+    assert shortage(made, made.judge(two), names) is None
+    assert remedy(tight, tight.judge(two)) == "With parallel.micro_batches: 16 the same stages fit."
+    alone = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
+    assert remedy(tight, tight.judge(alone)) == "With parallel.strategy: auto there is a plan that fits."
+    hopeless = replace(made, hosts=[replace(host, memory=-1e6) for host in made.hosts])
+    assert "and has 0 B" in (shortage(hopeless, hopeless.judge(alone), names) or "")
+    assert remedy(hopeless, hopeless.judge(alone)).startswith("No batch size would fit")
 
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")

@@ -20,7 +20,7 @@ ERRORS = [
         [],
         "parallel.stages.0.share: unknown key; did you mean 'shares'?",
     ),
-    ("parallel: {stages: [{ranks: [0, 1], shares: [1]}]}", [], "shares: 1 shares for 2 ranks"),
+    ("parallel: {stages: [{ranks: [0, 1], shares: [1]}]}", [], "shares: 1 share for 2 ranks"),
     ("parallel: {stages: [{ranks: [0, 1], shares: [1, 0]}]}", [], "must all be above 0"),
     ("parallel: {stages: [{ranks: [0, 2]}]}", [], "ranks [0, 2] must be 0 to 1"),
     ("parallel: {stages: [{ranks: [0]}, {ranks: [1], layers: [3, 5]}]}", [], "of all stages, or of none"),
