@@ -35,7 +35,6 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
     table = []
     for number, stage in enumerate(plan.stages):
         first, last = layer_names[stage.start], layer_names[stage.stop - 1]
-        alone = f"{stage.start} ({first})"
         bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send]
         last_stage = number + 1 == len(plan.stages)
         for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
