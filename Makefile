@@ -43,7 +43,7 @@ setup: ## Create .venv and install everything (the targets below do it when need
 	@$(PYTHON) scripts/setup.py "$(VENV)"
 
 demo: setup ## Train by four strategies with 5 local ranks, compare them, draw pictures
-	@"$(BIN)/horizonml" bench compare digits --workers $(WORKERS) --out runs/demo
+	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
 
 test: setup ## Run all tests on this machine, those with real ranks included
 	@"$(BIN)/python" -m pytest

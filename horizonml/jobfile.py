@@ -22,10 +22,9 @@ from horizonml.text import nearest
 def load(path: Path, overrides: Iterable[str] = ()) -> Job:
     """Read a job file, or a ready job by its name, and apply overrides like `section.key=value`. Raises JobError."""
     ready = ready_jobs()
-    if str(path) in ready and not path.is_file():
-        path = ready[str(path)]
+    file = ready.get(str(path), path) if not path.is_file() else path
     hint = f"give the path of a job file, or the name of a ready one ({', '.join(ready)}){nearest(path.stem, ready)}"
-    return parse(read_text(path, hint), str(path), overrides)
+    return parse(read_text(file, hint), str(path), overrides)
 
 
 def ready_jobs() -> dict[str, Path]:

@@ -84,7 +84,7 @@ def show_plan(
     by_channels = any(stage.split == "channels" for stage in plan.stages)
     reason = None if by_channels else shortage(problem, found, names)  # what a split by channels needs is not known
     if reason is not None:
-        raise PlanError(f"no plan of this kind can be trained by: {reason}. {remedy(problem, found)}")
+        raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
     if out is not None:
         kind = job.parallel.strategy if job.parallel.stages is None else None
         write_plan(plan, out, kind, names if devices is not None else ())

@@ -85,9 +85,9 @@ def status(
     """Show every rank: where it runs, what it does, how fast, and what is wrong."""
     import json
 
+    rows, conditions = _connect(namespace, context).look(1.0)
     from horizonml.kube.status import problems
 
-    rows, conditions = _connect(namespace, context).look(1.0)
     wrong = problems(rows, conditions)
     if as_json:
         print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
@@ -106,9 +106,9 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
     from rich.live import Live
     from rich.text import Text
 
+    cluster = _connect(namespace, context)
     from horizonml.kube.status import problems
 
-    cluster = _connect(namespace, context)
     try:
         with Live(refresh_per_second=4) as live:
             while True:

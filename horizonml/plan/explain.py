@@ -159,7 +159,8 @@ def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None
             "as BatchNorm does"
         )
     worst = max(short, key=lambda rank: short[rank])
-    more = f"; {count(len(short) - 1, 'other rank')} also too little" if len(short) > 1 else ""
+    others = len(short) - 1
+    more = f" ({count(others, 'other rank')} also {'lacks' if others == 1 else 'lack'} memory)" if others else ""
     return (
         f"{_who(names, worst)} lacks {human_bytes(short[worst])} of memory: it needs "
         f"{human_bytes(found.prediction.memory[worst])} and has {human_bytes(max(0.0, problem.memory[worst]))}{more}"
