@@ -127,7 +127,7 @@ def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     text = shortage(made, found, names)
     assert text is not None
     assert text.startswith(
-        "pi-0 (rank 1) lacks 127.5 GiB of memory: it needs 128.0 GiB and has 512.0 MiB; 2 other ranks"
+        "pi-0 (rank 1) lacks 127.5 GiB of memory: it needs 128.0 GiB and has 512.0 MiB (2 other ranks"
     )
     assert re.search(r"With a batch_size of \d+ there is a plan that fits", remedy(made, found))
 
