@@ -40,29 +40,29 @@ help: ## Show this list
 
 ##@ Start here
 setup: ## Create .venv and install everything (the targets below do it when needed)
-	@$(PYTHON) scripts/setup.py $(VENV)
+	@$(PYTHON) scripts/setup.py "$(VENV)"
 
 demo: setup ## Train by four strategies with 5 local ranks, compare them, draw pictures
-	@$(BIN)/horizonml bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
+	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
 
 test: setup ## Run all tests on this machine, those with real ranks included
-	@$(BIN)/python -m pytest
+	@"$(BIN)/python" -m pytest
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks
-	@$(BIN)/python -m pytest tests/unit
+	@"$(BIN)/python" -m pytest tests/unit
 
 lint: setup ## Check style and types
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@"$(BIN)/ruff" check .
+	@"$(BIN)/ruff" format --check .
+	@"$(BIN)/mypy"
 
 format: setup ## Put the code into the project's style
-	@$(BIN)/ruff check --fix .
-	@$(BIN)/ruff format .
+	@"$(BIN)/ruff" check --fix .
+	@"$(BIN)/ruff" format .
 
 generate: setup ## Write what is made from code: dashboards, docs/metrics.md, the operator's rules
-	@$(BIN)/python scripts/generate.py
+	@"$(BIN)/python" scripts/generate.py
 
 ##@ Containers
 images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)
@@ -86,29 +86,29 @@ kind-down: ## Delete that cluster
 	$(KIND) delete cluster --name $(KIND_CLUSTER)
 
 e2e: setup ## Test in real containers and real Kubernetes (needs Docker; see tests/e2e)
-	@$(BIN)/python -m pytest tests/e2e
+	@"$(BIN)/python" -m pytest tests/e2e
 
 ##@ Measure
 bench: setup ## Measure everything in short, under 12 minutes, and write runs/bench/report.html
-	@scripts/horovod $(VENV) torch || echo "Horovod is left out, see above"
-	@$(BIN)/python -m benchmarks.suite short
+	@scripts/horovod "$(VENV)" torch || echo "Horovod is left out, see above"
+	@"$(BIN)/python" -m benchmarks.suite short
 
 bench-long: setup ## The same at full length, with CIFAR-10 (BENCH_DATA=synthetic needs no network)
-	@$(BIN)/python -m benchmarks.suite long --data $(BENCH_DATA)
+	@"$(BIN)/python" -m benchmarks.suite long --data $(BENCH_DATA)
 
 bench-smoke: setup ## See that all of it runs, in a minute
-	@$(BIN)/python -m benchmarks.suite smoke --out runs/bench-smoke
+	@"$(BIN)/python" -m benchmarks.suite smoke --out runs/bench-smoke
 
 hetero: setup images ## Train on five emulated unequal devices with slow links (needs Docker, and sudo for links)
-	@$(BIN)/python -m benchmarks.hetero compare $(HETERO)
+	@"$(BIN)/python" -m benchmarks.hetero compare $(HETERO)
 
 footprint: setup ## Measure start-up, memory, bubbles and what recording costs
-	@$(BIN)/python -m benchmarks.bubble
-	@$(BIN)/python -m benchmarks.footprint
+	@"$(BIN)/python" -m benchmarks.bubble
+	@"$(BIN)/python" -m benchmarks.footprint
 
 ##@ Other launchers and libraries
 horovod: setup ## Build Horovod into .venv, for parallel.strategy horovod (needs g++, cmake, make)
-	@scripts/horovod $(VENV) torch
+	@scripts/horovod "$(VENV)" torch
 
 horovod-tensorflow: ## Train with Horovod and TensorFlow, in an environment of its own (see examples/)
 	@test -x $(TENSORFLOW)/.venv/bin/python || $(PYTHON) -m venv $(TENSORFLOW)/.venv
@@ -117,9 +117,9 @@ horovod-tensorflow: ## Train with Horovod and TensorFlow, in an environment of i
 	@$(TENSORFLOW)/run.sh
 
 test-launchers: setup ## Test torchrun, Open MPI, MPICH, horovodrun and Slurm for real (needs them; make horovod)
-	@$(BIN)/python -m pytest tests/launchers
+	@"$(BIN)/python" -m pytest tests/launchers
 
 ##@ Tidy up
 clean: ## Delete the environment and all caches (runs/ stays)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

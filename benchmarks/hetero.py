@@ -20,10 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
 from horizonml.agreement import describe_problem, describe_together
 from horizonml.bench.results import load_run
@@ -35,6 +31,7 @@ from horizonml.jobfile import changed
 from horizonml.plan.devices import Cluster
 from horizonml.plan.plan import Plan
 from horizonml.plan.search import Problem, candidates, data_parallel, equal_split
+from horizonml.tables import print_table
 from horizonml.text import human_seconds
 
 LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")
@@ -218,11 +215,8 @@ def show(rows: Sequence[Row]) -> None:
     for label in dict.fromkeys(row["links"] for row in rows):
         own = sorted((row for row in rows if row["links"] == label), key=lambda row: row["seconds"])
         by_name = {row["name"]: row for row in own}
-        table = Table(title=f"links: {label}", box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("", "a step", "samples/s", "sent a step", "predicted", "error", "digits", "plan"):
-            table.add_column(column, justify="left" if column in ("", "plan") else "right")
-        for row in own:
-            table.add_row(
+        cells = [
+            [
                 row["name"],
                 human_seconds(row["seconds"]),
                 f"{row['samples_per_second']:.1f}",
@@ -231,8 +225,11 @@ def show(rows: Sequence[Row]) -> None:
                 f"{row['error']:+.0%}" if row["error"] is not None else "-",
                 f"{statistics.mean(row['accuracies']):.2%}" if row.get("accuracies") else "-",
                 row["plan"],
-            )
-        Console(width=150).print(table)
+            ]
+            for row in own
+        ]
+        header = ["", "a step", "samples/s", "sent a step", "predicted", "error", "digits", "plan"]
+        print_table(f"links: {label}", header, cells, text=(0, 7))
         auto = by_name["auto"]["seconds"]
         for name in ("ddp", "equal split"):
             if name in by_name:

@@ -19,11 +19,12 @@ from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job import Job, Sgd
 from horizonml.model.zoo import Model, build, channels_of
 from horizonml.plan.devices import write_cluster
+from horizonml.plan.explain import largest_layer, shortage, uncut
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan
 from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
-from horizonml.plan.search import Problem
+from horizonml.plan.search import Found, Problem
 from horizonml.text import human_seconds
 
 
@@ -110,13 +111,18 @@ def make_plan(
                 for profile, (message, byte) in zip(own_profiles, costs, strict=True)
             ]
             problem_ = describe_problem(job, model, info, profiles, hosts, network)
-            choice = choose(job, problem_)
+            choice = choose_or_say_why(job, model, problem_)
+            whole = uncut_layer(model, problem_)
+            if whole is not None:
+                taken = human_seconds(choice.prediction.seconds)
+                say(f"warning: {job.model.name}: {whole}, by the plan that is used {taken}")
             if automatic:
                 _write_down(job, names, problem_, say)
                 say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
                 say(choice.plan.describe(model.chain.names))
             if not choice.prediction.fits:
-                say("warning: no plan was found that fits into the ranks' memory; this one comes nearest")
+                reason = shortage(problem_, choice, [f"rank {rank}" for rank in range(world_size)])
+                say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
             answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
@@ -125,6 +131,21 @@ def make_plan(
         raise PlanError(answer["error"])
     agreed = Agreed.from_json(answer)
     return replace(agreed, problem=problem_) if agreed.forecast is not None else agreed
+
+
+def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Found:
+    """Return the plan that is predicted to be fastest. Raises PlanError, which says what keeps the model from cuts."""
+    try:
+        return choose(job, problem)
+    except PlanError as error:
+        whole = uncut_layer(model, problem)
+        raise PlanError(f"{error}. {whole[0].upper()}{whole[1:]}" if whole else str(error)) from None
+
+
+def uncut_layer(model: Model, problem: Problem) -> str | None:
+    """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs; else None."""
+    layer = largest_layer(problem.profiles[0])
+    return uncut(problem, layer, model.chain.skip(layer), model.chain.names[layer])
 
 
 def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:

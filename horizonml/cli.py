@@ -13,7 +13,8 @@ import typer
 
 from horizonml import __version__
 from horizonml.bench.commands import app as bench
-from horizonml.errors import HorizonError
+from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
+from horizonml.extras import require
 from horizonml.kube.commands import app as cluster
 from horizonml.signals import watch_launcher
 
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="horizonml",
     help="Train a neural network together on the small machines you already have.\n\n"
-    "Start with: horizonml train jobs/digits.yaml --set parallel.strategy=pipeline --workers 5",
+    "Start with: horizonml train digits --set parallel.strategy=pipeline --workers 5\n\n"
+    "Your own: horizonml init",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain text: no types of flags, and paragraphs that fill the line
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -33,14 +36,29 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 
-JobFile = Annotated[Path, typer.Argument(help="The job file (YAML); see jobs/ for ready ones.", show_default=False)]
+JobFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="JOB",
+        help="A job file (YAML), or a ready job: cifar10, digits, explicit-plan, folder, synthetic. A job file whose "
+        "model is `module:callable` runs that code: use only those that you trust.",
+        show_default=False,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job, e.g. optimizer.lr=0.1 (repeatable)."),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", "-n", min=1, help="World size; short for --set parallel.workers=N.", show_default=False),
+    typer.Option(
+        "--workers",
+        "-n",
+        metavar="N",
+        min=1,
+        help="World size; short for --set parallel.workers=N.",
+        show_default=False,
+    ),
 ]
 
 
@@ -52,20 +70,27 @@ def main() -> NoReturn:
     try:
         app()
     except HorizonError as error:
-        sys.stdout.flush()  # what was said before comes before
-        print(f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        code = _told(error)
     except KeyboardInterrupt:
         code = 130
     except SystemExit as end:
         code = end.code
-    except Exception:  # a bug: show it all
-        logging.exception("please report this")
-        code = 70
+    except Exception as error:
+        if is_out_of_memory(error):
+            code = _told(OutOfMemory())
+        else:  # a bug: show it all
+            logging.exception("please report this")
+            code = 70
     sys.stdout.flush()
     sys.stderr.flush()
     # Unloading torch takes a quarter of a second, and threads inside it may still talk to the network.
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def _told(error: HorizonError) -> int:
+    sys.stdout.flush()  # what was said before comes before
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 @app.callback(invoke_without_command=True)
@@ -97,7 +122,9 @@ def train(
     ] = None,
     plan_file: Annotated[
         Path | None,
-        typer.Option("--plan", help="Train by the plan that `horizonml plan --out` wrote.", show_default=False),
+        typer.Option(
+            "--plan", metavar="FILE", help="Train by the plan that `horizonml plan --out` wrote.", show_default=False
+        ),
     ] = None,
     stay: Annotated[
         bool,
@@ -150,11 +177,32 @@ def _metrics_address(text: str | None) -> tuple[str, int] | None:
 
 
 @app.command()
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where to write them; it is made if it is not there.")
+    ] = Path(),
+) -> None:
+    """Write a commented job file, and a model of your own, to start from."""
+    import shlex
+
+    from horizonml.starter import FILES, write
+
+    for path, about in zip(write(folder), FILES.values(), strict=True):
+        print(f"{path}: {about}")
+    there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    print(f"\nnext: {there}horizonml train job.yaml")
+
+
+@app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, workers: Workers = None) -> None:
-    """Check a job file and show it with all defaults filled in."""
+    """Check a job file, the code that it names included, and show it with all defaults filled in."""
     import yaml
 
     job = _load(job_file, overrides, workers)
+    if ":" in job.model.name:
+        from horizonml.model.source import find
+
+        find(job.model.name)
     print(yaml.safe_dump(job.model_dump(exclude_none=True), sort_keys=False), end="")
     print(f"# {job_file} is a valid job", file=sys.stderr)
 
@@ -175,15 +223,18 @@ def plan(
     devices: Annotated[
         Path | None,
         typer.Option(
+            metavar="FILE",
             help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the plan there; `train --plan` takes it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan there; `train --plan` takes it.", show_default=False),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw a step of the plan, rank by rank, there (PNG).", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a step of the plan, rank by rank, there (PNG).", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
@@ -196,20 +247,24 @@ def plan(
 @app.command()
 def simulate(
     job_file: JobFile,
-    plan_file: Annotated[Path, typer.Argument(help="A plan that `horizonml plan --out` wrote.", show_default=False)],
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan that `horizonml plan --out` wrote.", show_default=False)
+    ],
     devices: Annotated[
         Path | None,
-        typer.Option(help="The devices and links to step it on; default: this machine.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="The devices and links to step it on; default: this machine.", show_default=False
+        ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the step, rank by rank, there (PNG).", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Draw the step, rank by rank, there (PNG).", show_default=False)
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Step a plan over devices on paper, as many as there are: its time, memory, and what limits it."""
     from horizonml.planning import read_plan, show_plan
 
-    show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture)
+    show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture, as_given=True)
 
 
 @app.command()
@@ -217,10 +272,14 @@ def profile(
     job_file: JobFile,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write it there as YAML, for a device in `plan --devices`.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write it there as YAML, for a device in `plan --devices`.", show_default=False
+        ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads to measure with. Default: the cores.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Threads to measure with. Default: the cores.", show_default=False),
     ] = None,
 ) -> None:
     """Measure a model's layers on this device: time forward and backward, parameters, outputs.
@@ -236,20 +295,33 @@ def profile(
 def rendezvous(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="A command that starts ranks, after `--`; the service ends with it.", show_default=False),
+        typer.Argument(
+            metavar="COMMAND",
+            help="A command that starts ranks, after `--`; the service ends with it.",
+            show_default=False,
+        ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines (trusted networks only).")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for other machines (trusted networks only)."
+        ),
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Port to listen on; 0 for any free one. Default: 29400; before a command any."
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 for any free one. Default: 29400; before a command any.",
         ),
     ] = None,
     advertise: Annotated[
         str | None,
-        typer.Option(help="Name or address under which COMMAND's ranks reach this machine. Default: its host name."),
+        typer.Option(
+            metavar="HOST",
+            help="Name or address under which COMMAND's ranks reach this machine. Default: its host name.",
+        ),
     ] = None,
     inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
@@ -258,7 +330,7 @@ def rendezvous(
     Alone it serves until it is stopped. Before a command that starts ranks it serves for as long as that runs, and
     tells it the address in HORIZONML_RENDEZVOUS, whatever the launcher:
 
-        horizonml rendezvous -- mpirun -n 4 horizonml train jobs/digits.yaml
+        horizonml rendezvous -- mpirun -n 4 horizonml train digits
 
     The service has no authentication: whoever reaches its port can disturb the job.
     """
@@ -273,9 +345,12 @@ def rendezvous(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="A checkpoint, or a run's folder (its newest).", show_default=False)
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest).", show_default=False),
     ],
-    output: Annotated[Path, typer.Argument(help="The file to write, e.g. model.pt.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
+    ],
 ) -> None:
     """Write a checkpoint's weights as a plain PyTorch state dict."""
     from horizonml.shards import export as export_checkpoint
@@ -291,16 +366,23 @@ def export(
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(help="A run (runs/NAME), a bench, or a folder of several.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A run (runs/NAME), a bench, or a folder of several.", show_default=False
+        ),
     ],
     page: Annotated[
-        Path | None, typer.Option("--page", help="The page to write. Default: FOLDER/report.html.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--page", metavar="FILE", help="The page to write. Default: FOLDER/report.html.", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Write a page about runs and benches: findings in words, tables, and pictures of where the time went.
 
     The page is one HTML file; its pictures, and the numbers as CSV and JSON, are written beside the records.
     """
+    require("matplotlib", "`horizonml report`")
     from horizonml.bench.report import write_report
 
     for path in write_report(folder, page):

@@ -11,6 +11,8 @@
     ├── CheckpointError          1   a checkpoint is damaged or does not fit
     ├── ClusterError             1   a Kubernetes cluster does not answer, or refuses
     ├── StateDiffers             1   members of a stage do not hold the same state
+    ├── MissingPackage           1   a command needs a package that is not installed
+    ├── OutOfMemory              1   this machine has not enough memory left
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
@@ -74,3 +76,26 @@ class StateDiffers(HorizonError):
 
 class Diverged(HorizonError):
     """The loss or a gradient became NaN or infinite."""
+
+
+class MissingPackage(HorizonError):
+    """A command needs a package that is not installed, because workers do without it."""
+
+
+class OutOfMemory(HorizonError):
+    """This machine, or this container, has not enough memory left for what is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
+            "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: "
+            "pipeline or auto); `horizonml plan JOB` shows what every rank needs and has"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory could not be had, as Python or as PyTorch says it."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    )

@@ -8,10 +8,15 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where downloads and profiles are kept: $HORIZONML_CACHE, else the user's cache directory."""
-    if "HORIZONML_CACHE" in os.environ:
+    """Return where downloads and profiles are kept: $HORIZONML_CACHE, else the user's cache directory."""
+    if os.environ.get("HORIZONML_CACHE"):
         return Path(os.environ["HORIZONML_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "horizonml"
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "horizonml"
+    try:
+        return Path.home() / ".cache" / "horizonml"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"
 
 
 def write_atomically(path: Path, content: bytes) -> None:

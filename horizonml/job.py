@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from horizonml.text import nearest
+from horizonml.text import count, nearest
 
 TORCHVISION_MODELS = (
     "resnet18",
@@ -34,7 +34,7 @@ DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class ModelSpec(_Section):
@@ -42,7 +42,9 @@ class ModelSpec(_Section):
 
     name: str = Field(
         "digits_cnn",
-        description=f"One of {', '.join(MODELS)}; or `module:callable`, a function that returns a torch.nn.Module.",
+        description=f"One of {', '.join(MODELS)}; or `module:callable`, a subclass of torch.nn.Module or a function "
+        "that returns one (and says so: `def build() -> torch.nn.Module`). A job file that names `module:callable` is "
+        "code, because that module is imported and called: run such job files only if you trust them.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model's constructor.")
 
@@ -141,6 +143,11 @@ class StageSpec(_Section):
     shares: list[float] | None = Field(
         None, description="Share of every micro-batch for each member, in any unit (default: equal)."
     )
+    split: Literal["samples", "channels"] = Field(
+        "samples",
+        description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
+        "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
+    )
     send: Literal["fp32", "bf16", "int8"] | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
     )
@@ -154,7 +161,8 @@ class StageSpec(_Section):
     def _shares_fit(self) -> StageSpec:
         if self.shares is not None:
             if len(self.shares) != len(self.ranks):
-                raise ValueError(f"shares: {len(self.shares)} shares for {len(self.ranks)} ranks; give one for each")
+                shares, ranks = count(len(self.shares), "share"), count(len(self.ranks), "rank")
+                raise ValueError(f"shares: {shares} for {ranks}; give one for each")
             if min(self.shares) <= 0:
                 raise ValueError(f"shares: {self.shares} must all be above 0")
         if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
@@ -208,7 +216,7 @@ class Parallel(_Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Parallel:
-        strategy = "explicit stages" if self.stages is not None else self.strategy
+        strategy = self._kind()
         unable = {"fp16": ("single", "pipeline", "tensor"), "powersgd": ("single", "pipeline", "tensor", "horovod")}
         if strategy in unable.get(self.gradient_compression, ()):
             raise ValueError(
@@ -223,6 +231,12 @@ class Parallel(_Section):
         if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
             raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
         return self
+
+    def _kind(self) -> str:
+        """Return what the strategy, or the explicit plan that overrides it, amounts to."""
+        if self.stages is None:
+            return self.strategy
+        return "tensor" if any(stage.split == "channels" for stage in self.stages) else "explicit stages"
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Parallel:
@@ -239,7 +253,9 @@ class Parallel(_Section):
         if ranks != list(range(len(ranks))):
             raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, each exactly once")
         if self.workers is not None and self.workers != len(ranks):
-            raise ValueError(f"workers: {self.workers}, but stages names {len(ranks)} ranks; make them agree")
+            raise ValueError(f"workers: {self.workers}, but stages names {count(len(ranks), 'rank')}; make them agree")
+        if len(self.stages) > 1 and any(stage.split == "channels" for stage in self.stages):
+            raise ValueError(f"stages: only a plan of one stage can split channels; this one has {len(self.stages)}")
         given = [stage.layers for stage in self.stages]
         if any(given) and not all(given):
             raise ValueError("stages: name the layers of all stages, or of none")

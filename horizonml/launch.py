@@ -21,6 +21,7 @@ from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.signals import StopRequest, handling, stop_on_signal
+from horizonml.text import count
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
@@ -72,8 +73,8 @@ def _check_world_size(job: Job, identity: Identity) -> None:
         wanted = job.parallel.world_size()
         if wanted != identity.world_size:
             raise JobError(
-                f"the job is for {wanted} ranks, but {identity.source} says that the world size is "
-                f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {wanted} ranks"
+                f"the job is for {count(wanted, 'rank')}, but {identity.source} says that the world size is "
+                f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {count(wanted, 'rank')}"
             )
     if job.parallel.strategy == "single" and job.parallel.stages is None and identity.world_size > 1:
         raise JobError(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from horizonml.errors import JobError, PlanError
+from horizonml.extras import require
 from horizonml.files import write_atomically
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -18,22 +20,33 @@ from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem
-from horizonml.text import human_bytes, human_seconds
+from horizonml.reading import read_yaml
+from horizonml.tables import print_table, print_text
+from horizonml.text import count, human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from horizonml.model.zoo import Model
 
 
-def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, picture: Path | None) -> None:
-    """Print a model's layers and the plan made of the job; write the plan, or a picture of it. Raises HorizonError.
+def show_plan(
+    job: Job, devices: Path | None, as_json: bool, out: Path | None, picture: Path | None, as_given: bool = False
+) -> None:
+    """Print a model's layers and the plan made of the job; write the plan, or a picture of it.
 
-    With `devices`, for the cluster that the file describes: the job's explicit stages, else the best that is found.
+    With `devices`, for the cluster that the file describes: the job's explicit stages, else the best that is found, or
+    the job's own strategy if `as_given`. Raises HorizonError, also for a plan that no device could carry out.
     """
+    if picture is not None:
+        require("matplotlib", "--picture")
     import torch
 
-    from horizonml.agreement import describe_problem, describe_together, profile_key
+    from horizonml.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
     from horizonml.cluster.device import available_cores, memory_limit, threads_per_rank
     from horizonml.engine.group import Group
     from horizonml.engine.measure import cached_profile
     from horizonml.engine.memory import keep_freed_memory
-    from horizonml.plan.planner import choose, fixed_plan, needs_profile
+    from horizonml.plan.explain import remedy, shortage
+    from horizonml.plan.planner import fixed_plan, needs_profile
     from horizonml.telemetry.usage import rss_bytes
 
     keep_freed_memory()
@@ -42,7 +55,7 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         cluster = load_cluster(devices)
         names, hosts, network = cluster.names, cluster.hosts(), cluster.network()
         changes: dict[str, Any] = {"parallel.workers": len(names)}
-        if job.parallel.stages is None:
+        if job.parallel.stages is None and not as_given:
             changes["parallel.strategy"] = "auto"
         job = changed(job, changes)
         world_size, threads = len(names), 1
@@ -64,12 +77,17 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         profiles = cluster.profiles(measured, model.chain.names, devices.parent)
     problem = describe_problem(job, model, info, profiles, hosts, network)
     if needs_profile(job.parallel, world_size):
-        found = choose(job, problem)
+        found = choose_or_say_why(job, model, problem)
     else:
         found = problem.judge(fixed_plan(job, len(model.chain), world_size))
     plan = found.plan
+    by_channels = any(stage.split == "channels" for stage in plan.stages)
+    reason = None if by_channels else shortage(problem, found, names)  # what a split by channels needs is not known
+    if reason is not None:
+        raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
     if out is not None:
-        write_plan(plan, out)
+        kind = job.parallel.strategy if job.parallel.stages is None else None
+        write_plan(plan, out, kind, names if devices is not None else ())
     if picture is not None:
         from horizonml.bench.run_plots import predicted
 
@@ -79,7 +97,7 @@ def show_plan(job: Job, devices: Path | None, as_json: bool, out: Path | None, p
         print(json.dumps(content, indent=2))
         return
     _print_layers(job, profiles[0])
-    _print_plan(job, problem, found, names, model.chain.names, devices is not None)
+    _print_plan(job, problem, found, names, model, devices is not None)
 
 
 def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
@@ -111,12 +129,18 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
             raise PlanError(f"cannot write {out}: {error.strerror or error}") from None
 
 
-def plan_values(plan: Plan) -> dict[str, Any]:
-    """A plan as a job's `parallel` section has it."""
+def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
+    """Return a plan as a job's `parallel` section has it.
+
+    Horovod is a `strategy` of the job, for stages do not say who sums their gradients.
+    """
+    if strategy == "horovod":
+        return {"strategy": strategy, "workers": plan.world_size}
     stages = [
         {
             "ranks": list(stage.ranks),
             "shares": list(stage.shares),
+            "split": stage.split,
             "send": stage.send,
             "layers": [stage.start, stage.stop - 1],
         }
@@ -125,11 +149,12 @@ def plan_values(plan: Plan) -> dict[str, Any]:
     return {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
 
 
-def write_plan(plan: Plan, path: Path) -> None:
-    """A plan as YAML, as a job's `parallel` section has it; `horizonml train --plan` takes it. Raises PlanError."""
-    text = "# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS\n" + yaml.safe_dump(
-        plan_values(plan), sort_keys=False
-    )
+def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Sequence[str] = ()) -> None:
+    """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises PlanError."""
+    lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
+    lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
+    content = yaml.safe_dump(plan_values(plan, strategy), sort_keys=False, default_flow_style=None, width=120)
+    text = "\n".join([*lines, content])
     try:
         write_atomically(path, text.encode())
     except OSError as error:
@@ -137,70 +162,80 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(job: Job, path: Path) -> Job:
-    """The job with the plan of a file. Raises JobError."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise JobError(f"--plan {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(values, dict) or set(values) != {"schedule", "micro_batches", "stages"}:
-        raise JobError(f"--plan {path}: not a plan; `horizonml plan JOB --out {path}` writes one")
-    changes = {f"parallel.{key}": value for key, value in values.items()}
-    return changed(job, {**changes, "parallel.workers": None})
+    """Return the job with the plan of a file. Raises JobError."""
+    values = read_yaml(path, f"`horizonml plan JOB --out {path}` writes one")
+    if isinstance(values, dict) and set(values) == {"schedule", "micro_batches", "stages"}:
+        values = {**values, "workers": None}
+    elif isinstance(values, dict) and set(values) == {"strategy", "workers"}:
+        values = {**values, "micro_batches": None, "stages": None}
+    else:
+        raise JobError(f"{path}: not a plan; `horizonml plan JOB --out {path}` writes one")
+    return changed(
+        job, {f"parallel.{key}": value for key, value in values.items()}, f"{job.name} by the plan of {path}"
+    )
 
 
 def _print_layers(job: Job, profile: Profile) -> None:
-    print(f"{job.model.name} on {profile.device}, forward and backward for {profile.sizes[-1]} samples:\n")
-    print(f"{'layer':>5}  {'name':32} {'forward':>10} {'backward':>10} {'parameters':>11} {'output/sample':>14}")
-    for number, layer in enumerate(profile.layers):
-        print(
-            f"{number:>5}  {layer.name[:32]:32} {human_seconds(layer.forward[-1]):>10} "
-            f"{human_seconds(layer.backward[-1]):>10} {human_bytes(layer.parameter_bytes):>11} "
-            f"{human_bytes(layer.output_bytes):>14}"
-        )
+    rows = [
+        [
+            str(number),
+            layer.name,
+            human_seconds(layer.forward[-1]),
+            human_seconds(layer.backward[-1]),
+            human_bytes(layer.parameter_bytes),
+            human_bytes(layer.output_bytes),
+        ]
+        for number, layer in enumerate(profile.layers)
+    ]
+    samples = count(profile.sizes[-1], "sample")
+    print_table(
+        f"{job.model.name} on {profile.device}, forward and backward for {samples}:",
+        ["layer", "name", "forward", "backward", "parameters", "output/sample"],
+        rows,
+        text=(1,),
+    )
 
 
-def _print_plan(
-    job: Job, problem: Problem, found: Found, names: list[str], layer_names: list[str], elsewhere: bool
-) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _print_plan(job: Job, problem: Problem, found: Found, names: list[str], model: Model, elsewhere: bool) -> None:
+    from horizonml.agreement import uncut_layer
+    from horizonml.plan.explain import bottleneck, compare, explain_parts, rows, why
 
-    from horizonml.plan.explain import bottleneck, compare, explain_parts, lacking, rows, why
-
-    console, plan = Console(), found.plan
+    plan, layer_names = found.plan, model.chain.names
+    print()
     if any(stage.split == "channels" for stage in plan.stages):
-        print(f"\n{plan.describe(layer_names)}")
-        print("\nno prediction: what layers send in their middle is not in the profile")
+        for line in plan.describe(layer_names).splitlines():
+            print_text(line)
+        print()
+        print_text("no prediction: what layers send in their middle is not in the profile")
         return
     where = "" if elsewhere else " on this machine"
-    ranks = f"{problem.ranks} rank{'s' if problem.ranks > 1 else ''}"
-    table = Table(
-        title=f"plan for {ranks}{where}: {plan.schedule}, {plan.micro_batches} micro-batches",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    shown = [
+        [row.stage, row.layers, row.rank, row.rows, row.sends, row.memory, row.busy]
+        for row in rows(problem, found, names, layer_names)
+    ]
+    micro_batches = count(plan.micro_batches, "micro-batch")
+    print_table(
+        f"plan for {count(problem.ranks, 'rank')}{where}: {plan.schedule}, {micro_batches}",
+        ["stage", "layers", "rank", "rows", "sends", "memory", "busy"],
+        shown[:40],
+        text=(1, 2, 4),
     )
-    for title in ("stage", "layers", "rank", "rows", "sends", "memory", "busy"):
-        table.add_column(title, justify="left" if title in ("layers", "rank", "sends") else "right")
-    shown = rows(problem, found, names, layer_names)
-    for row in shown[:40]:
-        table.add_row(row.stage, row.layers, row.rank, row.rows, row.sends, row.memory, row.busy)
-    print()
-    console.print(table)
     if len(shown) > 40:
-        print(f"... and {len(shown) - 40} more ranks (--out writes them all)\n")
+        print_text(f"... and {count(len(shown) - 40, 'more rank')} (--out writes them all)")
     seconds = found.prediction.seconds
-    print(
-        f"predicted: {human_seconds(seconds)} a step of {job.batch_size} samples ({job.batch_size / seconds:,.0f} "
-        "samples/s)"
+    print()
+    print_text(
+        f"predicted: {human_seconds(seconds)} a step of {count(job.batch_size, 'sample')} "
+        f"({job.batch_size / seconds:,.0f} samples/s)"
     )
-    print(f"           {explain_parts(found)}")
-    console.print(bottleneck(problem, found, names), highlight=False, markup=False)
-    if problem.ranks > 1 and problem.ranks <= 200:
+    print_text(explain_parts(found), "  ")
+    print_text(bottleneck(problem, found, names))
+    whole = uncut_layer(model, problem)
+    if whole is not None and len(plan.stages) > 1:
+        print_text(f"{job.model.name}: {whole}.")
+    if 1 < problem.ranks <= 200:
         for line in why(problem, found, names):
-            console.print(line, highlight=False, markup=False)
-        console.print("This is", highlight=False)
+            print_text(line)
+        print_text("This is")
         for line in compare(problem, found, names):
-            console.print(f"- {line}", highlight=False, markup=False)
-    if not found.prediction.fits:
-        raise PlanError(f"the plan does not fit into memory: {lacking(problem, found, names)}")
+            print_text(line, "- ")

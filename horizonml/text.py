@@ -29,3 +29,9 @@ def human_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def count(number: int, thing: str) -> str:
+    """1, "epoch" -> "1 epoch"; 1000, "epoch" -> "1,000 epochs"; the plural of the last word is regular."""
+    plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"

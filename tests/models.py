@@ -139,6 +139,26 @@ class TwoTensors(nn.Module):
         return self.out(left.tanh() + right.relu())
 
 
+class Skipping(nn.Module):
+    """A connection leads past nearly everything. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Linear(64, 128), nn.Linear(128, num_classes)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)))
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = self.stem(value.flatten(1))
+        return self.out(value + self.body(value))
+
+
+class Greedy(nn.Module):
+    """Asks for more memory than any machine has."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + torch.empty(1 << 48)
+
+
 class OddConstructor(nn.Module):
     """Creates parameters in all the ways that constructors do."""
 
@@ -176,6 +196,11 @@ def two_outputs() -> nn.Module:
             return value, value
 
     return Pair()
+
+
+def not_a_model(num_classes: int = 10):  # type: ignore[no-untyped-def]
+    """Does not say what it returns, and is wrong."""
+    return {}
 
 
 def broken(num_classes: int = 10) -> nn.Module:

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from horizonml.extras import require
+
 if TYPE_CHECKING:
     from horizonml.bench.section import Section
-    from horizonml.bench.study import Case, Study
+    from horizonml.bench.study import Case
     from horizonml.job import Job
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
@@ -52,21 +54,31 @@ class _Many(TyperCommand):
 app = typer.Typer(help="Measure and compare ways of training, on this machine.", no_args_is_help=True)
 
 JobFile = Annotated[
-    Path | None, typer.Argument(help="A job file (YAML). Default: a built-in one for --data.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="JOB", help="A job file (YAML). Default: a built-in one for --data.", show_default=False),
 ]
 Data = Annotated[
-    str, typer.Option(help=f"Without a job file: {', '.join(BUILT_IN)}. digits and synthetic need no network.")
+    str,
+    typer.Option(
+        metavar="NAME", help=f"Without a job file: {', '.join(BUILT_IN)}. digits and synthetic need no network."
+    ),
 ]
-DataFolder = Annotated[Path | None, typer.Option(help="Where the data lies, or is downloaded to.", show_default=False)]
+DataFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where the data lies, or is downloaded to.", show_default=False)
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
 ]
-Repeats = Annotated[int, typer.Option(min=1, help="Repeats of everything, with seeds of their own: error bars.")]
+Repeats = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Repeats of everything, with seeds of their own: error bars.")
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Do the runs again that are done already.")]
 Strategies = Annotated[
-    list[str] | None, typer.Option(help=f"Ways of training, several at once: {', '.join(STRATEGIES)}.")
+    list[str] | None,
+    typer.Option(metavar="NAME ...", help=f"Ways of training, several at once: {', '.join(STRATEGIES)}."),
 ]
-Workers = Annotated[list[int], typer.Option(min=1, help="Numbers of workers, several at once.")]
+Workers = Annotated[list[int], typer.Option(metavar="N ...", min=1, help="Numbers of workers, several at once.")]
+Models = Annotated[list[str], typer.Option(metavar="NAME ...", help="Models, several at once.")]
 
 
 @app.command(cls=_Many)
@@ -75,22 +87,28 @@ def compare(
     samples: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Training samples, several at once. Default: 1000 10000 50000; all, for a job file or digits."
+            metavar="N ...",
+            min=1,
+            help="Training samples, several at once. Default: 1000 10000 50000; all, for a job file or digits.",
         ),
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=2, help="World size of the parallel runs.")] = 5,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", min=2, help="World size of the parallel runs.")
+    ] = 5,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Passes over the samples. Default: 5, or the job file's.", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help="Passes over the samples. Default: 5, or the job file's.", show_default=False
+        ),
     ] = None,
     strategies: Strategies = None,
     data: Data = "cifar10",
     data_folder: DataFolder = None,
     overrides: Set = None,
     repeats: Repeats = 1,
-    out: Annotated[Path, typer.Option(help="Folder for records, numbers, pictures and the report.")] = Path(
-        "runs/compare"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder for records, numbers, pictures and the report.")
+    ] = Path("runs/compare"),
     fresh: Fresh = False,
 ) -> None:
     """Train in several ways on the same samples, with the same updates and seeds, and compare them.
@@ -98,6 +116,7 @@ def compare(
     For example, without a network: horizonml bench compare --data digits --samples 400 1400 --strategies single ddp
     pipeline. Interrupted, the same command goes on where it stopped.
     """
+    require("matplotlib", "`horizonml bench`")
     from horizonml.bench import compare as study
 
     job = _job(job_file, data, data_folder, overrides, {} if epochs is None else {"epochs": epochs})
@@ -111,18 +130,23 @@ def compare(
 @app.command(cls=_Many)
 def scaling(
     job_file: JobFile = None,
-    mode: Annotated[str, typer.Option(help="weak: a batch for each worker; strong: one batch, shared.")] = "strong",
+    mode: Annotated[
+        str, typer.Option(metavar="MODE", help="weak: a batch for each worker; strong: one batch, shared.")
+    ] = "strong",
     workers: Workers = [1, 2, 4],  # noqa: B006  (typer copies it)
     strategies: Strategies = None,
-    steps: Annotated[int, typer.Option(min=4, help="Steps of each run.")] = 12,
+    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Steps of each run.")] = 12,
     data: Data = "synthetic",
     data_folder: DataFolder = None,
     overrides: Set = None,
     repeats: Repeats = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder for records and report. Default: runs/scaling-MODE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for records and report. Default: runs/scaling-MODE.")
+    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Measure throughput, speed-up and efficiency over the number of workers, against the ideal."""
+    require("matplotlib", "`horizonml bench`")
     from horizonml.bench import scaling as study
     from horizonml.errors import JobError
 
@@ -139,17 +163,22 @@ def scaling(
 
 @app.command("batch-size", cls=_Many)
 def batch_size(
-    sizes: Annotated[list[int] | None, typer.Argument(help="Batch sizes. Default: 64 128 256 512 1024.")] = None,
-    models: Annotated[list[str], typer.Option(help="Models, several at once.")] = ["resnet50", "resnet18"],  # noqa: B006
-    strategy: Annotated[str, typer.Option(help=f"One of {', '.join(STRATEGIES)}.")] = "single",
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="World size.")] = 1,
-    steps: Annotated[int, typer.Option(min=2, help="Steps of each run; the first half is warm-up.")] = 4,
+    sizes: Annotated[
+        list[int] | None, typer.Argument(metavar="SIZE", help="Batch sizes. Default: 64 128 256 512 1024.")
+    ] = None,
+    models: Models = ["resnet50", "resnet18"],  # noqa: B006
+    strategy: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(STRATEGIES)}.")] = "single",
+    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.")] = 1,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of each run; the first half is warm-up.")] = 4,
     overrides: Set = None,
     repeats: Repeats = 1,
-    out: Annotated[Path, typer.Option(help="Folder for records and report.")] = Path("runs/batch-size"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for records and report.")] = Path(
+        "runs/batch-size"
+    ),
     fresh: Fresh = False,
 ) -> None:
     """Measure speed and memory over the batch size, on data of SVHN's shape, and where memory would end."""
+    require("matplotlib", "`horizonml bench`")
     from horizonml.bench import batch_size as study
 
     job = _job(None, "synthetic", None, overrides, {})
@@ -203,28 +232,20 @@ def _run(kind: str, cases: Sequence[Case], settings: dict[str, Any], out: Path, 
     if study is None:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130)
-    _show(study, SECTIONS[kind](study))
+    _show(SECTIONS[kind](study))
     for path in write_report(out):
         print(path)
     if study.failed:
         raise typer.Exit(1)
 
 
-def _show(study: Study, section: Section) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _show(section: Section) -> None:
+    from horizonml.tables import print_table, print_text
 
-    console = Console()
     for table in [section.brief] if section.brief else section.tables:
-        shown = Table(title=section.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for number, name in enumerate(table.header):
-            shown.add_column(name, justify="right" if number else "left")
-        for row in table.rows:
-            shown.add_row(*row)
         print()
-        console.print(shown)
+        print_table(section.title, table.header, table.rows)
     print()
     for finding in section.findings:
-        console.print(f"- {finding}", highlight=False, markup=False)
+        print_text(finding, "- ")
     print()

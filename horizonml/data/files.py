@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError
+from horizonml.extras import require
 from horizonml.model.vision import import_torchvision
+from horizonml.text import count
 
 _LOCK_SECONDS = 1800.0
 _IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -24,10 +28,11 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
     torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
     while the others wait. Raises DataError.
     """
+    if name == "svhn":
+        require("scipy", "data: svhn")
     datasets = import_torchvision().datasets
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{name}.lock", timeout=_LOCK_SECONDS):
+        with _one_at_a_time(folder, name):
             if name == "svhn":
                 data: Any = datasets.SVHN(str(folder), split="train" if train else "test", download=download)
                 return ArraySource(torch.from_numpy(data.data), torch.from_numpy(data.labels).long())
@@ -42,14 +47,22 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
             f"data: another process has been downloading {name} into {folder} for {_LOCK_SECONDS:.0f} s; "
             f"if none is, delete {error.lock_file}"
         ) from error
-    except ImportError as error:
-        raise DataError(f"data: {name} needs a package that is not installed: {error}") from error
     except Exception as error:  # torchvision fails on damaged files in any way, asserts included
         wish = "could not be downloaded" if download else "is missing or corrupt"
         raise DataError(
             f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
             "or put the archive there yourself and set data.folder and data.download: false"
         ) from error
+
+
+def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
+    """A lock against downloading twice; none where the folder cannot be written to, and so nothing downloaded."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return FileLock(folder / f".{name}.lock", timeout=_LOCK_SECONDS)
+    except OSError:
+        return nullcontext()
 
 
 class FolderSplits:
@@ -61,9 +74,8 @@ class FolderSplits:
         base = inner if inner.is_dir() else root
         self.classes = sorted(path.name for path in base.iterdir() if path.is_dir())
         if len(self.classes) < 2:
-            raise DataError(
-                f"data.folder: {base} must hold one folder of images per class; it has {len(self.classes)} folders"
-            )
+            has = count(len(self.classes), "folder")
+            raise DataError(f"data.folder: {base} must hold one folder of images per class; it has {has}")
         self.train = self._files(base)
         self.test: list[tuple[Path, int]] = []
         if base is inner:

@@ -57,7 +57,13 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
     except (OSError, ValueError, KeyError, TypeError):
         say("measuring the layers, once for this model and device ...")
         profile = measure(model, sizes)
-    write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
+    try:
+        write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
+    except OSError as error:
+        say(
+            f"warning: {path.parent} cannot be written to ({error.strerror or error}), so the layers are measured each "
+            "time; HORIZONML_CACHE names another folder"
+        )
     return profile
 
 

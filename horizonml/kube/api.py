@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import urllib3
-import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
@@ -20,6 +19,7 @@ from kubernetes.dynamic.exceptions import DynamicApiError
 
 from horizonml.errors import ClusterError
 from horizonml.job import Job
+from horizonml.jobfile import parse as parse_job
 from horizonml.kube.diagnosis import Condition, Object, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
 from horizonml.kube.status import Row, Samples, parse, row
@@ -132,7 +132,7 @@ class Cluster:
             )
         with self._asking("read the job"):
             found = self._plain(self._core.read_namespaced_config_map("job", self.namespace, _request_timeout=_TIMEOUT))
-        return Job.model_validate(yaml.safe_load(found["data"]["job.yaml"])), Settings(**json.loads(annotation))
+        return parse_job(found["data"]["job.yaml"], "the cluster's job"), Settings(**json.loads(annotation))
 
     def pods(self) -> list[Object]:
         """The workers' pods, in the order of ranks."""

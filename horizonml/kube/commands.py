@@ -9,39 +9,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from horizonml.errors import ClusterError, JobError
+from horizonml.extras import require
+from horizonml.tables import layout, print_text, terminal_width
+from horizonml.text import count
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from horizonml.kube.api import Cluster
     from horizonml.kube.status import Row
 
 app = typer.Typer(
     help="Run jobs in a Kubernetes cluster: one job per namespace.\n\n"
-    "Start with: horizonml cluster submit jobs/digits.yaml --workers 5",
+    "Start with: horizonml cluster submit digits --workers 5",
     no_args_is_help=True,
 )
 
-Namespace = Annotated[str, typer.Option("--namespace", help="The job's namespace; it is made if it is not there.")]
-Context = Annotated[str | None, typer.Option(help="Context of the kubeconfig.", show_default=False)]
+Namespace = Annotated[
+    str, typer.Option("--namespace", metavar="NAME", help="The job's namespace; it is made if it is not there.")
+]
+Context = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.", show_default=False)]
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before it gives up
 
 
 @app.command()
 def submit(
-    job_file: Annotated[Path, typer.Argument(help="The job file (YAML).", show_default=False)],
+    job_file: Annotated[
+        Path, typer.Argument(metavar="JOB", help="A job file (YAML), or a ready job by its name.", show_default=False)
+    ],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the job (repeatable).")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", min=1, help="World size.", show_default=False)
+        int | None, typer.Option("--workers", "-n", metavar="N", min=1, help="World size.", show_default=False)
     ] = None,
-    image: Annotated[str | None, typer.Option(help="Image of the workers.", show_default=False)] = None,
-    cpu: Annotated[str | None, typer.Option(help="Cores of each worker, e.g. 400m or 4.", show_default=False)] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of each worker, e.g. 1Gi.", show_default=False)] = None,
+    image: Annotated[str | None, typer.Option(metavar="NAME", help="Image of the workers.", show_default=False)] = None,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="Cores of each worker, e.g. 400m or 4.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="AMOUNT", help="Memory of each worker, e.g. 1Gi.", show_default=False)
+    ] = None,
     storage_class: Annotated[
-        str | None, typer.Option(help="Storage class of the workers' disks.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Storage class of the workers' disks.", show_default=False)
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job is complete.")] = False,
     namespace: Namespace = "horizonml",
@@ -76,19 +85,16 @@ def status(
     """Show every rank: where it runs, what it does, how fast, and what is wrong."""
     import json
 
+    rows, conditions = _connect(namespace, context).look(1.0)
     from horizonml.kube.status import problems
 
-    rows, conditions = _connect(namespace, context).look(1.0)
     wrong = problems(rows, conditions)
     if as_json:
         print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
         return
-    from rich.console import Console
-
-    # Where nobody reads it line by line, nothing is cut.
-    Console(width=None if sys.stdout.isatty() else 160).print(_table(rows))
+    print(_table(rows, terminal_width()))
     for problem in wrong:
-        print(f"problem: {problem}")
+        print_text(f"problem: {problem}")
 
 
 @app.command()
@@ -97,17 +103,18 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
     if not sys.stdout.isatty():
         status(False, namespace, context)
         return
-    from rich.console import Group
     from rich.live import Live
-
-    from horizonml.kube.status import problems
+    from rich.text import Text
 
     cluster = _connect(namespace, context)
+    from horizonml.kube.status import problems
+
     try:
         with Live(refresh_per_second=4) as live:
             while True:
                 rows, conditions = cluster.look(2.0)
-                live.update(Group(_table(rows), *(f"problem: {text}" for text in problems(rows, conditions))))
+                lines = [_table(rows, terminal_width()), *(f"problem: {text}" for text in problems(rows, conditions))]
+                live.update(Text("\n".join(lines)))
     except KeyboardInterrupt:
         return
 
@@ -115,9 +122,9 @@ def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
 @app.command()
 def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, also over restarts.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this rank.", show_default=False)] = None,
     tail: Annotated[
-        int | None, typer.Option(min=0, help="Only so many last lines of each.", show_default=False)
+        int | None, typer.Option(metavar="N", min=0, help="Only so many last lines of each.", show_default=False)
     ] = None,
     namespace: Namespace = "horizonml",
     context: Context = None,
@@ -160,7 +167,7 @@ def logs(
 
 @app.command()
 def scale(
-    workers: Annotated[int, typer.Argument(min=1, help="The new world size.", show_default=False)],
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new world size.", show_default=False)],
     namespace: Namespace = "horizonml",
     context: Context = None,
 ) -> None:
@@ -172,7 +179,7 @@ def scale(
     cluster = _connect(namespace, context)
     job, settings = cluster.submitted()
     if settings.workers == workers:
-        print(f"the job has {workers} workers already")
+        print(f"the job has {count(workers, 'worker')} already")
         return
     try:
         changed = for_workers(job, workers)
@@ -199,10 +206,9 @@ def delete(
 
 
 def _connect(namespace: str, context: str | None) -> Cluster:
-    try:
-        from horizonml.kube.api import Cluster
-    except ModuleNotFoundError as error:
-        raise ClusterError(f"{error.name} is not installed; install it: pip install 'horizonml[cluster]'") from error
+    require("kubernetes", "`horizonml cluster`")
+    from horizonml.kube.api import Cluster
+
     return Cluster(namespace, context)
 
 
@@ -230,7 +236,10 @@ def _apply(cluster: Cluster, job: Any, settings: Any) -> None:
     if before is not None and version(before) != version(cluster.require_workers()):
         print("the job has changed: its workers save a checkpoint and start again ...", flush=True)
         cluster.restart()
-    print(f"{job.name}: {settings.workers} workers, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    workers = count(settings.workers, "worker")
+    print(f"{job.name}: {workers}, strategy {job.parallel.strategy}, namespace {settings.namespace}")
+    if ":" in job.model.name:
+        print(f"note: the workers' image must contain the code of {job.model.name}, and its folder be on PYTHONPATH")
 
 
 def _wait(cluster: Cluster) -> None:
@@ -276,19 +285,9 @@ def _cells(entry: Row) -> list[str]:
     ]
 
 
-def _table(rows: list[Row]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, caption="* % of compute/transfer/wait", caption_justify="right")
-    lines = [_cells(entry) for entry in rows]
-    for heading, *column in zip(_HEADINGS, *lines, strict=True):
-        if heading in ("node", "phase"):  # these may be wrapped on a small terminal, numbers may not
-            table.add_column(heading, overflow="fold")
-        else:
-            table.add_column(heading, justify="right", no_wrap=True, min_width=max(map(len, [heading, *column])))
-    for line in lines:
-        table.add_row(*line)
-    return table
+def _table(rows: list[Row], width: int | None) -> str:
+    table = layout(_HEADINGS, [_cells(entry) for entry in rows], text=(1, 2), width=width)
+    return f"{table}\n* % of compute/transfer/wait"
 
 
 def _or_dash(value: float | None, text: str) -> str:

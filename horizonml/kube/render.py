@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from horizonml.job import Job
+from horizonml.text import count
 
 BASE = Path(__file__).parent / "base"
 PART_OF = "app.kubernetes.io/part-of=horizonml"
@@ -87,8 +88,8 @@ def for_workers(job: Job, workers: int) -> Job:
     """The job for another number of ranks. Raises ValueError if its plan does not allow that."""
     if job.parallel.stages is not None and job.parallel.world_size() != workers:
         raise ValueError(
-            f"parallel.stages: the plan names {job.parallel.world_size()} ranks, not {workers}; change the stages in "
-            "the job file, or leave them out and let a strategy make the plan"
+            f"parallel.stages: the plan names {count(job.parallel.world_size(), 'rank')}, not {workers}; change the "
+            "stages in the job file, or leave them out and let a strategy make the plan"
         )
     values = copy.deepcopy(job.model_dump())
     values["parallel"]["workers"] = workers

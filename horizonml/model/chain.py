@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from horizonml.errors import ModelError
+from horizonml.errors import ModelError, is_out_of_memory
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
@@ -76,6 +76,23 @@ class Chain:
         graph.output(copies[self._segments[stop - 1][-1]])
         return fx.GraphModule(self._model, graph)
 
+    def skip(self, index: int) -> tuple[str, str, int] | None:
+        """Return the connection within a layer that skips most operations: both its ends, and how many it skips.
+
+        None if every operation of the layer takes what the one before it returns.
+        """
+        nodes = self._segments[index]
+        entry = self._segments[index - 1][-1] if index else self._placeholder
+        position = {node: number for number, node in enumerate([entry, *nodes])}
+        spans = [
+            (position[user] - position[source] - 1, source.name, user.name)
+            for source in position
+            for user in source.users
+            if position.get(user, 0) > position[source]
+        ]
+        skipped, start, end = max(spans, default=(0, "", ""))
+        return (start, end, skipped) if skipped else None
+
     def _cut(self, points: list[int]) -> Iterator[list[fx.Node]]:
         start = 0
         for point in [*points, len(self._nodes)]:
@@ -122,6 +139,8 @@ class Chain:
                 with torch.no_grad():
                     value = torch.func.functional_call(layer, tensors, (value,))
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 where = self._segments[index][-1]
                 raise ModelError(
                     f"{type(self._model).__name__} does not accept inputs of shape {list(sample_shape)} "
@@ -194,6 +213,8 @@ def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
     try:
         return tracer.trace(model)
     except Exception as error:  # the model's own code runs here, on stand-ins: it may fail in any way
+        if is_out_of_memory(error):
+            raise
         stack = list(tracer.module_stack.values())
         if not stack or stack[-1][0] in leaves:
             raise ModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from horizonml.errors import ModelError
+from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.job import TORCHVISION_MODELS, ModelSpec
 from horizonml.model.chain import Chain
 from horizonml.model.init import Tape, materialise, record
 from horizonml.model.small import digits_cnn
+from horizonml.model.source import find
 from horizonml.model.vision import import_torchvision
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...
             try:
                 model, tape = _call(spec, constructor), Tape()
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
@@ -94,7 +96,7 @@ def _constructor(spec: ModelSpec, classes: int, sample_shape: tuple[int, ...]) -
         if spec.name.startswith("vit"):
             options.setdefault("image_size", sample_shape[1])
     else:
-        function = _import(spec.name)
+        function = find(spec.name)
         if _accepts(function, "num_classes"):
             options.setdefault("num_classes", classes)
     return lambda: _call(spec, lambda: function(**options))
@@ -107,22 +109,6 @@ def _call(spec: ModelSpec, constructor: Callable[[], nn.Module]) -> nn.Module:
         raise ModelError(
             f"model {spec.name} cannot be built with options {spec.options}: {_first_line(error)}"
         ) from error
-
-
-def _import(name: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    if module_name.split(".")[0] == "torchvision":
-        import_torchvision()
-    try:
-        target: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"model.name: cannot import {name}: {error}; is it installed, or on PYTHONPATH?") from error
-    if not callable(target):
-        raise ModelError(f"model.name: {name} is a {type(target).__name__}, not a function or class")
-    function: Callable[..., Any] = target
-    return function
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:

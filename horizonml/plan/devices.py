@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,40 +26,43 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
+from horizonml.mistakes import explain
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.profile import LayerProfile, Profile
+from horizonml.reading import read_yaml
+from horizonml.text import nearest
 
 _BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+_MOST_DEVICES = 10_000
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def _unit(units: dict[str, float], example: str) -> BeforeValidator:
     def read(value: Any) -> float:
-        match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[-+]?\d{1,2})?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2] not in units:
-            raise ValueError(
-                f"{value!r} is no number with one of {', '.join(unit for unit in units if unit)}: {example}"
-            )
+            known = ", ".join(unit for unit in units if unit)
+            raise ValueError(f"{str(value)[:80]!r} is not a number with one of {known}; write {example}")
         return float(match[1]) * units[match[2]]
 
     return BeforeValidator(read)
 
 
-Bytes = Annotated[float, _unit(_BYTES, "for example 512MiB"), Field(gt=0)]
-Rate = Annotated[float, _unit(_RATES, "for example 100Mbit"), Field(gt=0)]
-Seconds = Annotated[float, _unit(_SECONDS, "for example 2ms"), Field(ge=0)]
+Bytes = Annotated[float, _unit(_BYTES, "512MiB"), Field(gt=0)]
+Rate = Annotated[float, _unit(_RATES, "100Mbit"), Field(gt=0)]
+Seconds = Annotated[float, _unit(_SECONDS, "2ms"), Field(ge=0)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Device(_Section):
     """One device, or several alike."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=_MOST_DEVICES)
     speed: float = Field(1.0, gt=0, description="Of one core, relative to where the profile was measured.")
     profile: str | None = Field(
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
@@ -205,8 +209,8 @@ def write_cluster(
 
 def read_profile(path: Path, names: Sequence[str]) -> Profile:
     """A profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
+    content = read_yaml(path, "`horizonml profile JOB --out FILE` writes one", text_keys=False)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
         layers = tuple(
             LayerProfile(
                 str(layer["name"]),
@@ -223,33 +227,43 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
         update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
         message, least = float(content["message_seconds"]), int(content["least_rows"])
         found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, least)
-    except OSError as error:
-        raise JobError(f"{path}: {error.strerror or error}; `horizonml profile JOB --out FILE` writes one") from None
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise JobError(f"{path} is no profile of `horizonml profile` ({type(error).__name__}: {error})") from None
+        _check_profile(found)
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise JobError(
+            f"{path} is not a profile of this version of HorizonML ({type(error).__name__}: {error}); "
+            "`horizonml profile JOB --out FILE` writes one"
+        ) from None
     if [layer.name for layer in layers] != list(names):
         raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")
     return found
 
 
+def _check_profile(profile: Profile) -> None:
+    """Raise ValueError for values that cannot have been measured."""
+    for layer in profile.layers:
+        if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
+            raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")
+        numbers = [*layer.forward, *layer.backward, layer.parameter_bytes, layer.saved_bytes, layer.output_bytes]
+        if not all(0 <= number < math.inf for number in numbers):
+            raise ValueError(f"layer {layer.name} has a negative or infinite time or size")
+    if list(profile.sizes) != sorted({*profile.sizes}) or profile.sizes[0] < 1:
+        raise ValueError(f"sizes {list(profile.sizes)} do not grow from 1 or more")
+
+
 def load_cluster(path: Path) -> Cluster:
     """Read a file of devices. Raises JobError, which names the field and the fix."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobError(
-            f"{path}: {error.strerror or error}; give a file of devices (see examples/devices.yaml)"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: not YAML: {error}") from None
+    values = read_yaml(path, "give a file of devices (see examples/devices.yaml)")
     try:
         cluster = Cluster.model_validate(values)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
-        raise JobError(f"{path} is no valid file of devices:\n" + "\n".join(lines)) from None
+        raise JobError(f"{path} is not a valid file of devices:\n{explain(error, Cluster)}") from None
+    total = sum(device.count for device in cluster.devices)
+    if total > _MOST_DEVICES:
+        raise JobError(f"{path}: devices: {total:,} of them are more than {_MOST_DEVICES:,}; lower their counts")
     known = {device.name for device in cluster.devices}
     for link in cluster.links:
         for name in link.between:
             if name not in known:
-                raise JobError(f"{path}: links: {name!r} is no device; there are {', '.join(sorted(known))}")
+                there = ", ".join(sorted(known))
+                raise JobError(f"{path}: links: {name!r} is not a device{nearest(name, known)}; there are {there}")
     return cluster

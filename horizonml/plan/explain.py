@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 
 from horizonml.plan.hardware import Host
 from horizonml.plan.plan import FORMATS, Plan, Stage
-from horizonml.plan.search import Found, Problem, data_parallel, equal_split, search
-from horizonml.text import human_bytes, human_seconds
+from horizonml.plan.profile import Profile
+from horizonml.plan.search import MICRO_BATCHES, Found, Problem, data_parallel, equal_split, search
+from horizonml.text import count, human_bytes, human_seconds
+
+_MOST_OF_THE_TIME = 0.5  # a layer that takes more than this leaves little to share out
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,9 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
             table.append(
                 Row(
                     str(number),
-                    f"{stage.start}-{stage.stop - 1} ({first} .. {last})",
+                    f"{stage.start}-{stage.stop - 1} ({first} .. {last})"
+                    if first != last
+                    else f"{stage.start} ({first})",
                     f"{rank} ({names[rank]})",
                     f"{stop - start} of {size}",
                     "-" if last_stage else f"{human_bytes(bytes_ * (stop - start))} {stage.send}",
@@ -60,9 +65,7 @@ def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
     """What the step waits for most, in a sentence."""
     plan, seconds = found.plan, found.prediction.seconds
     busiest = max(found.prediction.busy, key=lambda rank: problem.crowd[rank] * found.prediction.busy[rank])
-    shares = {
-        f"{names[busiest]} (rank {busiest}) computes": problem.crowd[busiest] * found.prediction.busy[busiest] / seconds
-    }
+    shares = {f"{_who(names, busiest)} computes": problem.crowd[busiest] * found.prediction.busy[busiest] / seconds}
     for number, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:
             moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * problem.summed_bytes(stage.start, stage.stop)
@@ -118,6 +121,10 @@ def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
     return lines
 
 
+def _who(names: Sequence[str], rank: int) -> str:
+    return names[rank] if names[rank] == f"rank {rank}" else f"{names[rank]} (rank {rank})"
+
+
 def _mbit(bandwidth: float) -> str:
     return f"{8 * bandwidth / 1e6:,.0f} Mbit/s"
 
@@ -125,36 +132,85 @@ def _mbit(bandwidth: float) -> str:
 def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
     """Simpler plans: data parallelism, an equal split of the layers, the best device alone."""
     found = {"ddp, equal shares": problem.judge(data_parallel(problem))}
-    splits = [plan for count in problem.micro_batches if (plan := equal_split(problem, count)) is not None]
+    splits = [plan for number in problem.micro_batches if (plan := equal_split(problem, number)) is not None]
     if splits and problem.ranks > 1:
         best = min((problem.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
-        found[f"equal split of the layers, {best.plan.micro_batches} micro-batches"] = best
+        found[f"equal split of the layers, {count(best.plan.micro_batches, 'micro-batch')}"] = best
     alone = []
     host_of = {rank: host for host in problem.hosts for rank in host.ranks}
     for rank in range(problem.ranks):
         only = [Host((0,), host_of[rank].cores, host_of[rank].memory)]
         single = replace(problem, profiles=[problem.profiles[rank]], hosts=only)
-        plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", count) for count in single.micro_batches[:8]]
+        plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", number) for number in single.micro_batches[:8]]
         alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
     best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
     found[f"{names[best_rank]} alone"] = alone[best_rank]
     return found
 
 
-def lacking(problem: Problem, found: Found, names: Sequence[str]) -> str:
-    """Who lacks how many bytes, and the nearest change that would fit."""
+def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None:
+    """Return why a plan cannot be trained by: which device lacks how many bytes, or samples; None if it can."""
     short = found.prediction.lacking
+    if not short:
+        if not found.too_few:
+            return None
+        return (
+            f"a rank would get a single sample of a micro-batch, but the model needs {problem.profiles[0].least_rows}, "
+            "as BatchNorm does"
+        )
     worst = max(short, key=lambda rank: short[rank])
-    text = (
-        f"{names[worst]} (rank {worst}) lacks {human_bytes(short[worst])}: it needs "
-        f"{human_bytes(found.prediction.memory[worst])} and has {human_bytes(problem.memory[worst])}"
+    others = len(short) - 1
+    more = f" ({count(others, 'other rank')} also {'lacks' if others == 1 else 'lack'} memory)" if others else ""
+    return (
+        f"{_who(names, worst)} lacks {human_bytes(short[worst])} of memory: it needs "
+        f"{human_bytes(found.prediction.memory[worst])} and has {human_bytes(max(0.0, problem.memory[worst]))}{more}"
     )
+
+
+def remedy(problem: Problem, found: Found) -> str:
+    """Return the nearest change with which a plan that cannot be trained by could be."""
+
+    def works(one: Found) -> bool:
+        return one.prediction.fits and not one.too_few
+
+    own = found.plan.micro_batches
+    for other in sorted(MICRO_BATCHES, key=lambda number: abs(number - own)):
+        if other <= problem.batch_size and works(problem.judge(replace(found.plan, micro_batches=other))):
+            return f"With parallel.micro_batches: {other} the same stages fit."
+    open_problem = replace(problem, micro_batches=list(MICRO_BATCHES))
+    if works(search(open_problem, 60)):
+        return "With parallel.strategy: auto there is a plan that fits."
     batch = problem.batch_size
     while batch > 1:
         batch //= 2
-        if search(replace(problem, batch_size=batch), 60).prediction.fits:
-            return f"{text}. With a batch_size of {batch} there is a plan that fits."
-    return f"{text}. No batch size would fit: more devices, or more memory, are needed."
+        smaller = replace(open_problem, batch_size=batch, micro_batches=list(MICRO_BATCHES))
+        if works(search(smaller, 60)):
+            return f"With a batch_size of {batch} there is a plan that fits."
+    return "No batch size would fit: more devices, or more memory, are needed."
+
+
+def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer_name: str) -> str | None:
+    """Return a sentence about the largest `layer` if it leaves little for other stages to do; else None.
+
+    `skip` is the connection within it that keeps it together, as `Chain.skip` tells it.
+    """
+    profile = problem.profiles[0]
+    times = [sum(profile.seconds(index, profile.sizes[-1])) for index in range(problem.layers)]
+    share = times[layer] / max(sum(times), 1e-12)
+    if problem.ranks == 1 or skip is None or share <= _MOST_OF_THE_TIME:
+        return None
+    start, end, skipped = skip
+    ddp = problem.judge(data_parallel(problem)).prediction.seconds
+    return (
+        f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because the connection from "
+        f"{start} to {end} skips {count(skipped, 'operation')}: stages would be unequal. With ddp a step is predicted "
+        f"to take {human_seconds(ddp)}"
+    )
+
+
+def largest_layer(profile: Profile) -> int:
+    """Return the layer that takes most time."""
+    return max(range(len(profile.layers)), key=lambda layer: sum(profile.seconds(layer, profile.sizes[-1])))
 
 
 def compare(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from horizonml.errors import PlanError
+from horizonml.text import count
 
 # What activations and their gradients may be sent as, most precise first, and the bytes compared with float32's.
 FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
@@ -32,8 +33,8 @@ class Stage:
     split: str = "samples"
     send: str = "fp32"
 
-    def parts(self, count: int) -> list[tuple[int, int]]:
-        """Each member's part `[first, end)` of `count` things, in the order of `ranks`.
+    def parts(self, things: int) -> list[tuple[int, int]]:
+        """Each member's part `[first, end)` of so many `things`, in the order of `ranks`.
 
         The parts are consecutive, cover everything, and follow the shares as closely as whole things allow. A member's
         part may be empty.
@@ -41,7 +42,7 @@ class Stage:
         total, ends, taken = sum(self.shares), [0], 0.0
         for share in self.shares:
             taken += share
-            ends.append(round(count * taken / total))
+            ends.append(round(things * taken / total))
         return list(pairwise(ends))
 
     def rows(self, samples: int) -> list[tuple[int, int]]:
@@ -83,9 +84,9 @@ class Plan:
         """
         assert batch > 0
         usual = -(-full_batch // self.micro_batches)
-        count = min(batch, -(-batch // usual), self.micro_batches)
-        small, more = divmod(batch, count)
-        return [small + (index < more) for index in range(count)]
+        number = min(batch, -(-batch // usual), self.micro_batches)
+        small, more = divmod(batch, number)
+        return [small + (index < more) for index in range(number)]
 
     def check(self, layers: int, world_size: int) -> None:
         """Raise PlanError unless the plan covers these layers and ranks."""
@@ -108,7 +109,7 @@ class Plan:
             expected = stage.stop
         if expected != layers:
             raise PlanError(
-                f"the plan ends at layer {expected - 1}, but the model has {layers} layers (0 to {layers - 1})"
+                f"the plan ends at layer {expected - 1}, but the model has {count(layers, 'layer')} (0 to {layers - 1})"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Plan:
             if stage.send != "fp32" and number + 1 < len(self.stages):
                 lines[-1] += f", sends {stage.send}"
         if len(self.stages) > 1:
-            lines.append(f"{self.schedule}, {self.micro_batches} micro-batches")
+            lines.append(f"{self.schedule}, {count(self.micro_batches, 'micro-batch')}")
         return "\n".join(lines)
 
 

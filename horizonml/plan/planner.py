@@ -15,6 +15,7 @@ from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan, Stage
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import MICRO_BATCHES, Found, Problem, search
+from horizonml.text import count
 
 
 def needs_profile(parallel: Parallel, world_size: int) -> bool:
@@ -81,8 +82,8 @@ def choose(job: Job, problem: Problem) -> Found:
     if not candidates:
         least = 2 if job.parallel.strategy == "hybrid" else problem.ranks
         raise PlanError(
-            f"{job.model.name} can be cut into at most {len(profile.layers)} stages, but the plan needs {least}; "
-            "use fewer workers, or strategy hybrid or ddp"
+            f"{job.model.name} can be cut into at most {count(len(profile.layers), 'stage')}, but the plan needs "
+            f"{least}; use fewer workers, or strategy hybrid or ddp"
         )
     return min(candidates, key=lambda found: found.cost)
 
@@ -183,7 +184,14 @@ def _format(parallel: Parallel) -> str:
 def _stages(specs: Sequence[StageSpec], ends: Sequence[int], format: str) -> tuple[Stage, ...]:
     starts = [0, *ends[:-1]]
     return tuple(
-        Stage(start, end, tuple(spec.ranks), tuple(spec.shares or [1.0] * len(spec.ranks)), send=spec.send or format)
+        Stage(
+            start,
+            end,
+            tuple(spec.ranks),
+            tuple(spec.shares or [1.0] * len(spec.ranks)),
+            spec.split,
+            spec.send or format,
+        )
         for spec, start, end in zip(specs, starts, ends, strict=True)
     )
 

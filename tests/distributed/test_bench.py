@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def test_mistakes_are_told_without_a_traceback(folder: Path, arguments: list[str
 
 
 def test_a_rendezvous_before_a_command_lives_as_long_as_it(folder: Path) -> None:
-    train = f"{sys.executable} -m horizonml train job.yaml -n 2"
+    train = f"{shlex.quote(sys.executable)} -m horizonml train job.yaml -n 2"
     script = f"RANK=0 WORLD_SIZE=2 {train} & RANK=1 WORLD_SIZE=2 {train} && wait $!"
     result = horizonml(folder, "rendezvous", "--", "bash", "-c", script)
     assert result.returncode == 0, result.stderr

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from horizonml.errors import JobError
+from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.plan.devices import load_cluster, write_cluster, write_profile
-from horizonml.plan.explain import bottleneck, compare, lacking, rows, why
+from horizonml.plan.explain import bottleneck, compare, remedy, rows, shortage, why
 from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import Profile
 from horizonml.plan.search import Found, Problem, search
 from horizonml.plan.simulate import predict
@@ -48,15 +52,22 @@ def test_devices_links_and_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("devices: []", "devices: List should have at least 1 item"),
+        ("devices: []", r"devices: \[\] must have at least 1 item$"),
         (
             "devices: [{name: a, memory: 8XB}]",
-            "'8XB' is no number with one of B, KB, MB, GB, KiB, MiB, GiB",
+            r"devices\.0\.memory: '8XB' is not a number with one of B, KB, MB, GB, KiB, MiB, GiB; write 512MiB$",
         ),
-        ("devices: [{name: a}]", r"devices\.0\.memory: Field required"),
-        ("devices: [{name: a, memory: 1GiB, colour: red}]", r"devices\.0\.colour: Extra inputs"),
-        ("devices: [{name: a, memory: 1GiB}]\nlinks: [{between: [a, b], bandwidth: 1Mbit}]", "'b' is no device; there"),
-        ("devices: [", "not YAML"),
+        ("devices: [{name: a}]", r"devices\.0\.memory: missing; give it a value"),
+        ("devices: [{name: a, memory: 1GiB, sped: 2}]", r"devices\.0\.sped: unknown key; did you mean 'speed'\?"),
+        ("devices: [{name: a, memory: 1GiB, speed: 1e999}]", r"devices\.0\.speed: inf must be a finite number"),
+        ("devices: [{name: a b, memory: 1GiB}]", r"devices\.0\.name: 'a b' must match pattern"),
+        ("devices: [{name: a, memory: 1GiB, count: 9000}, {name: b, memory: 1GiB, count: 2000}]", "11,000 of them"),
+        ("- 1", r"the file: \[1\] must be a section of keys and values"),
+        (
+            "devices: [{name: a, memory: 1GiB}]\nlinks: [{between: [a, b], bandwidth: 1Mbit}]",
+            "'b' is not a device; there are a",
+        ),
+        ("devices: [", r"devices\.yaml:1:11: expected the node content"),
     ],
 )
 def test_mistakes_in_the_file_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -112,25 +123,69 @@ def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> No
 def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     made, names = problem(tmp_path, batch=1 << 20)
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 6, (1, 2), (1.0, 1.0))))
-    found = Found(plan, predict(plan, made.profiles, 1 << 20, made.hosts, made.network, 1))
-    assert not found.prediction.fits
-    text = lacking(made, found, names)
-    assert text.startswith("pi-0 (rank 1) lacks 127.5 GiB")
-    assert "there is a plan that fits" in text
+    found = made.judge(plan)
+    text = shortage(made, found, names)
+    assert text is not None
+    assert text.startswith(
+        "pi-0 (rank 1) lacks 127.5 GiB of memory: it needs 128.0 GiB and has 512.0 MiB (2 other ranks"
+    )
+    assert re.search(r"With a batch_size of \d+ there is a plan that fits", remedy(made, found))
 
 
-def test_a_plan_is_written_and_read(tmp_path: Path) -> None:
-    plan = Plan((Stage(0, 4, (1,), (1.0,)), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3)
-    write_plan(plan, tmp_path / "plan.yaml")
-    job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
-    assert job.parallel.world_size() == 3
-    assert job.parallel.micro_batches == 3
-    assert job.parallel.stages is not None
-    assert [(spec.ranks, spec.shares, spec.layers) for spec in job.parallel.stages] == [
-        ([1], [1.0], [0, 3]), ([0, 2], [3.0, 1e-9], [4, 8])
-    ]  # fmt: skip
+def test_the_remedy_is_the_nearest_one_that_works(tmp_path: Path) -> None:
+    made, names = problem(tmp_path)
+    two = Plan((Stage(0, 3, (1,), (1.0,)), Stage(3, 6, (2, 0), (1.0, 1.0))))
+    needed = max(made.judge(replace(two, micro_batches=16)).prediction.memory.values())
+    tight = replace(made, hosts=[replace(host, memory=needed) for host in made.hosts])
+    assert shortage(made, made.judge(two), names) is None
+    assert remedy(tight, tight.judge(two)) == "With parallel.micro_batches: 16 the same stages fit."
+    alone = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
+    assert remedy(tight, tight.judge(alone)) == "With parallel.strategy: auto there is a plan that fits."
+    hopeless = replace(made, hosts=[replace(host, memory=-1e6) for host in made.hosts])
+    assert "and has 0 B" in (shortage(hopeless, hopeless.judge(alone), names) or "")
+    assert remedy(hopeless, hopeless.judge(alone)).startswith("No batch size would fit")
+
+
+STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strategy: str) -> None:
+    """A job of any strategy trains by the plan file of any other as the other would."""
+    layers = profile(*[0.001] * 6, parameters=1 << 20, saved=1 << 16)
+    ranks = 1 if strategy == "single" else 3
+    hosts, network = [Host((rank,), 1.0, 1e12) for rank in range(ranks)], Network(1e-3, 1e7)
+    made = parse("", "job.yaml", [f"parallel.strategy={strategy}", f"parallel.workers={ranks}"])
+
+    def plan_of(job: Job) -> Plan:
+        if needs_profile(job.parallel, ranks):
+            return choose(job, problem_for(job, [layers] * ranks, hosts, network, 1, 1.0, 0)).plan
+        return fixed_plan(job, 6, ranks)
+
+    plan = plan_of(made)
+    write_plan(plan, tmp_path / "plan.yaml", strategy, ["laptop", "pi-0", "pi-1"][:ranks])
+    assert "# rank 0: laptop" in (tmp_path / "plan.yaml").read_text().splitlines()
+    for other in STRATEGIES:
+        job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
+        assert plan_of(job) == plan
+        assert job.parallel.world_size() == ranks
+        summed_by_horovod = job.parallel.strategy == "horovod" and job.parallel.stages is None
+        assert summed_by_horovod == (strategy == "horovod")
+
+
+def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
+    for plan in (
+        Plan((Stage(0, 4, (1,), (1.0,), send="int8"), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3),
+        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), "channels"),), "1f1b", 1),
+    ):
+        write_plan(plan, tmp_path / "plan.yaml")
+        job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
+        assert fixed_plan(job, 9, 3) == plan
     (tmp_path / "plan.yaml").write_text("a: 1")
     with pytest.raises(JobError, match=r"not a plan; `horizonml plan JOB --out"):
+        read_plan(job, tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_text("schedule: gpipe\nmicro_batches: 1\nstages: [{ranks: [0], shars: [1]}]")
+    with pytest.raises(JobError, match=r"by the plan of .*plan.yaml is not a valid job:\n.*shars: unknown key"):
         read_plan(job, tmp_path / "plan.yaml")
 
 
@@ -162,7 +217,12 @@ def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="profile of another model: its first layer is layer0"):
         cluster.profiles(lambda: base, ["other"], tmp_path)
     (tmp_path / "pi.yaml").write_text("layers: 3")
-    with pytest.raises(JobError, match="is no profile of `horizonml profile`"):
+    with pytest.raises(
+        JobError, match=r"is not a profile of this version .* `horizonml profile JOB --out FILE` writes"
+    ):
+        cluster.profiles(lambda: base, names, tmp_path)
+    write_profile(profile(0.001, float("nan")), {}, tmp_path / "pi.yaml")
+    with pytest.raises(JobError, match="layer1 has a negative or infinite time"):
         cluster.profiles(lambda: base, names, tmp_path)
     (tmp_path / "pi.yaml").unlink()
     with pytest.raises(JobError, match="No such file or directory; `horizonml profile JOB --out FILE` writes one"):

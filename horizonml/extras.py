@@ -1,0 +1,17 @@
+"""Packages that workers do without, and the one command that installs each."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from horizonml.errors import MissingPackage
+
+EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+
+
+def require(package: str, what: str) -> None:
+    """Raise MissingPackage unless the optional package that `what` needs is installed."""
+    if find_spec(package) is None:
+        raise MissingPackage(
+            f"{what} needs {package}, which is not installed: pip install 'horizonml[{EXTRAS[package]}]'"
+        )

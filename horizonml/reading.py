@@ -1,0 +1,162 @@
+"""Reading files that people write: bounded in size, time, depth and aliases, with errors that name the place.
+
+Job files, files of devices, plans and profiles come from elsewhere as often as not. Whatever they contain, reading them
+ends soon, and in a JobError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from horizonml.errors import JobError
+from horizonml.text import human_bytes
+
+_MOST_BYTES = 4 << 20
+_MOST_VALUES = 200_000  # in a file, with every alias counted as what it stands for
+_MOST_DEEP = 40  # levels of nesting
+_SECONDS = 10.0  # until a pipe must have delivered everything
+
+
+def read_yaml(path: Path, hint: str, text_keys: bool = True) -> Any:
+    """Return the content of a YAML file; `hint` tells where to get a right one. Raises JobError."""
+    return parse_yaml(read_text(path, hint), str(path), text_keys)
+
+
+def read_text(path: Path, hint: str) -> str:
+    """Return the content of a text file, or of a pipe that the shell passes as `<(COMMAND)`. Raises JobError.
+
+    Other pipes and devices are refused, because reading them may wait for ever.
+    """
+    try:
+        content = _read(path)
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror or error}; {hint}") from None
+    except ValueError as error:  # a name that no file can have
+        raise JobError(f"{str(path)!r}: {error}; {hint}") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path}: not a text file ({error.reason} at byte {error.start}); {hint}") from None
+
+
+def _read(path: Path) -> bytes:
+    kind = path.stat().st_mode
+    if stat.S_ISDIR(kind):
+        raise OSError("is a folder, not a file")
+    passed = stat.S_ISFIFO(kind) and path.parent in (Path("/dev/fd"), Path("/proc/self/fd"), Path("/dev"))
+    if not stat.S_ISREG(kind) and not passed:
+        raise OSError(f"is {'a pipe' if stat.S_ISFIFO(kind) else 'a device'}, not a regular file")
+    deadline = time.monotonic() + _SECONDS
+    content = bytearray()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while len(content) <= _MOST_BYTES:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise OSError(f"delivered no end within {_SECONDS:.0f} s")
+            try:
+                part = os.read(descriptor, 1 << 16)
+            except BlockingIOError:  # another reader was faster
+                continue
+            if not part:
+                return bytes(content)
+            content += part
+    finally:
+        os.close(descriptor)
+    raise OSError(f"is larger than {human_bytes(_MOST_BYTES)}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML of JSON's types, without duplicate keys, cycles and heaps of aliases.
+
+    Unlike YAML 1.1 it reads 1e-3 as a number, and a date as a string.
+    """
+
+    text_keys = True
+
+    def get_single_data(self) -> Any:
+        node = self.get_single_node()
+        if node is None:
+            return None
+        _extent(node, {})
+        return self.construct_document(node)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.tag.endswith(":merge"):  # <<: *alias
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str if self.text_keys else str | int):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is not text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.yaml_constructors = {
+    tag: constructor
+    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+class _LoaderOfTables(_Loader):
+    """The same for files whose keys may be numbers."""
+
+    text_keys = False
+
+
+def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[int, int]:
+    """Return how many values, and levels of them, a node stands for with its aliases written out.
+
+    Raises MarkedYAMLError if these are too many.
+    """
+    if node not in known:
+        known[node] = (_MOST_VALUES, 0)  # as long as it is being counted: an alias of itself never ends
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        inner = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        extents = [_extent(part, known) for part in inner]
+        known[node] = (
+            1 + sum(values for values, _ in extents),
+            1 + max((levels for _, levels in extents), default=0),
+        )
+    values, levels = known[node]
+    if values > _MOST_VALUES or levels > _MOST_DEEP:
+        problem = (
+            f"more than {_MOST_VALUES:,} values once aliases are written out"
+            if values > _MOST_VALUES
+            else f"more than {_MOST_DEEP} levels deep"
+        )
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return values, levels
+
+
+def parse_yaml(text: str, source: str, text_keys: bool = True) -> Any:
+    """Return what YAML says; keys may be numbers unless `text_keys`. Raises JobError, which names the `source`."""
+    try:
+        return yaml.load(text, _Loader if text_keys else _LoaderOfTables)  # noqa: S506  (subclasses of SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        raise JobError(f"{where}: {error.problem or 'not YAML'}") from None
+    except RecursionError:
+        raise JobError(f"{source}: more than {_MOST_DEEP} levels deep") from None
+    except (yaml.YAMLError, ValueError, LookupError) as error:  # such as !!int x, or the character NUL
+        raise JobError(f"{source}: not YAML: {error}") from None

@@ -1,0 +1,42 @@
+"""What the ranks of a group are told when they agree on a plan."""
+
+from __future__ import annotations
+
+from torch.distributed import Store
+
+from horizonml.agreement import describe_together, make_plan
+from horizonml.engine.group import Group
+from horizonml.errors import PlanError
+from horizonml.jobfile import parse
+from horizonml.plan.hardware import Host
+from tests.distributed.pool import Pool
+
+
+def agree(rank: int, world_size: int, store: Store) -> list[str]:
+    """What this rank says while a pipeline of a model with a long skip connection is planned."""
+    changes = ["model.name=tests.models:Skipping", "parallel.strategy=pipeline", f"parallel.workers={world_size}"]
+    job, said = parse("batch_size: 32", "job.yaml", changes), list[str]()
+    group = Group(store, rank, world_size, 60.0)
+    try:
+        info, model = describe_together(job, group)
+        make_plan(job, model, info, group, [Host(tuple(range(world_size)), 4.0, 1e12)], said.append)
+    except PlanError as error:
+        said.append(str(error))
+    finally:
+        group.close()
+    return [line for line in said if "measuring" not in line]
+
+
+def test_a_skip_connection_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
+    (warning,), others = pool.run(2, agree)
+    assert "takes " in warning
+    assert "and cannot be cut, because the connection from stem to add skips 16 operations" in warning
+    assert "With ddp a step is predicted to take " in warning
+    assert "by the plan that is used " in warning
+    assert others == []
+
+
+def test_a_pipeline_that_is_impossible_says_what_keeps_the_model_together(pool: Pool) -> None:
+    for (message,) in pool.run(5, agree):
+        assert "can be cut into at most 4 stages, but the plan needs 5" in message
+        assert "because the connection from stem to add skips 16 operations" in message

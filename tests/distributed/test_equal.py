@@ -1,0 +1,108 @@
+"""Members of a stage begin and end with the same state, bit for bit, whatever was measured before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.agreement import describe_together, make_plan
+from horizonml.data.datasets import load
+from horizonml.engine.equal import share_state
+from horizonml.engine.group import Group
+from horizonml.engine.measure import measure
+from horizonml.job import Job
+from horizonml.jobfile import parse
+from horizonml.model.zoo import build
+from horizonml.plan.hardware import Host
+from horizonml.plan.plan import Plan, Stage
+from horizonml.signals import StopRequest
+from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.recorder import Recorder
+from horizonml.trainer import train
+from horizonml.worker import engine_for
+from tests.distributed.pool import Pool
+
+
+def job(folder: Path, **parallel: Any) -> Job:
+    values = {
+        "folder": str(folder),
+        "epochs": 1,
+        "batch_size": 32,
+        "model": {"name": "tests.models:normed"},
+        "data": {"name": "digits", "samples": 96},
+        "parallel": parallel,
+    }
+    return parse(json.dumps(values), "job")
+
+
+def test_measuring_leaves_what_is_trained_as_it_was(tmp_path: Path) -> None:
+    spec = job(tmp_path, strategy="single").model
+    measured, untouched = (build(spec, 0, 10, (1, 8, 8)) for _ in range(2))
+    measure(measured, (4, 16))
+    layers = len(measured.chain)
+    ours, theirs = (model.stage(0, layers).state_dict() for model in (measured, untouched))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def trained(
+    rank: int, world_size: int, store: Store, job: Job, cache: Path
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Plan, by a profile that is measured if the cache is empty, and train; the plan and this rank's state."""
+    os.environ["HORIZONML_CACHE"] = str(cache / str(rank))
+    group = Group(store, rank, world_size, 30.0)
+    try:
+        info, model = describe_together(job, group)
+        hosts = [Host(tuple(range(world_size)), 1.0, 1e12)]
+        agreed = make_plan(job, model, info, group, hosts, ["here"] * world_size, lambda text: None)
+        engine = engine_for(job, agreed.plan, model, group)
+        assert share_state(engine) == []
+        data = load(job.data, info, cache, images=engine.is_first, labels=engine.is_last)
+        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, 0)
+        assert train(job, engine, data, None, recorder, None, StopRequest())[0] == "complete"
+        return engine.plan.to_json(), {name: tensor.clone() for name, tensor in engine.state().items()}
+    finally:
+        group.close()
+        del os.environ["HORIZONML_CACHE"]
+
+
+def test_a_run_that_measured_first_equals_one_that_did_not(pool: Pool, tmp_path: Path) -> None:
+    hybrid = job(
+        tmp_path,
+        stages=[{"ranks": [0, 1]}, {"ranks": [2, 3]}],  # where to cut is left to the profile, which rank 0 measures
+    )
+    cold = pool.run(4, trained, hybrid, tmp_path / "cache")
+    assert list((tmp_path / "cache" / "0").rglob("*.json")), "nothing was measured"
+    warm = pool.run(4, trained, hybrid, tmp_path / "cache")
+    for plan, state in cold:
+        others = [other for other_plan, other in [*cold, *warm] if other.keys() == state.keys()]
+        assert len(others) == 4  # two members, two runs
+        assert all(torch.equal(state[name], other[name]) for other in others for name in state)
+        assert plan == warm[0][0]
+
+
+def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
+    group = Group(store, rank, world_size, 30.0)
+    spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
+    model = build(spec, 0, 10, (1, 8, 8))
+    plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
+    engine = engine_for(parse("{}", "job"), plan, model, group)
+    if rank == 2:
+        engine.module.state_dict()["1.running_mean"] += 1e-6
+    try:
+        return share_state(engine), {name: tensor.clone() for name, tensor in engine.state().items()}
+    finally:
+        group.close()
+
+
+def test_a_member_that_begins_otherwise_is_named_and_takes_over_the_first_members_state(pool: Pool) -> None:
+    results = pool.run(3, unequal)
+    for found, state in results:
+        assert found == [(2, "model/1.running_mean")]
+        assert all(torch.equal(state[name], results[0][1][name]) for name in state)

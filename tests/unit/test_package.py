@@ -1,0 +1,130 @@
+"""What `pip install` brings: jobs and starter files, and clear words about packages that workers do without."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(
+    folder: Path, *arguments: str, path: Path = ROOT, without: str = "", **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with the package at `path`, as if one other package were not installed."""
+    hide = f"import sys; sys.modules[{without!r}] = None; " if without else ""
+    start = f"{hide}from horizonml.cli import main; main()"
+    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "80", **extra}
+    run = [sys.executable, "-c", start, *arguments]
+    return subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as pip installs it from a wheel, out of a folder whose name has a space."""
+    folder = tmp_path_factory.mktemp("a wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    (source / "k8s").symlink_to(ROOT / "k8s")
+    shutil.copytree(ROOT / "horizonml", source / "horizonml", symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run(
+        [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)], check=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
+    return folder / "site"
+
+
+def test_an_installed_package_trains_its_ready_jobs_and_a_job_of_ones_own(installed: Path, tmp_path: Path) -> None:
+    ready = command(tmp_path, "validate", "digits", path=installed)
+    assert ready.returncode == 0, ready.stderr
+    assert "strategy: ddp" in ready.stdout
+    begun = command(tmp_path, "init", "my job", path=installed)
+    assert begun.returncode == 0, begun.stderr
+    assert "next: cd 'my job' && horizonml train job.yaml" in begun.stdout
+    trained = command(tmp_path / "my job", "train", "job.yaml", "--set", "epochs=1", path=installed)
+    assert trained.returncode == 0, trained.stderr
+    assert "epoch 1/1: held-out loss" in trained.stdout
+    assert (installed / "horizonml" / "kube" / "base" / "workers.yaml").is_file()
+    assert {path.name for path in (installed / "horizonml" / "jobs").iterdir()} == {
+        path.name for path in (ROOT / "jobs").glob("*.yaml")
+    }
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("mine")
+    refused = command(tmp_path, "init")
+    assert refused.returncode == 2
+    assert "my_model.py is there already, and is not overwritten" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
+
+
+def test_a_job_that_is_not_there_is_told_with_the_ready_ones(tmp_path: Path) -> None:
+    missing = command(tmp_path, "validate", "jobs/digitz.yaml")
+    assert missing.returncode == 2
+    assert "(cifar10, digits, explicit-plan, folder, synthetic); did you mean 'digits'?" in missing.stderr
+
+
+MISSING = [
+    (["report", "."], "matplotlib", "`horizonml report` needs matplotlib", "bench"),
+    (["bench", "compare", "--data", "digits"], "matplotlib", "`horizonml bench` needs matplotlib", "bench"),
+    (["plan", "digits", "--picture", "x.png"], "matplotlib", "--picture needs matplotlib", "bench"),
+    (["cluster", "status"], "kubernetes", "`horizonml cluster` needs kubernetes", "cluster"),
+    (["train", "digits", "-n", "1", "--set", "data.name=svhn"], "scipy", "data: svhn needs scipy", "svhn"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "package", "words", "extra"), MISSING, ids=[case[2] for case in MISSING])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, arguments: list[str], package: str, words: str, extra: str
+) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1"} if package == "scipy" else {}  # in the process that would read the data
+    result = command(tmp_path, *arguments, without=package, **env)
+    assert result.returncode == 1
+    assert f"error: {words}, which is not installed: pip install 'horizonml[{extra}]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_too_little_memory_ends_in_advice(tmp_path: Path) -> None:
+    result = command(tmp_path, "plan", "digits", "--set", "model.name=tests.models:Greedy")
+    assert result.returncode == 1
+    assert "error: out of memory: this machine has not enough left" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_plan_that_no_device_can_carry_out_says_so_first(tmp_path: Path) -> None:
+    devices = "devices: [{name: pc, memory: 1GiB}, {name: tiny, memory: 1B}]"
+    (tmp_path / "devices.yaml").write_text(devices)
+    stages = "parallel.stages=[{ranks: [0], layers: [0, 8]}, {ranks: [1], layers: [9, 16]}]"
+    options = ["-n", "2", "--devices", "devices.yaml", "--set", stages, "--out", "plan.yaml"]
+    result = command(tmp_path, "plan", "digits", *options)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("measuring")]
+    assert line.startswith("error: the plan does not fit the devices: tiny (rank 1) lacks ")
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, where a folder would be made")
+    result = command(tmp_path, "profile", "digits", "--threads", "1", HORIZONML_CACHE=str(tmp_path / "cache"))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("cannot be written to") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["plan"], ["bench", "compare"], ["rendezvous"], ["cluster", "submit"]]
+)
+def test_help_shows_no_types_of_flags(tmp_path: Path, arguments: list[str]) -> None:
+    shown = command(tmp_path, *arguments, "--help").stdout
+    assert "--help" in shown
+    assert "<bool>" not in shown
+    assert max(map(len, shown.splitlines())) <= 80

@@ -1,0 +1,99 @@
+"""Files that are meant to hurt: all end soon, in our own error, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml import reading
+from horizonml.errors import JobError
+from horizonml.jobfile import load, parse
+from horizonml.plan.devices import load_cluster, read_profile
+from horizonml.planning import read_plan
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "job": load,
+    "devices": load_cluster,
+    "plan": lambda path: read_plan(parse("", "job.yaml"), path),
+    "profile": lambda path: read_profile(path, []),
+}
+
+
+def laughs(levels: int) -> str:
+    lines = (f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, levels))
+    return "\n".join(["a0: &a0 [x]", *lines])
+
+
+BOMBS = {
+    "billion laughs": (laughs(12), "more than 200,000 values once aliases are written out"),
+    "an alias of itself": ("a: &a [*a]", "more than 200,000 values"),
+    "deep brackets": ("[" * 20_000, "more than 40 levels deep"),
+    "deep mappings": ("\n".join(" " * level + "a:" for level in range(100)), "more than 40 levels deep"),
+    "deep aliases": ("a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 99)), "levels deep"),
+    "a long number": ("epochs: " + "9" * 5000, "not YAML"),
+    "a control character": ("epochs: \0", "not YAML"),
+    "a wrong tag": ("epochs: !!float ''", "not YAML"),
+    "not JSON's types": ("epochs: !!set {a}", "could not determine a constructor"),
+    "code": ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    "two documents": ("a: 1\n---\nb: 1", "found another document"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_hostile_yaml_is_refused_by_every_reader(tmp_path: Path, bomb: str, reader: str) -> None:
+    text, words = BOMBS[bomb]
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(JobError, match=words):
+        READERS[reader](tmp_path / "file.yaml")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_by_every_reader(tmp_path: Path, reader: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"a: \xff")
+    (tmp_path / "huge").touch()
+    os.truncate(tmp_path / "huge", 1 << 40)
+    for path, words in (
+        (tmp_path / "pipe", "is a pipe, not a regular file"),
+        (Path("/dev/zero"), "is a device, not a regular file"),
+        (tmp_path, "is a folder, not a file"),
+        (tmp_path / "huge", r"is larger than 4\.0 MiB"),
+        (tmp_path / "binary", "not a text file"),
+        (tmp_path / "no\0name", "null"),
+    ):
+        with pytest.raises(JobError, match=words):
+            READERS[reader](path)
+
+
+def test_a_pipe_of_the_shell_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `horizonml train <(COMMAND)`, which must not be waited for without end either."""
+    read, write = os.pipe()
+    feeder = threading.Thread(target=lambda: (os.write(write, b"epochs: 3"), os.close(write)))
+    feeder.start()
+    assert load(Path(f"/dev/fd/{read}")).epochs == 3
+    feeder.join()
+    os.close(read)
+    monkeypatch.setattr(reading, "_SECONDS", 0.1)
+    read, write = os.pipe()
+    with pytest.raises(JobError, match="delivered no end within"):
+        load(Path(f"/dev/fd/{read}"))
+    os.close(read)
+    os.close(write)
+
+
+def test_ordinary_yaml_may_use_aliases_and_merges() -> None:
+    job = parse("model: {options: {a: &a {x: 1e-3}, b: {<<: *a, day: 2024-01-01}}}", "job.yaml")
+    assert job.model.options == {"a": {"x": 0.001}, "b": {"x": 0.001, "day": "2024-01-01"}}
+    assert job.digest()
+
+
+def test_long_values_are_shortened_in_errors() -> None:
+    with pytest.raises(JobError) as caught:
+        parse(f"seed: {'x' * 10_000}", "job.yaml")
+    assert len(str(caught.value)) < 250
