@@ -23,7 +23,7 @@ def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
     figure = Figure(figsize=(12, 4.1), layout="constrained")
     loss, held_out, accuracy = figure.subplots(1, 3)
     for name, look in looks(runs).items():
-        steps, evaluations = runs[name].lead.steps, runs[name].lead.evaluations
+        steps, evaluations = runs[name].steps, runs[name].evaluations
         style: dict[str, Any] = {"color": look.colour, "linestyle": look.line}
         loss.plot([s["step"] for s in steps], _smooth([s["loss"] for s in steps]), label=name, **style)
         epochs = [e["epoch"] for e in evaluations]

@@ -124,6 +124,69 @@ def test_steps_that_were_done_twice_count_once_and_a_cut_line_is_left_out(tmp_pa
     assert (one.updates, one.samples) == (6, 192)
 
 
+def describe(path: Path, **changes: Any) -> None:
+    """Change the description with which a rank's file begins."""
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(first) | changes) + "\n", *others]))
+
+
+def append(path: Path, *lines: str | dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+
+
+def test_after_a_loss_the_living_are_reported_and_not_the_dead(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=4)
+    for rank in range(4):
+        describe(tmp_path / f"rank-{rank}.jsonl", generation=1, time=1.0)
+    for rank, started in enumerate((1, 2, 3)):  # rank 0 is lost, and those who are left move up
+        path = tmp_path / f"rank-{started}.jsonl"
+        first, *_, step, _, _ = path.read_text().splitlines()
+        stages = [{"start": 0, "stop": 4, "ranks": [0, 1, 2], "shares": [1.0] * 3}]
+        plan = {"stages": stages, "micro_batches": 2, "schedule": "1f1b"}
+        new = {"rank": rank, "started_as_rank": started, "world_size": 3, "generation": 2, "time": 2.0, "plan": plan}
+        slow = {"step": 7, "wall": 0.4, "compute": 0.4, "transfer": 0.0, "wait": 0.0}
+        append(path, json.loads(first) | new, json.loads(step) | slow)
+    run = load_run("x", tmp_path)
+    assert [(rank.run["rank"], rank.run["started_as_rank"]) for rank in run.ranks] == [(0, 1), (1, 2), (2, 3)]
+    one = summarise(run)
+    assert (one.ranks, one.updates) == (3, 7)
+    assert one.samples_per_second == pytest.approx(80), "steps of the larger group say nothing about this one's speed"
+
+
+def test_a_rerun_that_trains_nothing_changes_no_report(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=3)
+    before = summarise(load_run("x", tmp_path))
+    for rank in range(2):  # started again with two ranks: everything is trained already
+        path = tmp_path / f"rank-{rank}.jsonl"
+        first = json.loads(path.read_text().splitlines()[0])
+        append(path, first | {"world_size": 2, "time": 9.0, "plan": {"stages": []}}, {"kind": "end", "outcome": "x"})
+    assert summarise(load_run("x", tmp_path)) == before
+
+
+def test_machines_with_one_name_have_cores_of_their_own(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for rank in range(2):
+        describe(tmp_path / f"rank-{rank}.jsonl", host="raspberrypi", node=f"board-{rank}")
+    assert summarise(load_run("x", tmp_path)).cpu_utilisation == pytest.approx(1 / 4)
+
+
+def test_speed_and_the_time_of_an_epoch_are_one_statistic(tmp_path: Path) -> None:
+    """Two of five epochs are slow: the mean speed falls and the median does not, and the epoch must follow the median."""
+    write_run(tmp_path, ranks=1, wall=0.1, steps=20, epochs=5)
+    path = tmp_path / "rank-0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["epoch"] in (2, 3):
+            line["wall"] = 2.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one = summarise(load_run("x", tmp_path))
+    assert one.samples_per_second == pytest.approx(320)
+    assert one.epoch_seconds == pytest.approx(0.4)
+    assert one.samples_per_second * one.epoch_seconds * one.epochs == pytest.approx(one.samples)
+    assert (one.slowest_part, one.fastest_part) == pytest.approx((16, 320))
+
+
 def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
     with pytest.raises(HorizonError, match=r"has no records of a run \(rank-\*\.jsonl\)"):
         load_run("x", tmp_path)
