@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from horizonml.bench import charts, style
 from horizonml.bench.compare import strategy_changes
-from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, where
+from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, warnings, where
 from horizonml.bench.study import Case, Result, Study
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -53,7 +53,7 @@ def section(study: Study) -> Section:
         f"one "
         f"thread. All share one machine: {where(study)}"
     )
-    result = Section(f"{mode.capitalize()} scaling", setting, failures(study))
+    result = Section(f"{mode.capitalize()} scaling", setting, failures(study) + warnings(study))
     speeds: dict[str, dict[int, list[float]]] = {}
     runs: dict[str, dict[int, list[Result]]] = {}
     for one in study.succeeded:

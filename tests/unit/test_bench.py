@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.commands import app
 from horizonml.bench.report import write_report
 from horizonml.bench.results import load_run, summarise, traffic
-from horizonml.bench.study import load_study
+from horizonml.bench.study import is_busy, load_study
+from horizonml.cluster.device import OtherWork, available_cores
 from horizonml.errors import HorizonError, JobError
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -172,7 +177,7 @@ def test_machines_with_one_name_have_cores_of_their_own(tmp_path: Path) -> None:
 
 
 def test_speed_and_the_time_of_an_epoch_are_one_statistic(tmp_path: Path) -> None:
-    """Two of five epochs are slow: the mean speed falls and the median does not, and the epoch must follow the median."""
+    """Two of five epochs are slow: the mean speed falls, and the median does not."""
     write_run(tmp_path, ranks=1, wall=0.1, steps=20, epochs=5)
     path = tmp_path / "rank-0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -216,13 +221,57 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
     for name in ("radar", "results-bars", "costs-bars", "learning-curves", "time-split", "timeline-pipeline"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("<img ") == 6
-    assert "1,000 samples: ddp is fastest with 267 samples/s: 1.50 times pipeline, 2.00 times single." in page
+    best = "1,000 samples: ddp is fastest with 267 samples/s (267 to 320): 1.50 times pipeline, 2.00 times single."
+    assert best in page
+    assert "Warning" not in page
     rows = table(tmp_path / "results.csv")
     assert len(rows) == 12
     assert {row["strategy"] for row in rows} == {"single", "ddp", "pipeline"}
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["runs"][1]["links"][0]["to"] == "members"
     assert document["environment"]["cores"] == 2.0
+
+
+def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path) -> None:
+    cases = [
+        {"factors": {"strategy": name, "repeat": repeat}, "run": {"strategy": name, "ranks": 2, "wall": wall}}
+        for name, walls in (("ddp", (0.1, 0.2, 0.13)), ("pipeline", (0.14, 0.14, 0.15)))
+        for repeat, wall in enumerate(walls)
+    ]
+    write_study(tmp_path, "compare", {"workers": 2, "repeats": 3, "job": JOB}, cases)
+    done = tmp_path / "runs" / "case-1" / "done.json"
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"cores_taken": 1.3}))
+    part = compare.section(load_study(tmp_path))
+    assert part.findings[0].startswith(
+        "Warning: the machine was busy. Other processes had up to 1.3 of its 2 cores while case-1 ran"
+    )
+    assert part.findings[1].startswith("Warning: the repeats of ddp differ by 65% in speed (160 to 320 samples/s).")
+    assert part.findings[2] == (
+        "ddp is fastest with 246 samples/s (160 to 320): 1.08 times pipeline. The ranges of ddp and pipeline overlap, "
+        "so their order is not certain."
+    )
+    numbers = {row[0]: row[1:] for row in part.tables[0].rows}
+    assert numbers["samples/s, median"] == ["246", "229"]
+    assert numbers["epoch"] == ["390.0 ms", "420.0 ms"]
+
+
+def test_the_work_of_other_processes_is_measured() -> None:
+    others, cores = OtherWork(), available_cores()
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        deadline = time.monotonic() + 60
+        while not is_busy(others.cores_taken(), cores):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    own = OtherWork()
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert own.cores_taken() <= cores - 0.2, "what this process does is not others' work"
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
