@@ -268,10 +268,10 @@ def test_the_work_of_other_processes_is_measured() -> None:
             loop.kill()
             loop.wait()
     own = OtherWork()
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    assert own.cores_taken() <= cores - 0.2, "what this process does is not others' work"
+    work = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass"]
+    for child in [subprocess.Popen(work) for _ in range(os.cpu_count() or 1)]:
+        child.wait()
+    assert own.cores_taken() < 0.9 * cores, "what this process's children do is not others' work"
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
