@@ -23,7 +23,6 @@ from horizonml.cluster.device import (
     machine,
     memory_limit,
     shared_machine,
-    threads_per_rank,
     versions,
 )
 from horizonml.cluster.identity import Identity
@@ -34,6 +33,7 @@ from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
 from horizonml.engine.move import move
+from horizonml.engine.threads import choose_threads
 from horizonml.errors import CheckpointError, DataError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
@@ -161,10 +161,10 @@ class Worker:
             place = (str(machine_), float(machine_cores)) if shared else ()
             hosts.append(Host(ranks, float(cores), float(memory), *place))
         here = next(host for host in hosts if rank in host.ranks)
-        torch.set_num_threads(job.parallel.threads or threads_per_rank(here.cores, len(here.ranks)))
         if fresh:
             _set_aside(job.run_folder, group, first_here=here.ranks[0] == rank)
         info, model = describe_together(job, group)
+        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
         agreed = make_plan(job, model, info, group, hosts, self.say)
         watch = None
         if agreed.forecast is not None:
