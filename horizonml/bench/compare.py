@@ -123,11 +123,11 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
         others = ", ".join(
             f"{best.samples_per_second / shown[name].samples_per_second:.2f} times {name}" for name in ranking[1:]
         )
-        low, high = spread(runs[ranking[0]])
-        text = f"{ranking[0]} is fastest with {best.samples_per_second:,.0f} samples/s ({low:,.0f} to {high:,.0f})"
-        near = [name for name in ranking[1:] if spread(runs[name])[1] >= low]
+        slowest, fastest = spread(runs[ranking[0]])
+        speed = f"{best.samples_per_second:,.0f} samples/s ({slowest:,.0f} to {fastest:,.0f})"
+        near = [name for name in ranking[1:] if spread(runs[name])[1] >= slowest]
         doubt = f" The ranges of {' and '.join([ranking[0], *near])} overlap, so their order is not certain."
-        texts.append(f"{text}: {others}.{doubt if near else ''}")
+        texts.append(f"{ranking[0]} is fastest with {speed}: {others}.{doubt if near else ''}")
     losses = []
     for name, one in shown.items():
         if one.ranks > 1:
@@ -228,7 +228,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Held-out accuracy (%)", values("accuracy"), style.percent_axis),
         ("Training accuracy (%)", values("train_accuracy"), style.percent_axis),
         ("Held-out loss (cross-entropy)", values("loss"), style.plain_axis),
-        ("Gradient divergence", values("divergence"), style.plain_axis),
+        ("Gradient divergence (of the mean)", values("divergence"), style.plain_axis),
     ]
     costs = [
         ("Compute (% of time)", values("compute"), style.percent_axis),
@@ -248,8 +248,8 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
     category = "training samples" if many else ""
     found = [
         Picture(
-            charts.radar(radar_values(last), folder / "radar.png", f"All in all{label}"),
-            f"All in all{label}. {RADAR}",
+            charts.radar(radar_values(last), folder / "radar.png", f"Six measures of each strategy{label}"),
+            f"Six measures of each strategy{label}. {RADAR}",
         ),
         Picture(charts.bars(panels, folder / "results-bars.png", category=category), f"What training achieved.{note}"),
         Picture(charts.bars(costs, folder / "costs-bars.png", category=category), f"What it took.{note}"),

@@ -70,7 +70,7 @@ def section(study: Study) -> Section:
     counts = sorted({count for points in speeds.values() for count in points})
     gains = {name: {n: [v / base for v in points[n]] for n in points} for name, points in speeds.items()}
     efficiency = {name: {n: [v / n for v in points[n]] for n in points} for name, points in gains.items()}
-    here = f"{cores:g} cores of this machine"
+    here = f"limit: {cores:g} cores on this machine"
     ideals = [
         {"a core for each worker": {n: base * n for n in counts}, here: {n: base * min(n, cores) for n in counts}},
         {"a core for each worker": {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
@@ -85,10 +85,13 @@ def section(study: Study) -> Section:
         study.folder / f"{mode}-scaling.png",
         x="workers",
         ideals=ideals,
+        logarithmic=2,
     )
     result.pictures.append(
         Picture(
-            picture, f"{mode.capitalize()} scaling. Grey: the ideal, and what the cores of this machine allow at most."
+            picture,
+            f"{mode.capitalize()} scaling. Dashed: the ideal. The shaded part cannot be reached with the "
+            f"{cores:g} cores of this machine.",
         )
     )
     result.findings += _findings(gains, runs, cores)
