@@ -171,7 +171,7 @@ def _draw_span(
     if kind == "wait":
         axis.barh(place, end - begin, height, begin, color="#f2f2f2", edgecolor="#bfbfbf", hatch="///", linewidth=0)
         return
-    width = max(end - begin, _LEAST * (high - low))
+    width = end - begin if what == "prepare" else max(end - begin, _LEAST * (high - low))
     colour = KINDS["transfer"] if kind == "transfer" else _WORK.get(what, _WORK["prepare"])
     axis.barh(place, width, height, begin, color=colour, edgecolor="white", linewidth=0.3)
     if kind == "compute" and micro >= 0 and width > 0.012 * max(1e-9, high - low):
