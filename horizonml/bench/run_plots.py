@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,9 +91,11 @@ def timeline(name: str, run: Run, path: Path) -> Path | None:
 
 
 def recorded_step(run: Run) -> int | None:
-    """Return the newest step of which every rank recorded what it did when."""
+    """Return the most usual of the steps of which every rank recorded what it did when."""
     common = set.intersection(*({line["step"] for line in rank.timelines} for rank in run.ranks))
-    return max(common, default=None)
+    walls = {step["step"]: step["wall"] for step in run.lead.settled}
+    usual = statistics.median(walls.values())
+    return min(common, key=lambda number: (abs(walls.get(number, math.inf) - usual), -number), default=None)
 
 
 def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> None:
@@ -170,9 +174,9 @@ def _draw_span(
     place, height = row + lane[0], lane[1]
     if kind == "wait":
         axis.barh(place, end - begin, height, begin, color="#f2f2f2", edgecolor="#bfbfbf", hatch="///", linewidth=0)
-        return
+        return  # others are drawn over it
     width = end - begin if what == "prepare" else max(end - begin, _LEAST * (high - low))
     colour = KINDS["transfer"] if kind == "transfer" else _WORK.get(what, _WORK["prepare"])
-    axis.barh(place, width, height, begin, color=colour, edgecolor="white", linewidth=0.3)
+    axis.barh(place, width, height, begin, color=colour, edgecolor="white", linewidth=0.3, zorder=2.5)
     if kind == "compute" and micro >= 0 and width > 0.012 * max(1e-9, high - low):
         axis.text(begin + width / 2, place, str(micro), ha="center", va="center", color="white", fontsize=8)
