@@ -20,9 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
 from horizonml.agreement import describe_problem, describe_together
-from horizonml.bench.results import load_run
+from horizonml.bench.charts import draw_ranking
+from horizonml.bench.results import Run, load_run
+from horizonml.bench.run_plots import draw_timeline, legend, recorded_step
+from horizonml.bench.style import save
 from horizonml.engine.compress import WHOLE_STEPS
 from horizonml.engine.group import Group
 from horizonml.files import write_atomically
@@ -144,7 +149,10 @@ def compare(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row
         trial = Trial(cluster, out, label, links, base_job(), most)
         ways = {"equal split": best_equal_split(trial.problem), "ddp": data_parallel(trial.problem)}
         _interleave(trial, ways, rounds)
-        return list(trial.rows.values())
+    run = load_run("auto", out / "runs" / f"{label}-auto")
+    all_links = [*links, *[links[-1]] * WORKERS][:WORKERS]
+    draw(list(trial.rows.values()), run, all_links, base_job(), out / "compare.png")
+    return list(trial.rows.values())
 
 
 def sweep(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row]:
@@ -208,6 +216,36 @@ def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int) -> None:
             trial.run("auto", auto, trial.rows["auto"]["predicted"])
         for name, plan in plans.items():
             trial.run_plan(name, plan)
+
+
+def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Path) -> None:
+    """Draw how long a step takes in each way, and a recorded step of the automatic plan's run."""
+    number = recorded_step(run)
+    if number is None:
+        raise SystemExit(f"{run.name}: no step was recorded by all ranks")
+    figure = Figure(figsize=(12, 6.6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, height_ratios=(1, 2.4))
+    times = {row["name"]: row["times"] for row in sorted(rows, key=lambda row: float(row["seconds"]))}
+    title = f"Time of a step: {job.model.name}, {job.batch_size} samples, five unequal devices with slow links"
+    draw_ranking(top, times, title=title, own="auto", text=_seconds)
+    by_rank = {int(rank.run["rank"]): rank for rank in run.ranks}
+    order = [rank for stage in run.stages for rank in stage["ranks"]]
+    labels = []
+    for stage in run.stages:
+        layers = f"layers {stage['start']} to {stage['stop'] - 1}"
+        layers = layers if stage["stop"] - stage["start"] > 1 else f"layer {stage['start']}"
+        for rank in stage["ranks"]:
+            rate = links[rank].replace("mbit", " Mbit/s")
+            labels.append(f"device {rank}: {layers}\n{by_rank[rank].run['cores']:g} cores, {rate}")
+    draw_timeline(bottom, replace(run, ranks=[by_rank[rank] for rank in order]), number, labels)
+    bottom.set_title("One step of auto, as measured; numbers are micro-batches")
+    handles = legend(("forward", "backward", "update", "prepare"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    save(figure, path)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -18,7 +18,6 @@ from horizonml.cluster.device import (
     machine_id,
     memory_limit,
     shared_machine,
-    threads_per_rank,
     versions,
 )
 from horizonml.cluster.identity import Identity
@@ -31,6 +30,7 @@ from horizonml.engine.equal import share_state
 from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
 from horizonml.engine.move import move
+from horizonml.engine.threads import choose_threads
 from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job import Job
@@ -174,10 +174,10 @@ class Worker:
         job, rank = self._job, group.rank
         hosts = _hosts(group)
         here = next(host for host in hosts if rank in host.ranks)
-        torch.set_num_threads(job.parallel.threads or threads_per_rank(here.cores, len(here.ranks)))
         if first and any(group.gather_json(fresh)):
             self._set_aside(group)
         info, model = describe_together(job, group)
+        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
         agreed = self._agree(group, model, info, hosts, names, started_as)
         watch = None
         if agreed.forecast is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from horizonml.bench import charts, style
 from horizonml.bench.compare import strategy_changes
-from horizonml.bench.section import Picture, Section, Table, failures, percent, where
+from horizonml.bench.section import Picture, Section, Table, failures, percent, warnings, where
 from horizonml.bench.study import Case, Study
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -45,7 +45,7 @@ def section(study: Study) -> Section:
         f"half "
         f"is warm-up. {where(study)}"
     )
-    result = Section("Batch sizes", setting, failures(study))
+    result = Section("Batch sizes", setting, failures(study) + warnings(study))
     speeds: dict[str, dict[int, list[float]]] = {}
     memory: dict[str, dict[int, list[float]]] = {}
     step_times: dict[str, dict[int, list[float]]] = {}

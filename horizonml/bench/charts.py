@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.projections.polar import PolarAxes
+from matplotlib.ticker import LogLocator
 
-from horizonml.bench.style import AxisFormat, looks, plain_axis, save
+from horizonml.bench.style import AxisFormat, label, looks, plain_axis, save
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]  # series -> category -> one value per repeat
 
@@ -36,22 +38,32 @@ def bars(panels: Sequence[tuple[str, Values, AxisFormat]], path: Path, *, catego
         _bar_panel(axis, title, values, form, category)
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
-    handles: dict[str, Artist] = {}
-    for axis in axes[: len(panels)]:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    if any(len(_categories(values)) > 1 for _, values, _ in panels):
+        handles: dict[str, Artist] = {}
+        for axis in axes[: len(panels)]:
+            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
     return save(figure, path)
 
 
+def _categories(values: Values) -> list[str]:
+    return list(dict.fromkeys(name for series in values.values() for name in series))
+
+
 def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, category: str) -> None:
-    categories = list(dict.fromkeys(name for series in values.values() for name in series))
+    categories = _categories(values)
     width = 0.8 / max(1, len(values))
+    ticks: dict[float, str] = {}
+    tops: list[tuple[float, float, float]] = []  # of each bar: where it is, its value, and where its error bar ends
     for place, (series, look) in enumerate(looks(values).items()):
         shown = [(index, values[series][name]) for index, name in enumerate(categories) if values[series].get(name)]
         centres = [middle(repeats) for _, repeats in shown]
+        places = [index + (place - (len(values) - 1) / 2) * width for index, _ in shown]
+        ticks.update(dict.fromkeys(places, series))
+        tops += [(at, centre, centre + above) for at, (centre, _, above) in zip(places, centres, strict=True)]
         axis.bar(
-            [index + (place - (len(values) - 1) / 2) * width for index, _ in shown],
+            places,
             [centre for centre, _, _ in centres],
             width * 0.92,
             yerr=_errors(centres),
@@ -67,14 +79,25 @@ def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, categor
     axis.set(title=title, xlabel=category if len(categories) > 1 else "")
     axis.grid(visible=False, axis="x")
     if len(categories) == 1:
-        axis.set_xticks([])
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=9 if len(ticks) < 6 else 7.5)
     form(axis)
+    axis.set_ylim(0, (1.14 if len(tops) <= 6 else 1.4) * max((top for _, _, top in tops), default=0) or 1)
+    for at, value, top in tops:
+        rotation, size = (0, 8) if len(tops) <= 6 else (90, 7)
+        _write(axis, label(axis, value), (at, top), (0, 2), "center", "bottom", fontsize=size, rotation=rotation)
 
 
-def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, own: str) -> Path:
+def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, own: str, unit: str) -> Path:
     """Bars from left to right, one for each name, with error bars; those whose name begins with `own` stand out."""
     figure = Figure(figsize=(9, 0.42 * len(values) + 1.3), layout="constrained")
-    axis = figure.subplots()
+    draw_ranking(figure.subplots(), values, title=title, own=own, text=lambda value: f"{value:,.0f} {unit}")
+    return save(figure, path)
+
+
+def draw_ranking(
+    axis: Axes, values: Mapping[str, Sequence[float]], *, title: str, own: str, text: Callable[[float], str]
+) -> None:
+    """Draw bars from left to right, each with its value as `text` puts it."""
     centres = [middle(repeats) for repeats in values.values()]
     axis.barh(
         list(values),
@@ -88,8 +111,18 @@ def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, ow
     axis.invert_yaxis()
     axis.grid(visible=False, axis="y")
     axis.set_title(title, loc="left")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    return save(figure, path)
+    axis.set_xlim(0, 1.16 * max(centre + above for centre, _, above in centres))
+    axis.xaxis.set_major_formatter(lambda value, _: text(value))
+    for row, (name, (centre, _, above)) in enumerate(zip(values, centres, strict=True)):
+        weight = "bold" if name.startswith(own) else "normal"
+        _write(axis, text(centre), (centre + above, row), (5, 0), "left", "center", fontsize=9, fontweight=weight)
+
+
+def _write(
+    axis: Axes, text: str, at: tuple[float, float], off: tuple[float, float], ha: str, va: str, **looks: Any
+) -> None:
+    """Write something beside a point, `off` by so many points of print."""
+    axis.annotate(text, at, xytext=off, textcoords="offset points", ha=ha, va=va, **looks)
 
 
 def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
@@ -103,17 +136,20 @@ def lines(
     *,
     x: str,
     ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
+    logarithmic: int = 0,
 ) -> Path:
-    """Panels of lines over numbers, with error bars; `ideals[i]` are up to two grey lines of panel i, by their "
-    "names."""
+    """Draw panels of lines over numbers, with error bars.
+
+    `ideals[i]` are up to two lines of panel i, by their names: what would be ideal, and a limit, which is shaded from
+    above. The first `logarithmic` panels have a logarithmic y axis, too.
+    """
     figure = Figure(figsize=(4.6 * len(panels), 4.0), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     handles: dict[str, Artist] = {}
     for number, (axis, (title, values, form)) in enumerate(zip(axes, panels, strict=True)):
-        for (name, points), style in zip(
-            (ideals[number] if number < len(ideals) else {}).items(), ("--", ":"), strict=False
-        ):
-            axis.plot(list(points), list(points.values()), color="#888888", linestyle=style, label=name)
+        own = ideals[number] if number < len(ideals) else {}
+        for (name, points), (style, colour) in zip(own.items(), (("--", "#888888"), ("-", "#333333")), strict=False):
+            axis.plot(list(points), list(points.values()), color=colour, linestyle=style, linewidth=1.4, label=name)
         ticks: set[float] = set()
         for series, look in looks(values).items():
             xs = sorted(values[series])
@@ -134,10 +170,20 @@ def lines(
         axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
         axis.minorticks_off()
         axis.set(title=title, xlabel=x)
-        axis.set_ylim(bottom=0)
         form(axis)
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+        if number < logarithmic:
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_locator(LogLocator(base=2))
+            form(axis)
+        else:
+            axis.set_ylim(bottom=0)
+        if len(own) > 1:
+            limit = list(own.values())[-1]
+            top = axis.get_ylim()[1]
+            axis.fill_between(list(limit), list(limit.values()), top, color="#000000", alpha=0.06, linewidth=0)
+            axis.set_ylim(top=top)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
     return save(figure, path)
 
@@ -159,10 +205,10 @@ def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> 
         )  # fmt: skip
         axis.fill(angles, shown, color=look.colour, alpha=0.06)
     axis.set_xticks(angles, axes)
-    for label, angle in zip(axis.get_xticklabels(), angles, strict=True):
+    for name, angle in zip(axis.get_xticklabels(), angles, strict=True):
         across, up = math.sin(angle), math.cos(angle)
-        label.set_horizontalalignment("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
-        label.set_verticalalignment("center" if abs(up) < 0.1 else "bottom" if up > 0 else "top")
+        name.set_horizontalalignment("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
+        name.set_verticalalignment("center" if abs(up) < 0.1 else "bottom" if up > 0 else "top")
     axis.tick_params(axis="x", pad=4)
     axis.set_ylim(0, 1)
     axis.set_yticks([0.25, 0.5, 0.75, 1.0], ["0.25", "0.5", "0.75", "1"], color="#777777", fontsize=8)

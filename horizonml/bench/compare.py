@@ -13,8 +13,10 @@ from horizonml.bench.section import (
     failures,
     percent,
     rank_tables,
+    spread,
     summary_table,
     typical,
+    warnings,
     where,
 )
 from horizonml.bench.study import Case, Result, Study
@@ -74,7 +76,7 @@ def section(study: Study) -> Section:
         f"strategy trains on the same samples in the same order, and makes the same number of updates. All ranks share "
         f"one machine: {where(study)}"
     )
-    part = Section(title, setting, failures(study))
+    part = Section(title, setting, failures(study) + warnings(study))
     if not by_size:
         return part
     largest = next(reversed(by_size))
@@ -121,7 +123,11 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
         others = ", ".join(
             f"{best.samples_per_second / shown[name].samples_per_second:.2f} times {name}" for name in ranking[1:]
         )
-        texts.append(f"{ranking[0]} is fastest with {best.samples_per_second:,.0f} samples/s: {others}.")
+        slowest, fastest = spread(runs[ranking[0]])
+        speed = f"{best.samples_per_second:,.0f} samples/s ({slowest:,.0f} to {fastest:,.0f})"
+        near = [name for name in ranking[1:] if spread(runs[name])[1] >= slowest]
+        doubt = f" The ranges of {' and '.join([ranking[0], *near])} overlap, so their order is not certain."
+        texts.append(f"{ranking[0]} is fastest with {speed}: {others}.{doubt if near else ''}")
     losses = []
     for name, one in shown.items():
         if one.ranks > 1:
@@ -150,15 +156,15 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
             for results in runs.values()
             if len(results) > 1
         ]
-        spread = max((max(values) - min(values) for values in repeats), default=None)
+        apart = max((max(values) - min(values) for values in repeats), default=None)
         text = (
             f"Held-out accuracy lies between {percent(accuracies[low], 1)} ({low}) and {percent(accuracies[high], 1)} "
             f"({high})"
         )
-        if spread is not None:
+        if apart is not None:
             difference = accuracies[high] - accuracies[low]
-            verdict = "no more than" if difference <= spread else "more than"
-            text += f", {verdict} the {100 * spread:.1f} points by which repeats of one strategy differ"
+            verdict = "no more than" if difference <= apart else "more than"
+            text += f", {verdict} the {100 * apart:.1f} points by which repeats of one strategy differ"
         texts.append(text + ".")
     least = min(shown, key=lambda name: shown[name].rss_peak_bytes)
     most = max(shown, key=lambda name: shown[name].rss_peak_bytes)
@@ -222,7 +228,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Held-out accuracy (%)", values("accuracy"), style.percent_axis),
         ("Training accuracy (%)", values("train_accuracy"), style.percent_axis),
         ("Held-out loss (cross-entropy)", values("loss"), style.plain_axis),
-        ("Gradient divergence", values("divergence"), style.plain_axis),
+        ("Gradient divergence (of the mean)", values("divergence"), style.plain_axis),
     ]
     costs = [
         ("Compute (% of time)", values("compute"), style.percent_axis),
@@ -242,8 +248,8 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
     category = "training samples" if many else ""
     found = [
         Picture(
-            charts.radar(radar_values(last), folder / "radar.png", f"All in all{label}"),
-            f"All in all{label}. {RADAR}",
+            charts.radar(radar_values(last), folder / "radar.png", f"Six measures of each strategy{label}"),
+            f"Six measures of each strategy{label}. {RADAR}",
         ),
         Picture(charts.bars(panels, folder / "results-bars.png", category=category), f"What training achieved.{note}"),
         Picture(charts.bars(costs, folder / "costs-bars.png", category=category), f"What it took.{note}"),

@@ -56,6 +56,7 @@ def section(path: Path) -> Section:
             path.parent / f"{race['short'].replace(' ', '-').replace(',', '')}.png",
             title=f"Samples per second: {race['short']}",
             own="HorizonML",
+            unit="samples/s",
         )
         result.pictures.append(Picture(picture, f"{race['title']}. Lines reach from the slowest to the fastest step."))
     return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from horizonml.bench import charts, style
 from horizonml.bench.compare import strategy_changes
-from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, where
+from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, warnings, where
 from horizonml.bench.study import Case, Result, Study
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -53,7 +53,7 @@ def section(study: Study) -> Section:
         f"one "
         f"thread. All share one machine: {where(study)}"
     )
-    result = Section(f"{mode.capitalize()} scaling", setting, failures(study))
+    result = Section(f"{mode.capitalize()} scaling", setting, failures(study) + warnings(study))
     speeds: dict[str, dict[int, list[float]]] = {}
     runs: dict[str, dict[int, list[Result]]] = {}
     for one in study.succeeded:
@@ -70,7 +70,7 @@ def section(study: Study) -> Section:
     counts = sorted({count for points in speeds.values() for count in points})
     gains = {name: {n: [v / base for v in points[n]] for n in points} for name, points in speeds.items()}
     efficiency = {name: {n: [v / n for v in points[n]] for n in points} for name, points in gains.items()}
-    here = f"{cores:g} cores of this machine"
+    here = f"limit: {cores:g} cores on this machine"
     ideals = [
         {"a core for each worker": {n: base * n for n in counts}, here: {n: base * min(n, cores) for n in counts}},
         {"a core for each worker": {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
@@ -85,10 +85,13 @@ def section(study: Study) -> Section:
         study.folder / f"{mode}-scaling.png",
         x="workers",
         ideals=ideals,
+        logarithmic=2,
     )
     result.pictures.append(
         Picture(
-            picture, f"{mode.capitalize()} scaling. Grey: the ideal, and what the cores of this machine allow at most."
+            picture,
+            f"{mode.capitalize()} scaling. Dashed: the ideal. The shaded part cannot be reached with the "
+            f"{cores:g} cores of this machine.",
         )
     )
     result.findings += _findings(gains, runs, cores)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.bench.results import Run, Summary, traffic
-from horizonml.bench.study import Result, Study
+from horizonml.bench.study import Result, Study, is_busy
 from horizonml.engine.clock import KINDS
 from horizonml.files import write_atomically
 from horizonml.text import human_bytes, human_seconds
@@ -58,7 +58,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "training accuracy": lambda s: percent(s.train_accuracy, 2),
     "held-out loss": lambda s: "-" if s.loss is None else f"{s.loss:.4f}",
     "epoch": lambda s: human_seconds(s.epoch_seconds),
-    "samples/s": lambda s: f"{s.samples_per_second:,.0f}",
+    "samples/s, median": lambda s: f"{s.samples_per_second:,.0f}",
+    "samples/s, slowest to fastest part": lambda s: f"{s.slowest_part:,.0f} to {s.fastest_part:,.0f}",
     "compute": lambda s: percent(s.compute),
     "transfer": lambda s: percent(s.transfer),
     "wait": lambda s: percent(s.wait),
@@ -76,14 +77,19 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 NOTE = (
     "compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and energy are of all ranks "
     "together; gradient divergence is the distance of a member's gradient from the mean before the reduction, relative "
-    "to the mean."
+    "to the mean. The parts of a run are its epochs, or fifths of its steps where it has fewer than three; the time of "
+    "an epoch is that of its samples at the median speed."
 )
+_DIFFERENT = 0.2  # repeats that differ by more of their median than this were disturbed
 
 
 def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
     """The numbers of some runs side by side; of repeats the median by speed is shown."""
     shown = {name: typical(results).summary for name, results in columns.items()}
     rows = [[label, *(show(summary) for summary in shown.values())] for label, show in COLUMNS.items()]
+    if any(len(results) > 1 for results in columns.values()):
+        ranges = ("{:,.0f} to {:,.0f}".format(*spread(results)) for results in columns.values())
+        rows.append(["samples/s, slowest to fastest repeat", *ranges])
     idle = human_bytes(max(summary.idle_rss_bytes for summary in shown.values()))
     note = f"{NOTE} A process that has only imported torch has {idle} of memory."
     return Table(title, ["", *shown], rows, note)
@@ -121,6 +127,14 @@ def typical(results: Sequence[Result]) -> Result:
     return sorted(results, key=lambda result: result.summary.samples_per_second)[(len(results) - 1) // 2]
 
 
+def spread(results: Sequence[Result]) -> tuple[float, float]:
+    """Samples per second of the slowest and the fastest repeat; without repeats, of the parts of the run."""
+    if len(results) == 1:
+        return results[0].summary.slowest_part, results[0].summary.fastest_part
+    speeds = [result.summary.samples_per_second for result in results]
+    return min(speeds), max(speeds)
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     """0.125 -> "12%"."""
     return "-" if share is None else f"{share:.{digits}%}"
@@ -141,6 +155,32 @@ def where(study: Study) -> str:
 def failures(study: Study) -> list[str]:
     """What did not work, as findings."""
     return [f"{result.name} failed: {(result.error or '').splitlines()[0]}" for result in study.failed]
+
+
+def warnings(study: Study) -> list[str]:
+    """Why the times should not be trusted, as findings: a machine with other work, or repeats that disagree."""
+    texts, cores = [], float(study.environment["cores"])
+    disturbed = {one.name: one.cores_taken for one in study.succeeded if is_busy(one.cores_taken, cores)}
+    if disturbed:
+        few = len(disturbed) < len(study.succeeded)
+        which = f"{', '.join(disturbed)} ran" if few and len(disturbed) <= 6 else "the runs were measured"
+        texts.append(
+            f"Warning: the machine was busy. Other processes had up to {max(disturbed.values()):.1f} of its {cores:g} "
+            f"cores while {which}, so these speeds are too low, and those of runs with several threads or ranks most."
+        )
+    repeats: dict[str, list[Result]] = {}
+    for one in study.succeeded:
+        alike = " ".join(str(value) for key, value in one.factors.items() if key != "repeat")
+        repeats.setdefault(alike, []).append(one)
+    for alike, results in repeats.items():
+        low, high = spread(results)
+        middle = statistics.median(result.summary.samples_per_second for result in results)
+        if len(results) > 1 and high - low > _DIFFERENT * middle:
+            texts.append(
+                f"Warning: the repeats of {alike} differ by {percent((high - low) / middle)} in speed ({low:,.0f} to "
+                f"{high:,.0f} samples/s). Something disturbed them: repeat them on a quiet machine (--fresh)."
+            )
+    return texts
 
 
 def write_data(study: Study) -> list[Path]:

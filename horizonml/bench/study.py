@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.bench.results import Run, Summary, load_run, summarise
-from horizonml.cluster.device import available_cores, machine, memory_limit, versions
+from horizonml.cluster.device import OtherWork, available_cores, machine, memory_limit, versions
 from horizonml.cluster.local import RankFailed
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically
 from horizonml.job import Job
 from horizonml.launch import train_here
 from horizonml.text import human_seconds
+
+_BUSY = 0.1  # of the cores
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Result:
     factors: dict[str, Any]
     folder: Path
     error: str | None = None
+    cores_taken: float = 0.0  # by other processes, on average while it ran
 
     @cached_property
     def run(self) -> Run:
@@ -107,7 +110,7 @@ def run_study(
             continue
         remaining = f"; about {human_seconds(spent / finished * left)} left" if finished else ""
         say(f"\n[{number}/{len(cases)}] {_words(case)}{remaining}")
-        started, error = time.monotonic(), None
+        started, others, error = time.monotonic(), OtherWork(), None
         shutil.rmtree(folder / "runs" / case.name, ignore_errors=True)
         try:
             if not train_here(case.job.model_copy(update={"folder": str(folder / "runs" / case.name)}), fresh=False):
@@ -119,7 +122,10 @@ def run_study(
             say(f"failed: {error}")
         seconds = time.monotonic() - started
         spent, finished, left = spent + seconds, finished + case.work, left - case.work
-        outcome = {"digest": case.job.digest(), "seconds": seconds, "error": error}
+        taken = others.cores_taken()
+        if is_busy(taken, available_cores()):
+            say(f"warning: other processes had {taken:.1f} of the {available_cores():g} cores during this run")
+        outcome = {"digest": case.job.digest(), "seconds": seconds, "error": error, "cores_taken": taken}
         write_atomically(folder / "runs" / case.name / "done.json", (json.dumps(outcome) + "\n").encode())
     return load_study(folder)
 
@@ -133,10 +139,16 @@ def load_study(folder: Path) -> Study:
             run = folder / "runs" / case["name"]
             outcome = _outcome(run, case["digest"])
             if outcome is not None:
-                results.append(Result(case["name"], case["factors"], run, outcome["error"]))
+                taken = outcome.get("cores_taken", 0.0)
+                results.append(Result(case["name"], case["factors"], run, outcome["error"], taken))
         return Study(manifest["kind"], folder, manifest["settings"], manifest["environment"], results)
     except (OSError, ValueError, KeyError) as error:
         raise HorizonError(f"{folder / 'study.json'} cannot be read: {error}") from error
+
+
+def is_busy(cores_taken: float, cores: float) -> bool:
+    """Whether other processes took so much of the machine that times measured on it are doubtful."""
+    return cores_taken > _BUSY * cores
 
 
 def environment() -> dict[str, Any]:

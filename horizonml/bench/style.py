@@ -76,8 +76,18 @@ def bytes_axis(axis: Axes) -> None:
 def _bytes(value: float) -> str:
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if value >= 2 * 2.0**power:
-            return f"{value / 2.0**power:g} {unit}"
+            return f"{_short(value / 2.0**power)} {unit}"
     return human_bytes(value).replace(".0 ", " ")
+
+
+def _short(value: float) -> str:
+    """Return a number with three digits that count: 1,234 and 99.6 and 0.0123."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def label(axis: Axes, value: float) -> str:
+    """Return a value as the y axis would show it, with its unit."""
+    return str(axis.yaxis.get_major_formatter()(value, None))
 
 
 def seconds_axis(axis: Axes) -> None:
@@ -87,12 +97,12 @@ def seconds_axis(axis: Axes) -> None:
 
 def percent_axis(axis: Axes) -> None:
     """Label the y axis in percent."""
-    axis.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{_short(100 * value)}%")
 
 
 def plain_axis(axis: Axes) -> None:
     """Label the y axis with thousands separated."""
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.yaxis.set_major_formatter(lambda value, _: _short(value))
 
 
 AxisFormat = Callable[[Axes], None]

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,34 @@ def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
             if key == field:
                 return float(value) * unit
     return None
+
+
+class OtherWork:
+    """Measures how much of the machine other processes use, from when it is made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def cores_taken(self) -> float:
+        """Return how many of the cores that this process may use others had, on average since the start.
+
+        Others are neither this process nor its children that have ended. Cores that this process may not use anyway
+        are theirs before they take any of its own.
+        """
+        wall, busy, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        if wall <= 0:
+            return 0.0
+        cores = available_cores()
+        spare = (os.cpu_count() or 1) - cores
+        return min(cores, max(0.0, (busy - own) / wall - spare))
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds that passed, that all processors worked, and that they worked for this process."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        own = os.times()
+        return time.monotonic(), busy, own.user + own.system + own.children_user + own.children_system
 
 
 def threads_per_rank(cores: float, ranks_here: int) -> int:

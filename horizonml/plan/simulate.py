@@ -34,6 +34,7 @@ class Prediction:
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
     updating: dict[int, float]  # seconds in which a rank updates its parameters
     spans: list[tuple[int, str, int, float, float]]  # rank, "forward" or "backward", micro-batch, begin and end
+    messages: list[tuple[int, int, float, float]]  # from which rank to which, begin and end of the transfer
 
     @property
     def computing(self) -> dict[int, float]:
@@ -99,6 +100,7 @@ def predict(
         {rank: sum(task.work for task in tasks) for rank, tasks in simulation.tasks.items()},
         updating,
         simulation.spans,
+        simulation.messages,
     )
 
 
@@ -123,6 +125,7 @@ class _Simulation:
         allowances: Sequence[float] | None = None,
     ) -> None:
         self.spans: list[tuple[int, str, int, float, float]] = []
+        self.messages: list[tuple[int, int, float, float]] = []
         self.last_backward: dict[int, tuple[float, float]] = {}  # begin and end, by rank
         self._network = network
         self._cores = cores_of(hosts, allowances or [0.0] * len(hosts))
@@ -183,8 +186,10 @@ class _Simulation:
         self._position[rank] += 1
         for peer, size in task.sends:
             latency, bandwidth = self._network.between(rank, peer)
-            free = max(now, self._link_free[rank]) + size / bandwidth
+            begin = max(now, self._link_free[rank])
+            free = begin + size / bandwidth
             self._link_free[rank] = free
+            self.messages.append((rank, peer, begin, free + latency))
             self._push(free + latency, peer, 0, task.action.kind, task.action.micro)
         self._try(rank, now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, GREEN, ORANGE, RED, Panel
+from dashboards.panel import BLUE, GREEN, ORANGE, RED, SAMPLES_PER_SECOND, Panel
 from dashboards.queries import AGE, JOB, PHASE_SECONDS, PHASES, WHO
 
 PANELS = [
@@ -49,11 +49,11 @@ PANELS = [
         "stat",
         "How fast is it?",
         "Samples trained on per second, over all ranks.",
-        "short",
+        SAMPLES_PER_SECOND,
         [(f"max(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
         width=4,
         height=4,
-        decimals=1,
+        decimals=0,
     ),
     Panel(
         "stat",
@@ -123,7 +123,7 @@ PANELS = [
         "timeseries",
         "How fast is it over time?",
         "Samples trained on per second, over all ranks.",
-        "short",
+        SAMPLES_PER_SECOND,
         [(f"max(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
         low=0,
         width=6,
@@ -146,14 +146,10 @@ PANELS = [
         "Distance of each rank's gradient from the mean, relative to the mean, before they are summed (members of a "
         "stage only; a rank alone in its stage has none).",
         "none",
-        [
-            (
-                f'horizonml_gradient_divergence{{{WHO}}} or label_replace(vector(0), "rank", "none", "", "")',
-                "rank {{rank}}",
-            )
-        ],
+        [(f"horizonml_gradient_divergence{{{WHO}}}", "rank {{rank}}")],
         low=0,
         width=6,
+        without="No stage has several members whose gradients could differ",
     ),
     Panel(
         "timeseries",
@@ -181,14 +177,11 @@ PANELS = [
     Panel(
         "timeseries",
         "Who is waited for?",
-        "How many ranks wait for this one to join.",
+        "How many ranks wait for each one to join, and how many ranks are missing.",
         "none",
         [
-            (
-                f"sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})"
-                ' or label_replace(vector(0), "peer", "none", "", "")',
-                "rank {{peer}}",
-            )
+            (f"count(sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})) or vector(0)", "missing ranks"),
+            (f"sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})", "waiting for rank {{peer}}"),
         ],
         low=0,
         soft=4,

@@ -9,7 +9,8 @@ from typing import Any
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
 
-_COLOUR_MODES = {"timeseries": "palette-classic", "state-timeline": "continuous-BlYlRd"}
+SAMPLES_PER_SECOND = "suffix: samples/s"  # Grafana's own units would say "3.0 K" and leave out of what
+
 Query = tuple[str, str]  # expression and legend
 
 
@@ -17,7 +18,7 @@ Query = tuple[str, str]  # expression and legend
 class Panel:
     """One panel. `width` is in 24ths of the screen, `height` in Grafana's rows."""
 
-    kind: str  # timeseries, stat, bargauge, table, state-timeline
+    kind: str  # timeseries, stat, bargauge, table
     title: str
     text: str
     unit: str
@@ -33,12 +34,13 @@ class Panel:
     decimals: int | None = None
     words: dict[int, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour, for stat
     columns: dict[str, str] = field(default_factory=dict)  # label -> heading, for table
+    without: str = ""  # what to say where there is no data, and need not be
 
     def to_json(self, number: int, x: int, y: int) -> dict[str, Any]:
         """As Grafana wants it, at a place on the grid."""
         defaults: dict[str, Any] = {
             "unit": self.unit,
-            "color": {"mode": _COLOUR_MODES.get(self.kind, "thresholds")},
+            "color": {"mode": "palette-classic" if self.kind == "timeseries" else "thresholds"},
             "thresholds": {
                 "mode": "absolute",
                 "steps": [{"value": value, "color": colour} for value, colour in self.steps],
@@ -47,6 +49,8 @@ class Panel:
         for key, value in (("min", self.low), ("max", self.high), ("decimals", self.decimals)):
             if value is not None:
                 defaults[key] = value
+        if self.without:
+            defaults["noValue"] = self.without
         if self.words:
             options = {
                 str(value): {"text": text, "color": colour, "index": index}
@@ -94,8 +98,8 @@ class Panel:
             "datasource": DATASOURCE,
             "expr": expression,
             "legendFormat": legend,
-            "range": self.kind in ("timeseries", "state-timeline"),
-            "instant": self.kind not in ("timeseries", "state-timeline"),
+            "range": self.kind == "timeseries",
+            "instant": self.kind != "timeseries",
         }
         if self.kind == "table":
             target["format"] = "table"
@@ -132,13 +136,5 @@ class Panel:
                 "orientation": "horizontal",
                 "showUnfilled": True,
             }, {}
-        if self.kind == "state-timeline":
-            return {
-                "mergeValues": False,
-                "showValue": "never",
-                "rowHeight": 0.95,
-                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False, "calcs": []},
-                "tooltip": {"mode": "single", "sort": "none"},
-            }, {"lineWidth": 0, "fillOpacity": 100}
         assert self.kind == "table", self.kind
         return {"showHeader": True, "cellHeight": "sm"}, {}

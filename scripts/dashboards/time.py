@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, YELLOW, Panel
+from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel
 from dashboards.queries import JOB, PHASES, WHO, per_step, quantile, share
 
 PANELS = [
@@ -45,14 +45,14 @@ PANELS = [
         for phase in PHASES
     ),
     Panel(
-        "state-timeline",
+        "timeseries",
         "When does who wait?",
-        "Share of its time that each rank waits; a red row is a rank with nothing to do.",
-        "percentunit",
+        "How many ranks wait at a time, by rank: as high as the number of ranks would mean that nobody computes.",
+        "suffix: waiting",
         [(share("wait"), "rank {{rank}}")],
         width=12,
         low=0,
-        high=1,
+        stacked=True,
     ),
     Panel(
         "timeseries",
@@ -105,7 +105,7 @@ PANELS = [
         "timeseries",
         "How many samples does each rank work on?",
         "Samples per second through each rank's stage.",
-        "short",
+        SAMPLES_PER_SECOND,
         [(f"rate(horizonml_rank_samples_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         width=10,
         low=0,

@@ -125,6 +125,13 @@ def test_every_panel_answers_a_question_with_a_unit_and_the_chosen_datasource() 
             assert ("rate(" in target["expr"]) == ("$__rate_interval" in target["expr"]), where
 
 
+def test_numbers_that_count_something_say_what_and_no_series_is_made_up() -> None:
+    for name, panel in panels():
+        assert panel["fieldConfig"]["defaults"]["unit"] != "short", f"{name}: {panel['title']}: 3.0 K of what?"
+        for target in panel["targets"]:
+            assert "label_replace" not in target["expr"], f"{name}: {panel['title']}: nobody is called rank none"
+
+
 def test_panels_do_not_overlap() -> None:
     for path in FILES:
         places = [panel["gridPos"] for panel in load(path)["panels"]]

@@ -99,8 +99,15 @@ def panel_queries() -> Iterator[tuple[str, str, str]]:
                 yield path.stem, panel["title"], expression
 
 
-# A container may not read the counters of energy; only automatic plans are compared with a forecast.
-MAY_BE_EMPTY = ("horizonml_energy_joules", "horizonml_slowdown_ratio", "horizonml_plan_step_seconds")
+# A container may not read the counters of energy; only automatic plans are compared with a forecast; a rank alone in
+# its stage has no gradients to compare; and once all ranks are there, nobody waits for one.
+MAY_BE_EMPTY = (
+    "horizonml_energy_joules",
+    "horizonml_slowdown_ratio",
+    "horizonml_plan_step_seconds",
+    "horizonml_gradient_divergence",
+    "sum by (peer) (horizonml_waiting_for_rank",
+)
 
 
 def empty_panels(query: Query) -> list[str]:

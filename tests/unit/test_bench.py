@@ -5,7 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.commands import app
 from horizonml.bench.report import write_report
 from horizonml.bench.results import load_run, summarise, traffic
-from horizonml.bench.study import load_study
+from horizonml.bench.study import is_busy, load_study
+from horizonml.cluster.device import OtherWork, available_cores
 from horizonml.errors import HorizonError, JobError
 from horizonml.job import Job
 from horizonml.jobfile import changed
@@ -124,6 +129,69 @@ def test_steps_that_were_done_twice_count_once_and_a_cut_line_is_left_out(tmp_pa
     assert (one.updates, one.samples) == (6, 192)
 
 
+def describe(path: Path, **changes: Any) -> None:
+    """Change the description with which a rank's file begins."""
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(first) | changes) + "\n", *others]))
+
+
+def append(path: Path, *lines: str | dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+
+
+def test_after_a_loss_the_living_are_reported_and_not_the_dead(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=4)
+    for rank in range(4):
+        describe(tmp_path / f"rank-{rank}.jsonl", generation=1, time=1.0)
+    for rank, started in enumerate((1, 2, 3)):  # rank 0 is lost, and those who are left move up
+        path = tmp_path / f"rank-{started}.jsonl"
+        first, *_, step, _, _ = path.read_text().splitlines()
+        stages = [{"start": 0, "stop": 4, "ranks": [0, 1, 2], "shares": [1.0] * 3}]
+        plan = {"stages": stages, "micro_batches": 2, "schedule": "1f1b"}
+        new = {"rank": rank, "started_as_rank": started, "world_size": 3, "generation": 2, "time": 2.0, "plan": plan}
+        slow = {"step": 7, "wall": 0.4, "compute": 0.4, "transfer": 0.0, "wait": 0.0}
+        append(path, json.loads(first) | new, json.loads(step) | slow)
+    run = load_run("x", tmp_path)
+    assert [(rank.run["rank"], rank.run["started_as_rank"]) for rank in run.ranks] == [(0, 1), (1, 2), (2, 3)]
+    one = summarise(run)
+    assert (one.ranks, one.updates) == (3, 7)
+    assert one.samples_per_second == pytest.approx(80), "steps of the larger group say nothing about this one's speed"
+
+
+def test_a_rerun_that_trains_nothing_changes_no_report(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=3)
+    before = summarise(load_run("x", tmp_path))
+    for rank in range(2):  # started again with two ranks: everything is trained already
+        path = tmp_path / f"rank-{rank}.jsonl"
+        first = json.loads(path.read_text().splitlines()[0])
+        append(path, first | {"world_size": 2, "time": 9.0, "plan": {"stages": []}}, {"kind": "end", "outcome": "x"})
+    assert summarise(load_run("x", tmp_path)) == before
+
+
+def test_machines_with_one_name_have_cores_of_their_own(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    for rank in range(2):
+        describe(tmp_path / f"rank-{rank}.jsonl", host="raspberrypi", node=f"board-{rank}")
+    assert summarise(load_run("x", tmp_path)).cpu_utilisation == pytest.approx(1 / 4)
+
+
+def test_speed_and_the_time_of_an_epoch_are_one_statistic(tmp_path: Path) -> None:
+    """Two of five epochs are slow: the mean speed falls, and the median does not."""
+    write_run(tmp_path, ranks=1, wall=0.1, steps=20, epochs=5)
+    path = tmp_path / "rank-0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["epoch"] in (2, 3):
+            line["wall"] = 2.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one = summarise(load_run("x", tmp_path))
+    assert one.samples_per_second == pytest.approx(320)
+    assert one.epoch_seconds == pytest.approx(0.4)
+    assert one.samples_per_second * one.epoch_seconds * one.epochs == pytest.approx(one.samples)
+    assert (one.slowest_part, one.fastest_part) == pytest.approx((16, 320))
+
+
 def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
     with pytest.raises(HorizonError, match=r"has no records of a run \(rank-\*\.jsonl\)"):
         load_run("x", tmp_path)
@@ -153,13 +221,57 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
     for name in ("radar", "results-bars", "costs-bars", "learning-curves", "time-split", "timeline-pipeline"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("<img ") == 6
-    assert "1,000 samples: ddp is fastest with 267 samples/s: 1.50 times pipeline, 2.00 times single." in page
+    best = "1,000 samples: ddp is fastest with 267 samples/s (267 to 320): 1.50 times pipeline, 2.00 times single."
+    assert best in page
+    assert "Warning" not in page
     rows = table(tmp_path / "results.csv")
     assert len(rows) == 12
     assert {row["strategy"] for row in rows} == {"single", "ddp", "pipeline"}
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["runs"][1]["links"][0]["to"] == "members"
     assert document["environment"]["cores"] == 2.0
+
+
+def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path) -> None:
+    cases = [
+        {"factors": {"strategy": name, "repeat": repeat}, "run": {"strategy": name, "ranks": 2, "wall": wall}}
+        for name, walls in (("ddp", (0.1, 0.2, 0.13)), ("pipeline", (0.14, 0.14, 0.15)))
+        for repeat, wall in enumerate(walls)
+    ]
+    write_study(tmp_path, "compare", {"workers": 2, "repeats": 3, "job": JOB}, cases)
+    done = tmp_path / "runs" / "case-1" / "done.json"
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"cores_taken": 1.3}))
+    part = compare.section(load_study(tmp_path))
+    assert part.findings[0].startswith(
+        "Warning: the machine was busy. Other processes had up to 1.3 of its 2 cores while case-1 ran"
+    )
+    assert part.findings[1].startswith("Warning: the repeats of ddp differ by 65% in speed (160 to 320 samples/s).")
+    assert part.findings[2] == (
+        "ddp is fastest with 246 samples/s (160 to 320): 1.08 times pipeline. The ranges of ddp and pipeline overlap, "
+        "so their order is not certain."
+    )
+    numbers = {row[0]: row[1:] for row in part.tables[0].rows}
+    assert numbers["samples/s, median"] == ["246", "229"]
+    assert numbers["epoch"] == ["390.0 ms", "420.0 ms"]
+
+
+def test_the_work_of_other_processes_is_measured() -> None:
+    others, cores = OtherWork(), available_cores()
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        deadline = time.monotonic() + 60
+        while not is_busy(others.cores_taken(), cores):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    own = OtherWork()
+    work = [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass"]
+    for child in [subprocess.Popen(work) for _ in range(os.cpu_count() or 1)]:
+        child.wait()
+    assert own.cores_taken() < 0.9 * cores, "what this process's children do is not others' work"
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:

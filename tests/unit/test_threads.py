@@ -1,0 +1,94 @@
+"""How many threads a rank computes with, and how they wait for each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from horizonml.engine.group import Group
+from horizonml.engine.threads import choose_threads, fewest, try_threads
+from horizonml.job import Job, ModelSpec
+from horizonml.model.zoo import Model, build
+from horizonml.plan.hardware import Host
+
+
+@pytest.fixture
+def model() -> Model:
+    return build(ModelSpec(name="digits_cnn"), 0, 10, (1, 8, 8))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def busy_machine() -> Iterator[None]:
+    """Two loops for each core, as other programs would run."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def test_more_threads_must_be_worth_it() -> None:
+    assert fewest({1: 1.0}) == 1
+    assert fewest({1: 1.0, 2: 0.95, 4: 0.92}) == 1
+    assert fewest({1: 1.0, 2: 0.6, 4: 0.58}) == 2
+    assert fewest({1: 1.0, 2: 1.1, 4: 0.5}) == 4
+
+
+def test_trying_threads_changes_nothing(model: Model) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    seconds = try_threads(model, 4, 3)
+    assert sorted(seconds) == [1, 2, 3]
+    assert all(value > 0 for value in seconds.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert all(parameter.is_meta for parameter in model.chain.slice(0, len(model.chain)).parameters())
+
+
+def test_with_one_core_there_is_no_choice(model: Model, cache: Path) -> None:
+    assert choose_threads(Job(), model, Group(None, 0, 1, 60.0), Host((0,), 1.9, 1e9)) == 1
+    assert not list(cache.iterdir())
+
+
+def test_on_a_busy_machine_one_thread_is_taken_and_remembered(model: Model, cache: Path) -> None:
+    """Four threads are twenty times slower there than one, and were the default."""
+    group, job, host = Group(None, 0, 1, 60.0), Job(batch_size=16), Host((0,), 4.0, 1e9)
+    with busy_machine():
+        assert choose_threads(job, model, group, host) == 1
+        (file,) = (cache / "threads").iterdir()
+        file.write_text('{"threads": 3}')
+        assert choose_threads(job, model, group, host) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(model: Model, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "file").write_text("")
+    monkeypatch.setenv("HORIZONML_CACHE", str(cache / "file"))
+    assert 1 <= choose_threads(Job(), model, Group(None, 0, 1, 60.0), Host((0,), 2.0, 1e9)) <= 2
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise() -> None:
+    """OpenMP itself tells what it has read: the variable must be there before torch is."""
+
+    def told(**extra: str) -> str:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+        command = [sys.executable, "-c", "import horizonml, torch"]
+        environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | extra
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
+
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in told()
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in told(OMP_WAIT_POLICY="ACTIVE")
