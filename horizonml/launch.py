@@ -20,6 +20,7 @@ from horizonml.cluster.local import TOGETHER, LocalCluster
 from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
+from horizonml.runfolder import foreign, make_run_folder
 from horizonml.signals import StopRequest, handling, stop_on_signal
 from horizonml.text import count
 
@@ -45,10 +46,10 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
             host, port = metrics
             server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will start it again.
-        outcome = Worker(job, identity, address, own, stop).run(fresh, rejoin=TOGETHER not in os.environ)
-        if identity.rank == 0 or outcome == "already complete":
-            prefix = f"rank {identity.rank}: " if identity.rank else ""
-            print(prefix + _farewell(job, outcome), flush=True)
+        worker = Worker(job, identity, address, own, stop)
+        outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
+        prefix = f"rank {identity.rank}: " if identity.rank else ""
+        print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
         if outcome in ("complete", "already complete"):
             own.completed()
             if stay and not stop.wanted:
@@ -97,15 +98,19 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
         raise JobError(f"{RENDEZVOUS}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
 
 
-def _farewell(job: Job, outcome: str) -> str:
+def _farewell(job: Job, outcome: str, step: int | None) -> str:
+    """Return what to say at the end; `step` is that of the newest checkpoint, if there is one."""
     if outcome == "already complete":
         return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
     if outcome == "stopped":
-        saved = "a checkpoint is saved, the same command goes on from it" if job.checkpoint.enabled else "nothing saved"
-        return f"stopped as asked: {saved}"
+        if step is None:
+            return "stopped as asked: nothing was saved"
+        return f"stopped as asked: a checkpoint is saved (step {step}); run the same command again to continue from it"
     if outcome == "stopped waiting":
         return "stopped as asked, while waiting for the other ranks"
-    return f"done: records and checkpoints are in {job.run_folder}"
+    if step is None:
+        return f"done: records are in {job.run_folder}; nothing was saved, because checkpoint.enabled is false"
+    return f"done: records and checkpoints are in {job.run_folder} (the newest checkpoint is that of step {step})"
 
 
 def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:
@@ -117,6 +122,9 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
     """
     check_strategy(job)
     world_size = job.parallel.world_size()
+    problem = foreign(job.run_folder) if fresh else None
+    if problem is not None:
+        raise JobError(problem)
     with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
         resolved = Path(scratch) / "job.yaml"
         resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
@@ -124,9 +132,20 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
         if fresh:
             command.append("--fresh")
         env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
-        with LocalCluster(world_size, command, Path(scratch), env) as cluster:
+        print(f"starting {count(world_size, 'rank')} on this machine ...", flush=True)
+        with LocalCluster(world_size, command, _log_folder(job, Path(scratch)), env) as cluster:
             cluster.wait()
             return not cluster.interrupted
+
+
+def _log_folder(job: Job, otherwise: Path) -> Path:
+    """Return the run's folder, or where that cannot be written to, which the ranks tell, another one."""
+    try:
+        make_run_folder(job.run_folder)
+        with tempfile.TemporaryFile(dir=job.run_folder):
+            return job.run_folder
+    except OSError:
+        return otherwise
 
 
 def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:

@@ -22,7 +22,31 @@ from horizonml.errors import CheckpointError, JobError
 
 _log = logging.getLogger(__name__)
 MARK = ".horizonml-run"
+_TEXT = "This folder is a run of HorizonML.\n"
+_PLACES = ".places"  # a lock for each rank, and who holds it
 _LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be on its way out
+
+
+def make_run_folder(path: Path) -> None:
+    """Make a run's folder, if there is none, and mark it as ours, if there is nothing in it. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not any(path.iterdir()):
+        (path / MARK).write_text(_TEXT)
+
+
+def foreign(path: Path) -> str | None:
+    """Return why `--fresh` must not touch a folder, or None."""
+    for folder in (path, _previous(path)):
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+            return (
+                f"--fresh moves or deletes only runs of HorizonML, and {folder} is none (it has no {MARK}); choose "
+                "another name or folder, or move it away yourself"
+            )
+    return None
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(path.name + ".previous")
 
 
 class RunFolder:
@@ -47,13 +71,13 @@ class RunFolder:
             _log.warning("nothing can be written to %s: %s", path, error.strerror)
 
     def _open(self) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_run_folder(self.path)
         with tempfile.TemporaryFile(dir=self.path):
             pass
-        if not any(self.path.iterdir()):
-            (self.path / MARK).write_text("This folder is a run of HorizonML.\n")
-        owner = self.path / f".rank-{self._rank}.owner"
-        self._lock = FileLock(self.path / f".rank-{self._rank}.lock", timeout=_LOCK_SECONDS)
+        places = self.path / _PLACES
+        places.mkdir(exist_ok=True)
+        owner = places / f"rank-{self._rank}.json"
+        self._lock = FileLock(places / f"rank-{self._rank}.lock", timeout=_LOCK_SECONDS)
         try:
             self._lock.acquire()
         except Timeout:
@@ -70,21 +94,19 @@ class RunFolder:
 
         The content that was there under that name is deleted. Neither is touched unless it is a run's.
         """
-        previous = self.path.with_name(self.path.name + ".previous")
-        for folder in (self.path, previous):
-            if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
-                return (
-                    f"--fresh moves or deletes only runs of HorizonML, and {folder} is none (it has no {MARK}); choose "
-                    "another name or folder, or move it away yourself"
-                )
+        problem = foreign(self.path)
+        if problem is not None:
+            return problem
+        previous = _previous(self.path)
         try:
             if previous.exists():
                 shutil.rmtree(previous)
             previous.mkdir()
+            (previous / MARK).write_text(_TEXT)
             for path in self.path.iterdir():
-                if path.suffix not in (".lock", ".owner"):  # the ranks of this run have their places here
+                # The ranks of this run have their places here, and print into their logs.
+                if path.name not in (MARK, _PLACES) and path.suffix != ".log":
                     path.rename(previous / path.name)
-            (self.path / MARK).write_text("This folder is a run of HorizonML.\n")
         except OSError as error:
             return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
         return None

@@ -1,8 +1,8 @@
 """All ranks on this machine: starts the rendezvous service and the ranks, and sees to it that none is left behind.
 
-Every rank is the same command that a container would run. The first rank shares this terminal; what the others
-print goes to files in the run's folder. Ctrl-C and SIGTERM reach all ranks as a request to stop after the step; a rank
-that fails ends the others.
+Every rank is the same command that a container would run. The first rank shares this terminal; what the others print,
+and all errors and warnings, goes to `rank-N.log` in the run's folder. Warnings are shown here, too, once. Ctrl-C and
+SIGTERM reach all ranks as a request to stop after the step; a rank that fails ends the others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from horizonml.cluster.command import STOP_SECONDS
+from horizonml.cluster.logs import RankLog, Warnings
 from horizonml.cluster.network import listen
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.signals import LAUNCHER, StopRequest, handling, launcher_name
@@ -39,7 +39,7 @@ class RankFailed(HorizonError):
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    log: Path
+    log: RankLog
     ended: float | None = None  # when it was seen to have ended
 
     def error(self) -> str:
@@ -49,7 +49,7 @@ class _Rank:
             name = signal.Signals(-code).name
             hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
             return f"rank {self.number} was killed by {name}{hint}"
-        said = self.log.read_text(errors="replace").strip()
+        said = self.log.text()
         start = said.rfind("error: ")
         text = said[start + len("error: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
@@ -64,7 +64,8 @@ class LocalCluster:
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
-        self._files: list[IO[Any]] = []
+        self._logs_of: list[RankLog] = []
+        self._warnings = Warnings()
         self._stop = StopRequest()
         self._handling = handling(self._stop.note)
 
@@ -92,31 +93,30 @@ class LocalCluster:
         if self._world_size > 1:
             env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
         for rank in range(self._world_size):
-            log = self._logs / f"rank-{rank}.log"
-            file = log.open("wb")
-            self._files.append(file)
+            log = RankLog(self._logs / f"rank-{rank}.log")
+            self._logs_of.append(log)
             process = subprocess.Popen(
                 self._command,
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else file,
-                stderr=file,
+                stdout=None if rank == 0 else log.file,
+                stderr=log.file,
                 start_new_session=True,  # Ctrl-C comes through us, once
             )
             self._ranks.append(_Rank(rank, process, log))
 
     def _start_service(self, env: dict[str, str]) -> str:
         """Start the rendezvous service on a socket that listens already, so that nobody need wait for it."""
-        log = (self._logs / "rendezvous.log").open("wb")
-        self._files.append(log)
+        self._service_log = RankLog(self._logs / "rendezvous.log")
+        self._logs_of.append(self._service_log)
         with listen("127.0.0.1", 0) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             self._service = subprocess.Popen(
                 [sys.executable, "-m", "horizonml", "rendezvous", "--inherited", str(listener.fileno())],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
+                stdout=self._service_log.file,
+                stderr=self._service_log.file,
                 start_new_session=True,
                 pass_fds=[listener.fileno()],
             )
@@ -131,9 +131,10 @@ class LocalCluster:
             for rank in self._ranks:
                 if rank.ended is None and rank.process.poll() is not None:
                     rank.ended = now
+                self._warnings.show(rank.number, rank.log.new_lines())
             failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
             if self._service is not None and self._service.poll() is not None:
-                said = (self._logs / "rendezvous.log").read_text(errors="replace").strip()
+                said = self._service_log.text()
                 raise RankFailed(f"the rendezvous service ended with code {self._service.returncode}: {said[-1000:]}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
@@ -147,7 +148,10 @@ class LocalCluster:
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
         if failed and not self.interrupted:
             rank = self._blame(failed)
-            raise RankFailed(rank.error(), JobError.exit_code if rank.process.returncode == JobError.exit_code else 1)
+            raise RankFailed(
+                f"{rank.error()}\n(all that it printed is in {rank.log.path})",
+                JobError.exit_code if rank.process.returncode == JobError.exit_code else 1,
+            )
 
     def _blame(self, failed: list[_Rank]) -> _Rank:
         """The rank that failed by itself rather than for the loss of another."""
@@ -167,8 +171,8 @@ class LocalCluster:
         for process in processes:
             _signal(process, signal.SIGKILL)
             process.wait()
-        for file in self._files:
-            file.close()
+        for log in self._logs_of:
+            log.file.close()
         self._handling.__exit__(None, None, None)
 
 

@@ -1,0 +1,52 @@
+"""What the ranks of a local run print: kept in files, and shown where it is a warning."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import IO
+
+
+class RankLog:
+    """What one rank prints in this run; the file may hold what was printed in runs before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: IO[bytes] = path.open("ab")
+        self._start = self._shown = self.file.tell()
+
+    def text(self) -> str:
+        """Return all that the rank has printed."""
+        return self._read(self._start).decode(errors="replace").strip()
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that were completed since the last call."""
+        content = self._read(self._shown)
+        whole = content[: content.rfind(b"\n") + 1]
+        self._shown += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+    def _read(self, start: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+
+
+class Warnings:
+    """Shows the warnings of all ranks on standard error, each of them once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def show(self, rank: int, lines: list[str]) -> None:
+        """Show those among a rank's lines that were not seen before."""
+        for line in lines:
+            # As logging and the warnings module write them.
+            if re.match(r"WARNING: |warning: |rank \d+: warning: |\S.*:\d+: \w*Warning: ", line):
+                text = line.partition("WARNING: ")[2] or line
+                if text not in self._seen:
+                    self._seen.add(text)
+                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the progress bar's line, which comes again
+                    prefix = "" if text.startswith("rank ") else f"rank {rank}: "
+                    print(f"{clear}{prefix}{text}", file=sys.stderr, flush=True)

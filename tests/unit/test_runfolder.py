@@ -1,0 +1,69 @@
+"""A run's folder: marked as ours, in use by one run, moved only if it is ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horizonml.errors import JobError
+from horizonml.runfolder import MARK, RunFolder, make_run_folder
+
+HOLD = """
+import sys
+from pathlib import Path
+from horizonml.runfolder import RunFolder
+place = RunFolder(Path(sys.argv[1]), 0, "digits", True)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "here\n"
+        RunFolder(folder, 1, "digits", True)  # another rank of that run
+        with pytest.raises(JobError, match=rf"in use by rank 0 of job digits \(process {other.pid} on "):
+            RunFolder(folder, 0, "digits", True)
+        other.kill()
+        other.communicate()
+    RunFolder(folder, 0, "digits", True)  # whose lock ended with its process
+
+
+def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "holidays.jpg").write_text("precious")
+    for _ in range(3):
+        problem = RunFolder(photos, 0, "digits", True).set_aside()
+        assert problem is not None
+        assert f"{photos} is none" in problem
+    assert (photos / "holidays.jpg").read_text() == "precious"
+    assert not (photos / MARK).exists()
+
+    run = tmp_path / "run"
+    place = RunFolder(run, 0, "digits", True)
+    (run / "rank-0.jsonl").write_text("first")
+    assert place.set_aside() is None
+    assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "first"
+    (run / "rank-0.jsonl").write_text("second")
+    assert place.set_aside() is None
+    assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+
+    # A folder of somebody's own that happens to have the name under which the run before is kept.
+    (tmp_path / "run.previous" / MARK).unlink()
+    assert "run.previous is none" in str(place.set_aside())
+    assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+
+
+def test_a_folder_that_has_something_in_it_is_not_marked(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    make_run_folder(tmp_path)
+    assert not (tmp_path / MARK).exists()
+    make_run_folder(tmp_path / "new")
+    assert (tmp_path / "new" / MARK).exists()

@@ -1,0 +1,132 @@
+"""Checkpoints from strangers and broken disks: refused by name, and nothing hangs or is written elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from horizonml.errors import CheckpointError
+from horizonml.shards import check, describe, export, find, is_folder_name, read_metadata, steps
+
+PATH = Path("somewhere/step-00000003")
+SHA = "0" * 64
+GOOD: dict[str, Any] = {
+    "format": 1,
+    "step": 3,
+    "compatible": {"seed": 0},
+    "plan": {"stages": [{"start": 0, "stop": 2}, {"start": 2, "stop": 3}], "schedule": "1f1b"},
+    "shards": {f"stage-{number}.safetensors": {"bytes": 8, "sha256": SHA} for number in range(2)},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    metadata = copy.deepcopy(GOOD)
+    *sections, last = path.split("/")
+    target: Any = metadata
+    for section in sections:
+        target = target[int(section) if isinstance(target, list) else section]
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return metadata
+
+
+def test_well_formed_metadata_tells_which_shards_are_needed() -> None:
+    metadata = check(GOOD, PATH)
+    assert metadata.needed(0, 2) == ["stage-0.safetensors"]
+    assert metadata.needed(1, 3) == ["stage-0.safetensors", "stage-1.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("step", "3"),
+        ("step", -1),
+        ("step", True),
+        ("format", None),
+        ("compatible", [1]),
+        ("plan/stages", []),
+        ("plan/stages/0/start", "0"),
+        ("plan/stages/0/stop", 0),
+        ("plan/stages/1/start", 1),
+        ("shards", {}),
+        ("shards", {"../../etc/cron.d/x": {"bytes": 1, "sha256": SHA}}),
+        ("shards/stage-1.safetensors", None),
+        ("shards/stage-0.safetensors/bytes", 1e300),
+        ("shards/stage-0.safetensors/bytes", -5),
+        ("shards/stage-0.safetensors/sha256", "x" * 64),
+        ("metrics", {"held_out_accuracy": "100 %"}),
+        ("complete", "yes"),
+    ],
+)
+def test_metadata_with_values_of_other_kinds_is_refused_by_name(path: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"step-00000003: checkpoint\.json is missing or damaged"):
+        check(changed(path, value), PATH)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{", "[" * 100_000, '{"format": 1}', "\x00"])
+def test_metadata_that_is_no_metadata_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "checkpoint.json").write_text(content)
+    with pytest.raises(CheckpointError, match="missing or damaged"):
+        read_metadata(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "checkpoint.json")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_metadata(tmp_path)
+    made = checkpoint(tmp_path / "step-00000001", {"model/a": torch.ones(2)})
+    (made / "stage-0.safetensors").unlink()
+    os.mkfifo(made / "stage-0.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        export(made, tmp_path / "out.pt")
+
+
+def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "stage-0.safetensors")
+    shard = describe(folder / "stage-0.safetensors", len(tensors)).model_dump()
+    plan = {"stages": [{"start": 0, "stop": 1}]}
+    metadata = {**GOOD, "plan": plan, "shards": {"stage-0.safetensors": shard}}
+    (folder / "checkpoint.json").write_text(json.dumps(metadata))
+    return folder
+
+
+def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
+    tensors = {"model/a": torch.ones(2), "model/b": torch.zeros(3), "optimizer/a/momentum_buffer": torch.ones(2)}
+    folder = checkpoint(tmp_path / "step-00000003", tensors)
+    export(folder, tmp_path / "out.pt")
+    assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"a", "b"}
+
+    # A tensor is gone, and the file's digest was made to fit.
+    kept = load_file(folder / "stage-0.safetensors")
+    del kept["model/b"]
+    save_file(kept, folder / "stage-0.safetensors")
+    metadata = json.loads((folder / "checkpoint.json").read_text())
+    lying = describe(folder / "stage-0.safetensors", len(tensors)).model_dump()
+    metadata["shards"]["stage-0.safetensors"] = lying
+    (folder / "checkpoint.json").write_text(json.dumps(metadata))
+    with pytest.raises(CheckpointError, match="has 2 tensors instead of 3"):
+        export(folder, tmp_path / "second.pt")
+    assert not (tmp_path / "second.pt").exists()
+
+
+def test_only_names_of_checkpoints_are_names(tmp_path: Path) -> None:
+    for name in ("step-00000003", "step-123456789"):
+        assert is_folder_name(name)
+    for other in ("step-3", "../step-00000003", "step-00000003/x", "step-٠٠٠٠٠٠٠٣", "step-00000003\n", 3, None):
+        assert not is_folder_name(other)
+    (tmp_path / "step-old").mkdir()
+    (tmp_path / "step-00000010").mkdir()
+    (tmp_path / "step-123456789").mkdir()
+    assert [path.name for path in steps(tmp_path)] == ["step-123456789", "step-00000010"]
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        find(tmp_path / "elsewhere")
