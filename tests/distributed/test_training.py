@@ -227,6 +227,52 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
     assert files_equal(tmp_path / "disk0", tmp_path / "disk2")  # members of a stage are equal bit for bit
 
 
+@pytest.mark.parametrize(
+    ("stages", "lost"),
+    [(PIPELINE5, [0]), (PIPELINE5, [3]), (HYBRID3, [0, 1]), (HYBRID3, [2])],
+    ids=["the first machine", "another machine", "both members of a stage", "a single member"],
+)
+def test_machines_vanish_with_their_disks_and_the_others_go_on(
+    pool: Pool, tmp_path: Path, stages: list[dict[str, Any]], lost: list[int]
+) -> None:
+    world_size = sum(len(stage["ranks"]) for stage in stages)
+    straight = pool.run(world_size, run, job(tmp_path / "straight", stages))
+    pool.run(world_size, run, job(tmp_path / "disk{rank}", stages), 9)
+    left = [rank for rank in range(world_size) if rank not in lost]
+    for rank in lost:
+        shutil.rmtree(tmp_path / f"disk{rank}")
+    for place, rank in enumerate(left):  # the survivors' ranks move up
+        (tmp_path / f"disk{rank}").rename(tmp_path / f"left{place}")
+    again = pool.run(len(left), run, job(tmp_path / "left{rank}", workers=len(left)))
+    assert {outcome for outcome, _, _ in again} == {"complete"}
+    assert {resumed.step for _, _, resumed in again} == {10}
+    for key, value in whole(straight).items():
+        torch.testing.assert_close(whole(again)[key], value, rtol=1e-3, atol=1e-4)
+
+
+def lying(rank: int, world_size: int, store: Store, job: Job, report: dict[str, Any]) -> str:
+    """Train, while rank 1 says that it wrote something else than it did."""
+    from horizonml.checkpoint import Checkpoints as Honest
+
+    original = Honest._write_shard
+    if rank == 1:
+        Honest._write_shard = lambda *arguments: report  # type: ignore[method-assign]
+    try:
+        return run(rank, world_size, store, job)[0]
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        Honest._write_shard = original  # type: ignore[method-assign]
+
+
+def test_a_peer_cannot_name_a_file(pool: Pool, tmp_path: Path) -> None:
+    report = {"file": "../../../../stolen.safetensors", "bytes": 5}
+    results = pool.run(2, lying, job(tmp_path / "disk{rank}", workers=2), report)
+    assert all("rank 1: it does not say what it wrote" in text for text in results)
+    assert not list(tmp_path.rglob("stolen*"))
+    assert not list(tmp_path.rglob("stage-*"))
+
+
 def files_equal(one: Path, other: Path) -> bool:
     newest = [sorted((folder / "checkpoints").iterdir())[-1] for folder in (one, other)]
     assert newest[0].name == newest[1].name
@@ -324,8 +370,11 @@ def test_leftovers_of_a_crash_are_cleaned_and_a_full_disk_keeps_the_old_checkpoi
     folder = tmp_path / "checkpoints"
     (folder / ".step-00000099").mkdir()
     (folder / ".step-00000099" / "stage-0.safetensors").write_bytes(b"half")
-    results = pool.run(1, without_space, job(tmp_path))
-    assert results[0] == "complete"
+    # Training goes on, but ends with an error: the last checkpoint is not there.
+    ((ok, text),) = pool.run_each([(without_space, (0, 1), (job(tmp_path),))])
+    assert not ok
+    assert "the last checkpoint, after step 21, could not be saved (rank 0: [Errno 28] No space left on device)" in text
+    assert "the newest checkpoint is that of step 6" in text
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000006"]
     assert read_metadata(folder / "step-00000006").step == 6
 
