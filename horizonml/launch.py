@@ -160,9 +160,10 @@ def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str
         listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
         port = listener.getsockname()[1]
         if not command:
-            from horizonml.cluster.rendezvous import Service
+            from horizonml.cluster.rendezvous import SETTLE_SECONDS, Service
 
-            service = Service(listener)
+            # Where others may have met before, at a service that was here, those are waited for.
+            service = Service(listener, settle=SETTLE_SECONDS if inherited is None else 0.0)
             print(f"rendezvous service on {host}:{port}", flush=True)
             service.run(lambda: stop.wanted)
             return 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,14 +19,19 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml import __version__
 from horizonml.cluster.device import machine_id
+from horizonml.cluster.fingerprint import MOST_RANKS, Fingerprint
 from horizonml.cluster.identity import Identity
-from horizonml.cluster.network import can_connect, route_to
-from horizonml.cluster.roster import Fingerprint
+from horizonml.cluster.mailbox import parse, peek, post, printable
+from horizonml.cluster.network import can_connect, route_to, use_interface
 from horizonml.errors import PeerLost, RendezvousError
 from horizonml.signals import Cancelled
 
 _log = logging.getLogger(__name__)
 _BEAT_WAITING, _BEAT_RUNNING = 0.5, 1.0
+_WITHDRAW_SECONDS = 2.0  # for the service to say whether a rank that withdraws still waits, or is a member already
+_AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
+_SHOWN_RANKS = 20  # in a message
+_MOST_STATUS = 1 << 18  # bytes, which the ranks of the largest world take
 
 
 @dataclass(frozen=True)
@@ -76,29 +82,31 @@ class Membership:
         return PrefixStore(f"generation-{self.generation}", self._store)
 
     def name_lost(self, error: PeerLost, patience: float = 2.5 * _BEAT_RUNNING) -> PeerLost:
-        """The same error, naming the ranks whose heartbeats have stopped."""
+        """Return the same error, naming the ranks whose heartbeats have stopped."""
+        store = self._heartbeat.store
         try:
             others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
-            before = {rank: self._store.add(f"beat/{join}", 0) for rank, join in others.items()}
+            before = {rank: peek(store, f"beat/{join}") for rank, join in others.items()}
             time.sleep(patience)
             lost = []
             for rank, join in others.items():
                 member = self.members[rank]
-                if self._store.check([f"gone/{join}"]):
-                    reason = self._store.get(f"gone/{join}").decode()
-                    if not reason.startswith("lost a peer"):
-                        lost.append(f"rank {member.rank} on {member.host} left: {reason}")
-                elif self._store.add(f"beat/{join}", 0) == before[rank]:
+                reason = peek(store, f"gone/{join}")
+                if reason is not None:
+                    if not reason.startswith(b"lost a peer"):
+                        text = printable(reason.decode(errors="replace"))
+                        lost.append(f"rank {member.rank} on {member.host} left: {text}")
+                elif peek(store, f"beat/{join}") == before[rank]:
                     lost.append(f"rank {member.rank} on {member.host} gives no sign of life")
-        except RuntimeError as reason:
-            return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(reason)})")
+        except RuntimeError as problem:
+            return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(problem)})")
         return PeerLost(f"{'; '.join(lost)} ({error})") if lost else error
 
     def leave(self, reason: str) -> None:
         """Tell the service that this rank goes."""
-        self._heartbeat.stop.set()
+        self._heartbeat.end()
         try:
-            _post(self._store, {"leave": self._joins[self.rank], "reason": reason})
+            post(self._heartbeat.store, {"id": self._joins[self.rank], "leave": reason})
         except RuntimeError as error:
             _log.debug("could not say goodbye: %s", error)
 
@@ -113,9 +121,9 @@ def meet(
 ) -> Membership:
     """Join the group of this job through the service at `address`.
 
-    Chooses the network interface that leads to the service for all later traffic, unless GLOO_SOCKET_IFNAME names
-    one. `before` is where this process was a member until now. Raises RendezvousError; Cancelled when `cancelled`
-    says so.
+    Chooses the network interface that leads to the service for the group's traffic, unless the user's
+    GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError;
+    Cancelled when `cancelled` says so, unless the group has formed already, which needs all its members to begin.
     """
     host, port = address
     deadline = time.monotonic() + terms.timeout
@@ -124,7 +132,7 @@ def meet(
         own, interface = route_to(host, port)
     except OSError as error:
         raise RendezvousError(f"rank {identity.rank} finds no way to {host}:{port}: {error}") from error
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    use_interface(interface)
     fingerprint = Fingerprint(
         identity.rank,
         identity.world_size,
@@ -144,28 +152,27 @@ def meet(
     # A mute listener can hang a store's client for ever, whatever timeout it is given: so it talks in a thread.
     talk = _Conversation(fingerprint, host, port, deadline)
     talk.start()
-    told, missing = time.monotonic(), None
-    while talk.is_alive() and time.monotonic() < deadline:
+    told, missing, asked = time.monotonic(), None, False
+    while talk.is_alive() and time.monotonic() < deadline and not asked:
         talk.join(0.1)
-        if cancelled():
-            talk.cancelled.set()
-            talk.join(2)
-            raise Cancelled
+        asked = cancelled()
         if talk.missing != missing:
             missing = talk.missing
             observer.waiting(missing or [])
         if time.monotonic() - told > 10:
             observer.say(talk.waiting_for)
             told = time.monotonic()
-    if talk.outcome is None:
-        talk.cancelled.set()
+    outcome = talk.withdraw()
+    if isinstance(outcome, Membership):
+        return outcome
+    if asked:
+        raise Cancelled
+    if outcome is None:
         raise RendezvousError(
             f"rank {identity.rank} of {identity.world_size} gave up after {terms.timeout:.0f} s (rendezvous.timeout): "
             f"{talk.waiting_for}"
         )
-    if isinstance(talk.outcome, Exception):
-        raise talk.outcome
-    return talk.outcome
+    raise outcome
 
 
 def _await_service(
@@ -192,81 +199,148 @@ class _Conversation(threading.Thread):
     def __init__(self, fingerprint: Fingerprint, host: str, port: int, deadline: float) -> None:
         super().__init__(name="rendezvous", daemon=True)
         self._fingerprint, self._host, self._port, self._deadline = fingerprint, host, port, deadline
-        self.outcome: Membership | Exception | None = None
+        self._number = secrets.randbits(62)
+        self._outcome: Membership | RendezvousError | None = None
+        self._joined, self._withdrawn = False, threading.Event()
         self.missing: list[int] | None = None
-        self.cancelled = threading.Event()
         self.waiting_for = f"{host}:{port} accepts connections but does not answer; is it a rendezvous service?"
+
+    def withdraw(self) -> Membership | RendezvousError | None:
+        """Stop waiting, and return what has come of it; None if nothing.
+
+        The group may be formed at this very moment. The others would then wait for this rank for as long as a step
+        may take, so the service has the last word.
+        """
+        self._withdrawn.set()
+        if self._joined:
+            self.join(_WITHDRAW_SECONDS)
+        return self._outcome
 
     def run(self) -> None:
         try:
-            self.outcome = self._talk()
+            self._outcome = self._talk()
         except RendezvousError as error:
-            self.outcome = error
-        except (RuntimeError, ValueError, KeyError) as error:
-            self.outcome = RendezvousError(
+            self._outcome = error
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            self._outcome = RendezvousError(
                 f"the rendezvous service at {self._host}:{self._port} broke off: {_first_line(error)}"
             )
 
-    def _connect(self) -> Store:
-        left = timedelta(seconds=max(1.0, self._deadline - time.monotonic()))
-        return TCPStore(self._host, self._port, None, False, left, wait_for_workers=False)
+    def _connect(self, seconds: float) -> Store:
+        return TCPStore(self._host, self._port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
 
     def _talk(self) -> Membership | None:
-        store = self._connect()
-        number = _post(store, self._fingerprint.to_json())
-        verdict, beaten = f"verdict/{number}", 0.0
-        while not store.check([verdict]):
-            if self.cancelled.is_set():
-                _post(store, {"leave": number, "reason": "gave up waiting"})
+        store = self._connect(max(1.0, self._deadline - time.monotonic()))
+        number, beats, beaten, withdrawn = self._number, 0, 0.0, None
+        post(store, {"id": number, "join": self._fingerprint.to_json()})
+        self._joined = True
+        while (verdict := peek(store, f"verdict/{number}")) is None:
+            now = time.monotonic()
+            if withdrawn is None and self._withdrawn.is_set():
+                post(store, {"id": number, "withdraw": True})
+                withdrawn = now
+            if withdrawn is not None and now - withdrawn > _WITHDRAW_SECONDS:
                 return None
-            if time.monotonic() - beaten > _BEAT_WAITING:
-                store.add(f"beat/{number}", 1)
-                beaten = time.monotonic()
-                if store.check(["status"]):
-                    self.missing = [int(rank) for rank in json.loads(store.get("status"))["missing"]]
-                    self.waiting_for = _words(self.missing)
+            if now - beaten > _BEAT_WAITING:
+                beats, beaten = beats + 1, now
+                store.set(f"beat/{number}", str(beats))
+                status = _status(store)
+                self.missing = _ranks(status.get("missing"))
+                self.waiting_for = _words(self.missing, status.get("refused"))
             time.sleep(0.05)
-        message = json.loads(store.get(verdict))
+        message = json.loads(verdict)
         if "refused" in message:
-            raise RendezvousError(f"refused: {message['refused']}")
+            if withdrawn is not None:
+                return None
+            raise RendezvousError(f"refused: {printable(str(message['refused']), 2000)}")
         members = [Fingerprint.from_json(member) for member in message["members"]]
-        joins = [int(join) for join in message["joins"]]
+        joins, generation = [int(join) for join in message["joins"]], int(message["generation"])
         rank = joins.index(number)
-        heartbeat = _Heartbeat(self._connect(), number, lead=rank == 0)
+        now_in = replace(self._fingerprint, generation=generation, group_size=len(members))
+        resume = {"id": number, "resume": now_in.to_json(), "beside": [member.rank for member in members]}
+        address = (self._host, self._port)
+        heartbeat = _Heartbeat(address, lambda: self._connect(_AGAIN_SECONDS), resume, beats, lead=rank == 0)
         heartbeat.start()
-        return Membership(rank, int(message["generation"]), members, joins, store, heartbeat)
+        return Membership(rank, generation, members, joins, store, heartbeat)
 
 
 class _Heartbeat(threading.Thread):
-    """Shows that this rank lives, for as long as there is a service to show it to; the lead looks for newcomers."""
+    """Shows that this rank lives, also to a service that was started anew; the lead looks for newcomers."""
 
-    def __init__(self, store: Store, number: int, lead: bool) -> None:
+    def __init__(
+        self, address: tuple[str, int], connect: Callable[[], Store], resume: dict[str, Any], beats: int, lead: bool
+    ) -> None:
+        """`resume` tells a service that does not know this rank where it is a member."""
         super().__init__(name="heartbeat", daemon=True)
-        self._store, self._number, self._lead = store, number, lead
+        self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
+        self._telling = threading.Lock()
+        self.store = connect()
         self.stop = threading.Event()
         self.newcomers: list[int] = []
 
+    def end(self) -> None:
+        """Fall silent: nothing is told any more once this returns."""
+        with self._telling:
+            self.stop.set()
+
     def run(self) -> None:
+        connected = True
         while not self.stop.wait(_BEAT_RUNNING):
             try:
-                self._store.add(f"beat/{self._number}", 1)
-                if self._lead:
-                    self.newcomers = [int(rank) for rank in json.loads(self._store.get("status"))["newcomers"]]
+                if not connected:
+                    # A store's client never connects again: there must be a new one, and a service to connect it to.
+                    if can_connect(*self._address, timeout=_BEAT_RUNNING) is not None:
+                        continue
+                    self.store, connected = self._connect(), True
+                    _log.warning("the rendezvous service is back")
+                self._beat()
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                _log.warning("the rendezvous service is gone; training goes on without it (%s)", _first_line(error))
-                return
+                if connected:
+                    _log.warning(
+                        "the rendezvous service is gone; training goes on without it until it is back (%s)",
+                        _first_line(error),
+                    )
+                connected = False
+
+    def _beat(self) -> None:
+        self._beats += 1
+        number = self._resume["id"]
+        self.store.set(f"beat/{number}", str(self._beats))
+        status = _status(self.store)
+        if self._lead:
+            self.newcomers = _ranks(status.get("newcomers"))
+        running = status.get("running")
+        if isinstance(running, list) and number not in running:
+            with self._telling:
+                if not self.stop.is_set():
+                    post(self.store, self._resume)
 
 
-def _post(store: Store, event: dict[str, Any]) -> int:
-    number = int(store.add("events", 1))
-    store.set(f"event/{number}", json.dumps(event))
-    return number
+def _status(store: Store) -> dict[str, Any]:
+    """Return what the service says to all; nothing if it has just begun, or if a stranger has written over it.
+
+    The service writes it anew four times a second.
+    """
+    try:
+        return parse(peek(store, "status") or b"{}", _MOST_STATUS)
+    except ValueError:
+        return {}
 
 
-def _words(missing: list[int]) -> str:
-    names = ", ".join(map(str, missing))
-    return f"waiting for rank {names} to join" if names else "waiting for the group to form"
+def _ranks(value: object) -> list[int]:
+    """Return the ranks in a list from the network."""
+    ranks = value if isinstance(value, list) else []
+    return [rank for rank in ranks[:MOST_RANKS] if type(rank) is int and 0 <= rank < MOST_RANKS]
+
+
+def _words(missing: list[int], refused: object) -> str:
+    names = ", ".join(map(str, missing[:_SHOWN_RANKS]))
+    if len(missing) > _SHOWN_RANKS:
+        names += f" and {len(missing) - _SHOWN_RANKS} more"
+    waiting = f"waiting for rank {names} to join" if names else "waiting for the group to form"
+    reasons = refused[-1:] if isinstance(refused, list) else []
+    return waiting + "".join(f" (refused meanwhile: {printable(str(reason))})" for reason in reasons)
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import psutil
 
 from horizonml.errors import RendezvousError
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_chosen: str | None = None  # what this process has set it to
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -61,6 +65,17 @@ def address_of(interface: str) -> str:
             if entry.family == family:
                 return str(entry.address)
     raise OSError(f"network interface {interface} has no address")
+
+
+def use_interface(name: str) -> str:
+    """Have gloo use an interface, unless the user's GLOO_SOCKET_IFNAME names one, and return the one it uses.
+
+    Each call chooses anew: a device may have moved from a cable to a wireless network since the last one.
+    """
+    global _chosen
+    if os.environ.get(_GLOO_INTERFACE) in (None, _chosen):
+        os.environ[_GLOO_INTERFACE] = _chosen = name
+    return os.environ[_GLOO_INTERFACE]
 
 
 def can_connect(host: str, port: int, timeout: float) -> str | None:

@@ -2,70 +2,29 @@
 
 The rendezvous service keeps one `Roster`. Ranks join with a fingerprint; when every rank of the world is there and
 they belong together, a generation is formed. A duplicate rank, a different world size, another job or other software
-is refused, and everyone who waits is told which rank it was and what differs.
+is refused with words that name the rank and what differs.
+
+Whom a refusal reaches depends on what the odd rank could be. What cannot be a rank of the job that the others wait
+for is refused alone, and they go on waiting: a rank of another job, one that differs in both the job's digest and the
+world size, or one whose place is taken by a rank that agrees with the others. Anything else is most likely a rank
+that was started wrongly. Its group can then never be complete, so all are refused at once, and every one of them
+names the rank that differs, instead of waiting until the deadline for a rank that has gone.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+from horizonml.cluster.fingerprint import MOST_RANKS, Fingerprint, Kind, difference
+
+_MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
 _GONE_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is forgotten
 _REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """What a rank says of itself when it joins."""
-
-    rank: int
-    world_size: int
-    job: str  # the job's name
-    digest: str  # of the job
-    code: str  # version of HorizonML
-    torch: str  # version of PyTorch, without the local part
-    host: str  # the machine's name, for people: two machines may have the same
-    machine: str  # what no other machine has (see `device.machine_id`)
-    address: str  # where its peers reach it
-    pid: int
-    generation: int = 0  # of the group in which this process was before; 0: in none
-    group_size: int = 0  # of that group
-    replace_timeout: float = 0.0  # seconds to wait for the ranks that group has lost; 0: as long as it takes
-    fewest: int = 1  # ranks without which there is no going on
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Fingerprint:
-        """The inverse of `to_json`."""
-        texts = ("job", "digest", "code", "torch", "host", "machine", "address")
-        return cls(
-            rank=int(value["rank"]),
-            world_size=int(value["world_size"]),
-            pid=int(value["pid"]),
-            generation=int(value["generation"]),
-            group_size=int(value["group_size"]),
-            replace_timeout=float(value["replace_timeout"]),
-            fewest=int(value["fewest"]),
-            **{name: str(value[name]) for name in texts},
-        )
-
-    def same_process(self, other: Fingerprint) -> bool:
-        """Whether both joins came from the same process."""
-        return (self.node, self.pid) == (other.node, other.pid)
-
-    @property
-    def node(self) -> str:
-        """The machine or container it runs in: equal for two ranks only if they share its cores and memory."""
-        return f"{self.machine}/{self.address}"
-
-    @property
-    def place(self) -> str:
-        """Where it runs, for people."""
-        return f"process {self.pid} on {self.host} ({self.address})"
+_DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused
+_NOTE_SECONDS = 120.0  # ranks that wait learn for this long who was refused beside them
 
 
 @dataclass(frozen=True)
@@ -92,99 +51,145 @@ class _Member:
     moved: float  # when its heartbeat last moved
     beat: int = -1
     formed: bool = False
+    beside: frozenset[int] = frozenset()  # the ranks of the group it runs in, as far as it said
+
+
+Members = dict[int, _Member]
 
 
 class Roster:
     """Who waits, who is in the group formed last, and what was refused lately. Times are seconds of any clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, settled: float = float("-inf")) -> None:
+        """Until `settled`, no first meeting is held: a group that runs already may have to report first."""
         self.generation = 0
-        self._members: dict[int, _Member] = {}
-        self._refused_until = float("-inf")
-        self._reason = ""
+        self._formed_here = 0  # the generation that this roster formed last
+        self._settled = settled
+        self._members: Members = {}  # in the order of their arrival
+        self._late: dict[str, tuple[float, str]] = {}  # job -> until when its ranks are refused, and why
+        self._notes: deque[tuple[float, str]] = deque(maxlen=3)
 
     def join(self, number: int, fingerprint: Fingerprint, now: float) -> None:
-        """A rank asks to take part; `number`, which grows, names this join."""
+        """Take in a rank that asks to take part; `number` names this join. Raises ValueError."""
+        self._check(number)
         self._members[number] = _Member(fingerprint, joined=now, moved=now)
 
+    def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> None:
+        """Take in a member of a group that runs already: this roster is younger, or took it for gone.
+
+        `fingerprint.generation` is that group's, and `beside` are its ranks. Raises ValueError.
+        """
+        if number in self._members or any(m.fingerprint.same_process(fingerprint) for m in self._members.values()):
+            return
+        self._check(number)
+        if fingerprint.generation < self.generation:
+            raise ValueError(f"rank {fingerprint.rank} reports from generation {fingerprint.generation}, which is over")
+        self.generation = fingerprint.generation
+        self._members[number] = _Member(fingerprint, now, now, formed=True, beside=frozenset(beside))
+
     def leave(self, number: int) -> None:
-        """A rank goes in peace."""
+        """Let a rank go in peace."""
         self._members.pop(number, None)
 
+    def withdraw(self, number: int) -> bool:
+        """Let a rank go if it still waits, and return whether it does; a member of a formed group stays one."""
+        waits = number in self._waiting()
+        if waits:
+            del self._members[number]
+        return waits
+
     def beat(self, number: int, count: int, now: float) -> None:
-        """A rank's heartbeat stands at `count`."""
+        """Take note that a rank's heartbeat stands at `count`."""
         member = self._members.get(number)
         if member is not None and member.beat != count:
             member.beat, member.moved = count, now
 
     def joins(self) -> list[int]:
-        """The joins whose heartbeats matter."""
+        """Return the joins whose heartbeats matter."""
         return list(self._members)
 
     def decide(self, now: float) -> list[Formed | Refused]:
-        """What has become clear since the last call."""
-        verdicts: list[Formed | Refused] = []
+        """Return what has become clear since the last call."""
         self._forget(now)
-        if now < self._refused_until and self._waiting():
-            verdicts.append(self._refuse(list(self._waiting()), self._reason))
-        for older, newer in self._clashes():
-            if self._members[older].moved > self._members[newer].joined:
-                reason = _clash(self._members[older].fingerprint, self._members[newer].fingerprint)
-                # A running group is not disturbed; one that is just forming must be told.
-                running = self._members[older].formed
-                verdicts.append(self._refuse([newer], reason) if running else self._refuse_all(reason, now))
-                break
-        waiting = self._waiting()
-        reference = next(iter(waiting.values()), None)
-        if reference is None:
-            return verdicts
-        for member in waiting.values():
-            difference = _difference(reference.fingerprint, member.fingerprint)
-            if difference is not None:
-                return [*verdicts, self._refuse_all(difference, now)]
-        if not self._clashes() and (self.missing() == [] or self._may_shrink(waiting, now)):
-            verdicts.append(self._form(waiting))
+        verdicts: list[Formed | Refused] = [*self._refuse_latecomers(now), *self._judge_duplicates(now)]
+        if self.running():
+            return verdicts  # there is no second group beside it
+        verdicts += self._judge_differences(now)
+        for party in self._parties():
+            each_once = len({member.fingerprint.rank for member in party.values()}) == len(party)
+            if each_once and (self._complete(party, now) or self._may_shrink(party, now)):
+                return [*verdicts, self._form(party)]
         return verdicts
 
-    def _may_shrink(self, waiting: dict[int, _Member], now: float) -> bool:
-        """Whether the survivors of a group may go on without those that do not come back."""
-        survivors = [member.fingerprint for member in waiting.values() if member.fingerprint.generation > 0]
-        if not survivors or any(member.formed for member in self._members.values()):
-            return False  # a first meeting needs everyone, and a group that may still run is not split
-        last = max(survivors, key=lambda fingerprint: fingerprint.generation)
-        if last.replace_timeout <= 0 or len(waiting) < last.fewest:
-            return False
-        if last.generation != self.generation and 2 * len(survivors) <= last.group_size:
-            return False  # this service did not see that group form: only its majority may go on
-        return now - max(member.joined for member in waiting.values()) > last.replace_timeout
-
     def present(self) -> list[int]:
-        """The ranks that wait."""
-        return sorted({member.fingerprint.rank for member in self._waiting().values()})
+        """Return the ranks that wait for the same job: the one that most of those who wait want."""
+        return sorted({member.fingerprint.rank for party in self._parties()[:1] for member in party.values()})
 
     def missing(self) -> list[int]:
-        """The ranks that the ones who wait are waiting for."""
-        size = max((member.fingerprint.world_size for member in self._waiting().values()), default=0)
-        return sorted(set(range(size)) - set(self.present()))
+        """Return the ranks that those wait for."""
+        sizes = (member.fingerprint.world_size for party in self._parties()[:1] for member in party.values())
+        return sorted(set(range(max(sizes, default=0))) - set(self.present()))
+
+    def running(self) -> list[int]:
+        """Return the joins of the group that runs."""
+        return [number for number, member in self._members.items() if member.formed]
 
     def newcomers(self) -> list[int]:
-        """The ranks that wait and could take part in the group that runs without them."""
-        running = [member.fingerprint for member in self._members.values() if member.formed]
-        inside = {fingerprint.rank for fingerprint in running}
+        """Return the ranks that wait and could take part in the group that runs without them."""
+        running = [self._members[number] for number in self.running()]
+        inside = {member.fingerprint.rank for member in running}.union(*(member.beside for member in running))
         return sorted(
             member.fingerprint.rank
             for member in self._waiting().values()
-            if running and member.fingerprint.rank not in inside and not _difference(running[0], member.fingerprint)
+            if running
+            and member.fingerprint.rank not in inside
+            and member.fingerprint.kind == running[0].fingerprint.kind
         )
 
-    def _waiting(self) -> dict[int, _Member]:
+    def refused(self, now: float) -> list[str]:
+        """Return why ranks were refused lately beside others that went on waiting."""
+        return [reason for at, reason in self._notes if now - at < _NOTE_SECONDS]
+
+    def _check(self, number: int) -> None:
+        if number in self._members:
+            raise ValueError("its join has another's number")
+        if len(self._members) >= _MOST_JOINS:
+            raise ValueError(f"{_MOST_JOINS} ranks wait already")
+
+    def _waiting(self) -> Members:
         return {number: member for number, member in self._members.items() if not member.formed}
 
-    def _clashes(self) -> list[tuple[int, int]]:
-        """Pairs of joins for the same rank, the older first."""
+    def _parties(self) -> list[Members]:
+        """Return those who wait, sorted by what they have in common: the most first, else the earliest."""
+        parties: dict[Kind, Members] = {}
+        for number, member in self._waiting().items():
+            parties.setdefault(member.fingerprint.kind, {})[number] = member
+        return sorted(parties.values(), key=len, reverse=True)
+
+    def _complete(self, party: Members, now: float) -> bool:
+        """Whether all ranks of a world are there, and may begin."""
+        members = [member.fingerprint for member in party.values()]
+        return len(members) == members[0].world_size and (
+            now >= self._settled or any(member.generation > 0 for member in members)
+        )
+
+    def _may_shrink(self, party: Members, now: float) -> bool:
+        """Whether the survivors of a group may go on without those that do not come back."""
+        survivors = [member.fingerprint for member in party.values() if member.fingerprint.generation > 0]
+        if not survivors:
+            return False  # a first meeting needs everyone
+        last = max(survivors, key=lambda fingerprint: fingerprint.generation)
+        if last.replace_timeout <= 0 or len(party) < last.fewest:
+            return False
+        if last.generation != self._formed_here and 2 * len(survivors) <= last.group_size:
+            return False  # this service did not see that group form: only its majority may go on
+        return now - max(member.joined for member in party.values()) > last.replace_timeout
+
+    def _duplicates(self) -> list[tuple[int, int]]:
+        """Return pairs of joins for the same rank: first the one that runs, or came first."""
         first: dict[int, int] = {}
         pairs = []
-        for number in sorted(self._members):
+        for number in [*self.running(), *self._waiting()]:
             rank = self._members[number].fingerprint.rank
             if rank in first:
                 pairs.append((first[rank], number))
@@ -193,7 +198,7 @@ class Roster:
 
     def _forget(self, now: float) -> None:
         """Drop ranks that are gone: replaced by themselves, or silent for too long."""
-        for older, newer in self._clashes():
+        for older, newer in self._duplicates():
             if older not in self._members:
                 continue
             old = self._members[older]
@@ -203,24 +208,78 @@ class Roster:
             if now - member.moved > _GONE_SECONDS:
                 del self._members[number]
 
-    def _form(self, waiting: dict[int, _Member]) -> Formed:
+    def _refuse_latecomers(self, now: float) -> list[Refused]:
+        """Refuse the ranks of a group that has just been refused."""
+        self._late = {job: entry for job, entry in self._late.items() if now < entry[0]}
+        return [
+            self._refuse(late, reason)
+            for job, (_, reason) in self._late.items()
+            if (late := [number for number, member in self._waiting().items() if member.fingerprint.job == job])
+        ]
+
+    def _judge_duplicates(self, now: float) -> list[Refused]:
+        """Refuse a second process for a rank whose first one is alive."""
+        refused = []
+        for older, newer in self._duplicates():
+            if older not in self._members or newer not in self._members:
+                continue
+            old, new = self._members[older], self._members[newer]
+            if old.moved <= new.joined:
+                continue  # perhaps it is dead
+            if old.formed:  # a running group is not disturbed
+                refused.append(self._refuse([newer], _clash(old.fingerprint, new.fingerprint)))
+            elif old.fingerprint.kind == new.fingerprint.kind:
+                refused.append(self._refuse_all(_clash(old.fingerprint, new.fingerprint), new.fingerprint.job, now))
+        return refused
+
+    def _judge_differences(self, now: float) -> list[Refused]:
+        """Refuse ranks that differ from most of those who wait, alone or together with them (see above)."""
+        if not (parties := self._parties()):
+            return []
+        most = list(parties[0].values())
+        refused: list[Refused] = []
+        for party in parties[1:]:
+            for number, member in party.items():
+                # Only who shows life since then can tell: processes that were killed may just have been started anew.
+                alive = [other.fingerprint for other in most if other.moved >= member.joined]
+                words = difference(alive[0], member.fingerprint) if alive else None
+                if words is None:
+                    continue
+                if not _stranger(member.fingerprint, alive):
+                    return [*refused, self._refuse_all(words, member.fingerprint.job, now)]
+                if len(party) < len(most) or now - member.joined > _DRAW_SECONDS:
+                    self._notes.append((now, words))
+                    refused.append(self._refuse([number], words))
+        return refused
+
+    def _form(self, party: Members) -> Formed:
         # A service that was started anew goes on where the one before was.
-        self.generation = 1 + max(self.generation, *(member.fingerprint.generation for member in waiting.values()))
-        ranked = {member.fingerprint.rank: number for number, member in waiting.items()}
+        self.generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
+        self._formed_here = self.generation
+        ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
-        self._members = waiting
-        for member in waiting.values():
+        for member in party.values():
             member.formed = True
-        return Formed(self.generation, joins, [waiting[number].fingerprint for number in joins])
+        return Formed(self.generation, joins, [party[number].fingerprint for number in joins])
 
     def _refuse(self, joins: list[int], reason: str) -> Refused:
         for number in joins:
             del self._members[number]
         return Refused(joins, reason)
 
-    def _refuse_all(self, reason: str, now: float) -> Refused:
-        self._refused_until, self._reason = now + _REFUSAL_SECONDS, reason
-        return self._refuse(list(self._waiting()), reason)
+    def _refuse_all(self, reason: str, job: str, now: float) -> Refused:
+        """Refuse all ranks of a job that wait."""
+        self._late[job] = now + _REFUSAL_SECONDS, reason
+        return self._refuse([n for n, member in self._waiting().items() if member.fingerprint.job == job], reason)
+
+
+def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
+    """Whether a rank that differs from others cannot be one of theirs that was started wrongly."""
+    return (
+        one.job != others[0].job
+        or (one.digest != others[0].digest and one.world_size != others[0].world_size)
+        or any(one.rank == other.rank for other in others)
+    )
 
 
 def _clash(older: Fingerprint, newer: Fingerprint) -> str:
@@ -231,24 +290,3 @@ def _clash(older: Fingerprint, newer: Fingerprint) -> str:
         else f"rank {newer.rank} of job {newer.job} ({newer.place}) came while job {older.job} runs here; "
         "wait for its end, or use another rendezvous service"
     )
-
-
-_FIELDS = {
-    "world_size": ("world size {}", "start all ranks with the same WORLD_SIZE"),
-    "job": ("job {}", "start all ranks with the same job file"),
-    "digest": ("job digest {}", "start all ranks with the same job file and the same --set options"),
-    "code": ("HorizonML {}", "install the same version everywhere"),
-    "torch": ("PyTorch {}", "install the same version everywhere"),
-}
-
-
-def _difference(one: Fingerprint, other: Fingerprint) -> str | None:
-    """How two ranks do not belong together, or None."""
-    for name, (words, cure) in _FIELDS.items():
-        left, right = getattr(one, name), getattr(other, name)
-        if left != right:
-            return (
-                f"rank {one.rank} has {words.format(left)} ({one.place}), "
-                f"rank {other.rank} has {words.format(right)} ({other.place}); {cure}"
-            )
-    return None

@@ -1,26 +1,47 @@
-"""Serves /metrics, /healthz and /readyz beside the training, which it never disturbs."""
+"""Serves /metrics, /healthz and /readyz beside the training, which it never disturbs.
+
+One thread serves all clients, at most `_MOST_CLIENTS` at a time, one request on each connection, within
+`_CLIENT_SECONDS` from its first byte to the last of the answer. Where one more client comes, the one that has been
+there longest makes way: clients that are slow on purpose cost neither threads nor descriptors, and keep nobody out.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from dataclasses import dataclass, field
+from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 _log = logging.getLogger(__name__)
-_CLIENT_SECONDS = 5.0  # a client that is slower is dropped
+_CLIENT_SECONDS = 5.0  # a connection that lasts longer is dropped
 _REGULARLY = 60.0  # Prometheus comes every minute or more often
-_MOST_CLIENTS = 8  # at a time; more are told to come back
+_MOST_CLIENTS = 32  # at a time
+_MOST_WAITING = 256  # connections that the system keeps until they are accepted
+_MOST_BYTES = 8192  # of a request
+_LOOK_SECONDS = 0.5  # how often connections that last too long are looked for
+
+
+@dataclass(eq=False)
+class _Client:
+    """A connection, and how far its request or the answer to it is."""
+
+    socket: socket.socket
+    deadline: float
+    request: bytes = b""
+    answer: memoryview = field(default_factory=lambda: memoryview(b""))
+    path: str = ""
 
 
 class Server:
-    """A small web server in threads of its own.
+    """A small web server in a thread of its own.
 
     `/metrics` is for Prometheus, `/healthz` answers while the process lives, `/readyz` once it is in a formed group.
     """
@@ -30,59 +51,22 @@ class Server:
     ) -> None:
         """`not_ready` says why the rank is not ready yet, or None. A taken port is a warning, not an error."""
         self.port: int | None = None
+        self._registry, self._not_ready = registry, not_ready
         self._looked = -math.inf  # when Prometheus last came
-        slots = threading.Semaphore(_MOST_CLIENTS)
-
-        def looked() -> None:
-            self._looked = time.monotonic()
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _CLIENT_SECONDS
-            protocol_version = "HTTP/1.1"
-            server_version = "horizonml"
-            sys_version = ""
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if not slots.acquire(blocking=False):
-                    self._answer(503, b"busy\n")
-                    return
-                try:
-                    if path == "/metrics":
-                        encoder, kind = choose_encoder(self.headers.get("Accept", ""))
-                        self._answer(200, encoder(registry), kind)
-                        looked()
-                    elif path == "/healthz":
-                        self._answer(200, b"alive\n")
-                    elif path == "/readyz":
-                        reason = not_ready()
-                        self._answer(200 if reason is None else 503, f"{reason or 'ready'}\n".encode())
-                    else:
-                        self._answer(404, b"there are /metrics, /healthz and /readyz\n")
-                except OSError as error:
-                    _log.debug("a client of the metrics went away: %s", error)
-                    self.close_connection = True
-                finally:
-                    slots.release()
-
-            def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                _log.debug(format, *arguments)
-
-        self._server = None
+        self._clients: list[_Client] = []  # the one that came first is first
         try:
-            self._server = _Quiet(address, Handler)
+            self._listener = socket.create_server(address, backlog=_MOST_WAITING)
         except OSError as error:
             _log.warning("metrics are not served at %s:%d: %s", *address, error.strerror or error)
             return
-        self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        self.port = int(self._listener.getsockname()[1])
+        self._listener.setblocking(False)
+        self._waker, self._wakes = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
+        self._thread.start()
 
     def last_look(self, until: Callable[[], bool]) -> None:
         """Where Prometheus comes regularly, wait until it has come once more, or `until` says to end."""
@@ -95,13 +79,101 @@ class Server:
 
     def close(self) -> None:
         """End the service."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+        if self.port is not None:
+            self._waker.close()
+            self._thread.join()
+
+    def _serve(self) -> None:
+        closing = False
+        while not closing:
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if key.fileobj is self._wakes:
+                    closing = True
+                elif key.fileobj is self._listener:
+                    self._accept()
+                elif key.data in self._clients:  # it may just have made way
+                    self._go_on(key.data)
+            while self._clients and (closing or self._clients[0].deadline < time.monotonic()):
+                self._drop(self._clients[0])
+        for open_socket in (self._listener, self._wakes):
+            open_socket.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # it went away, or there is no descriptor left: then one is made free
+            _log.debug("a client of the metrics could not be accepted: %s", error)
+            if self._clients:
+                self._drop(self._clients[0])
+            else:
+                time.sleep(0.05)
+            return
+        if len(self._clients) >= _MOST_CLIENTS:
+            self._drop(self._clients[0])
+        connection.setblocking(False)
+        client = _Client(connection, time.monotonic() + _CLIENT_SECONDS)
+        self._clients.append(client)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+
+    def _go_on(self, client: _Client) -> None:
+        """Read what has come of a request, or write what fits of the answer."""
+        try:
+            if not client.answer:
+                received = client.socket.recv(_MOST_BYTES)
+                client.request += received
+                complete = b"\r\n\r\n" in client.request
+                if not complete and received and len(client.request) <= _MOST_BYTES:
+                    return
+                client.answer = memoryview(self._answer(client) if complete else _response(400, "not a request\n"))
+                self._selector.modify(client.socket, selectors.EVENT_WRITE, client)
+            client.answer = client.answer[client.socket.send(client.answer) :]
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.debug("a client of the metrics went away: %s", error)
+            self._drop(client)
+            return
+        if not client.answer:
+            if client.path == "/metrics":
+                self._looked = time.monotonic()
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        self._clients.remove(client)
+        self._selector.unregister(client.socket)
+        client.socket.close()
+
+    def _answer(self, client: _Client) -> bytes:
+        """Return the response to a complete request."""
+        first, *lines = client.request.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
+        words = first.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _response(400, "not a request\n")
+        if words[0] != "GET":
+            return _response(405, "only GET\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        client.path = words[1].partition("?")[0]
+        if client.path == "/metrics":
+            try:
+                encoder, kind = choose_encoder(headers.get("accept", ""))
+                return _response(200, encoder(self._registry), kind)
+            except Exception:  # noqa: BLE001  (a bug in what is measured ends neither the service nor the training)
+                _log.exception("the metrics could not be written")
+                return _response(500, "the metrics could not be written; see the log\n")
+        if client.path == "/healthz":
+            return _response(200, "alive\n")
+        if client.path == "/readyz":
+            reason = self._not_ready()
+            return _response(200 if reason is None else 503, f"{reason or 'ready'}\n")
+        return _response(404, "there are /metrics, /healthz and /readyz\n")
 
 
-class _Quiet(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a client of the metrics failed: %s", client_address, exc_info=True)
+def _response(status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
+    """Return a response after which the connection is closed: a client that wants more comes again."""
+    content = body.encode() if isinstance(body, str) else body
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nServer: horizonml\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + content

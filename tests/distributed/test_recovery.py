@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from horizonml.cluster.mailbox import peek
+from horizonml.cluster.network import can_connect, split_address
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.web import get
 
@@ -16,14 +21,33 @@ Start = Callable[..., "subprocess.Popen[str]"]
 OPTIONS = ["--set", "telemetry.divergence_every=0", "--set", "checkpoint.every_steps=5"]
 
 
+@dataclass
+class Service:
+    """A rendezvous service in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+
 @pytest.fixture
-def service(start: Start) -> Iterator[str]:
-    """The address of a rendezvous service."""
+def service(start: Start) -> Iterator[Service]:
     process = start("rendezvous", "--port", "0")
     assert process.stdout is not None
-    yield process.stdout.readline().split()[-1]
+    yield Service(process, process.stdout.readline().split()[-1])
     process.terminate()
     process.communicate(timeout=10)
+
+
+def connect(address: str) -> TCPStore:
+    """A client of the service, once it is there."""
+    host, port = split_address(address)
+    wait_for(lambda: can_connect(host, port, 1.0) is None, "the service")
+    return TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+
+
+def running(store: TCPStore) -> int:
+    """How many ranks of the group that runs the service knows."""
+    return len(json.loads(peek(store, "status") or b"{}").get("running", []))
 
 
 def runs(folder: Path, rank: int) -> list[dict[str, object]]:
@@ -33,11 +57,13 @@ def runs(folder: Path, rank: int) -> list[dict[str, object]]:
 
 
 def test_a_killed_rank_is_replaced_and_then_done_without(
-    folder: Path, start: Start, service: str, free_port: int
+    folder: Path, start: Start, service: Service, free_port: int
 ) -> None:
     def rank(number: int, *extra: str) -> subprocess.Popen[str]:
         options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=10", *extra]
-        return start("train", "job.yaml", *options, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service)
+        return start(
+            "train", "job.yaml", *options, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address
+        )
 
     metrics = ["--metrics", str(free_port)]
     ranks = [rank(0, *metrics), rank(1), rank(2)]
@@ -60,7 +86,15 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     assert [(run["world_size"], run["rank"]) for run in (runs(folder, 0)[-1], runs(folder, 2)[-1])] == [(2, 0), (2, 1)]
     assert 'horizonml_peers_lost_total{rank="0"} 2.0' in get(free_port, "/metrics")[1]
 
-    # It comes after all, and is taken in.
+    # The service is lost, and started anew at the same place: the group runs on, and reports to the new one.
+    service.process.kill()
+    service.process.communicate()
+    again = start("rendezvous", "--port", service.address.rpartition(":")[2])
+    store = connect(service.address)
+    wait_for(lambda: running(store) == 2, "the group of two reporting to the new service")
+    assert len(runs(folder, 0)) == 3
+
+    # The lost rank comes after all, and is taken in.
     ranks[1] = rank(1)
     wait_for(lambda: len(runs(folder, 0)) == 4, "a group of three again")
     assert runs(folder, 0)[-1]["world_size"] == 3
@@ -75,13 +109,15 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     assert "rank 2 on" in outputs[0]
     assert "meeting the others again" in outputs[0]
     assert "Traceback" not in "".join(outputs)
+    again.terminate()
+    again.communicate(timeout=10)
 
 
-def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, service: str) -> None:
+def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, service: Service) -> None:
     def rank(number: int) -> subprocess.Popen[str]:
         return start(
             "train", "job.yaml", "--set", "epochs=30", *OPTIONS,
-            RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service,
+            RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address,
         )  # fmt: skip
 
     ranks = [rank(number) for number in range(3)]
@@ -100,10 +136,12 @@ def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, s
 
 
 def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
-    folder: Path, start: Start, service: str, free_port: int
+    folder: Path, start: Start, service: Service, free_port: int
 ) -> None:
     def rank(number: int, *extra: str) -> subprocess.Popen[str]:
-        return start("train", "job.yaml", *extra, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service)
+        return start(
+            "train", "job.yaml", *extra, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address
+        )
 
     ranks = [rank(number) for number in range(3)]
     for process in ranks:

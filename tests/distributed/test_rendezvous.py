@@ -10,15 +10,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.distributed import Store
+import torch
+from torch.distributed import Store, TCPStore
 
+from horizonml import __version__
+from horizonml.cluster import network
+from horizonml.cluster.fingerprint import Fingerprint
 from horizonml.cluster.identity import Identity
+from horizonml.cluster.mailbox import post
 from horizonml.cluster.meeting import Terms, meet
 from horizonml.cluster.network import interface_of, listen, route_to, split_address
 from horizonml.cluster.rendezvous import Service
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost, RendezvousError
+from horizonml.signals import Cancelled
 from tests.distributed.pool import Pool
+from tests.distributed.processes import wait_for
 
 
 @pytest.fixture
@@ -160,23 +167,12 @@ def test_a_service_that_comes_late_is_waited_for(pool: Pool) -> None:
         thread.join()
 
 
-def test_rubbish_on_the_store_is_harmless(pool: Pool, service: int) -> None:
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", service, None, False, wait_for_workers=False)
-    for value in ("{", "[]", '{"rank": 1}', '{"leave": "x"}'):
-        number = store.add("events", 1)
-        store.set(f"event/{number}", value)
-    with socket.create_connection(("127.0.0.1", service)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 100)
-    assert [result["ranks"] for result in pool.run(2, join, service)] == [[0, 1], [0, 1]]
-
-
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
     """Rank 1 stops without a word; the others must learn its name."""
     membership = meet(Identity(rank, world_size, "test"), Terms("digits", "d1", 20.0), ("127.0.0.1", port), Listener())
     group = Group(membership.store, rank, world_size, 5.0)
     try:
+        group.gather_json(None)  # all are connected
         if rank == 1:
             membership._heartbeat.stop.set()  # its heart stops
             return "gone"
@@ -195,6 +191,53 @@ def test_a_lost_peer_is_named(pool: Pool, service: int) -> None:
     for message in (messages[0], messages[2]):
         assert "rank 1 on " in message
         assert "gives no sign of life" in message
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all(formed: bool) -> None:
+    """Otherwise the others would wait for it for as long as a step may take."""
+    service, stop = Service(listen("127.0.0.1", 0)), threading.Event()
+    store = TCPStore("127.0.0.1", service.port, None, False, wait_for_workers=False)
+    fingerprint = Fingerprint(
+        1, 2, "digits", "d1", __version__, torch.__version__.partition("+")[0], "pi", "m1", "127.0.0.1", os.getpid() + 1
+    )
+    post(store, {"id": 1, "join": fingerprint.to_json()})
+
+    def stopped() -> bool:
+        """Asked to stop once both have joined; the verdict comes before or after the service hears of that."""
+        if store.queue_len("events") == 0:
+            return False
+        thread = threading.Thread(target=service.run, args=(stop.is_set,))
+        threads.append(thread)
+        if formed:
+            wait_for(lambda: store.queue_len("events") == 2, "both joins")
+        else:
+            post(store, {"id": 1, "leave": "gone"})
+        thread.start()
+        return True
+
+    threads: list[threading.Thread] = []
+    identity = Identity(0, 2, "test")
+    try:
+        membership = meet(identity, Terms("digits", "d1", 30.0), ("127.0.0.1", service.port), Listener(), None, stopped)
+    except Cancelled:
+        assert not formed
+    else:
+        assert formed
+        assert (membership.rank, membership.world_size) == (0, 2)
+        membership.leave("done")
+    stop.set()
+    threads[0].join()
+
+
+def test_the_interface_is_chosen_anew_for_each_group_unless_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_chosen", None)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert [network.use_interface(name) for name in ("eth0", "wlan0")] == ["eth0", "wlan0"]
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "wlan0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg0")
+    assert network.use_interface("eth0") == "wg0"
+    assert network.use_interface("wlan0") == "wg0"
 
 
 def test_a_taken_port_is_a_clear_error() -> None:

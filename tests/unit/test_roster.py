@@ -1,6 +1,9 @@
 from dataclasses import replace
 
-from horizonml.cluster.roster import Fingerprint, Formed, Refused, Roster
+import pytest
+
+from horizonml.cluster.fingerprint import Fingerprint
+from horizonml.cluster.roster import Formed, Refused, Roster
 
 
 def rank(number: int, world_size: int = 3, **changes: object) -> Fingerprint:
@@ -36,7 +39,6 @@ def test_other_world_sizes_jobs_and_versions_are_refused_for_all_naming_both() -
     for changes, words in (
         ({"world_size": 4}, ["rank 0 has world size 3", "rank 1 has world size 4"]),
         ({"digest": "d2"}, ["rank 0 has job digest d1", "rank 1 has job digest d2"]),
-        ({"job": "cifar"}, ["job digits", "job cifar"]),
         ({"torch": "2.12.0"}, ["PyTorch 2.13.0", "PyTorch 2.12.0"]),
         ({"code": "0.2.0"}, ["HorizonML 0.1.0", "HorizonML 0.2.0"]),
     ):
@@ -207,3 +209,91 @@ def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
     (verdict,) = long_after(roster, 1, 2, start=1)
     assert isinstance(verdict, Formed)
     assert verdict.generation == 5  # generations never repeat
+
+
+def test_a_stranger_is_refused_alone_and_those_who_wait_are_told() -> None:
+    for changes, words in (
+        ({"job": "cifar"}, "rank 2 has job cifar"),
+        ({"job": "cifar", "world_size": 5}, "rank 2 has world size 5"),
+        ({"digest": "d2", "world_size": 5}, "rank 2 has world size 5"),
+        ({"digest": "d2", "rank": 1, "pid": 666}, "rank 1 has job digest d2"),  # rank 1 is there already
+    ):
+        roster = Roster()
+        (verdict,) = gather(roster, rank(0), rank(1), rank(2, **changes))
+        assert isinstance(verdict, Refused)
+        assert verdict.joins == [3]
+        assert words in verdict.reason
+        assert roster.missing() == [2]
+        assert roster.refused(1.0) == [verdict.reason]
+        assert roster.refused(1000.0) == []
+        again = formed(roster, rank(2), at=1.0, first=4)
+        assert again.joins == [1, 2, 4]
+
+
+def test_where_one_rank_waits_for_one_job_and_one_for_another_the_next_rank_decides() -> None:
+    roster = Roster()
+    assert gather(roster, rank(0, job="cifar"), rank(0, machine="m7"), at=0.0) == []
+    beat(roster, 1, 2, count=1, at=1.0)
+    (verdict,) = gather(roster, rank(1), at=1.0, first=3)
+    assert isinstance(verdict, Refused)
+    assert verdict.joins == [1]
+    # If no other comes in time, the one that was there first is right.
+    roster = Roster()
+    gather(roster, rank(0, job="cifar"), rank(1))
+    verdicts = long_after(roster, 1, 2, start=1)
+    assert [verdict.joins for verdict in verdicts] == [[2]]
+
+
+def test_ranks_that_were_killed_do_not_speak_against_those_that_come_after_them() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    news = [rank(number, pid=200, digest="d2") for number in range(3)]
+    verdict = gather(roster, *news, at=1.0, first=3)[-1]
+    assert isinstance(verdict, Formed)
+    assert verdict.members == news
+
+
+def test_a_rank_that_withdraws_is_gone_only_if_its_group_has_not_formed() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    assert roster.withdraw(1)
+    assert roster.missing() == [0, 2]
+    formed(roster, rank(0), rank(2), first=3)
+    assert not roster.withdraw(3)
+    assert roster.running() == [2, 3, 4]
+
+
+def test_a_new_roster_learns_of_the_group_that_runs() -> None:
+    def running(number: int, generation: int = 2) -> Fingerprint:
+        return replace(survivor(number, generation, size=2), pid=500 + number)
+
+    roster = Roster(settled=3.0)
+    strangers = [rank(number, machine=f"other{number}") for number in range(3)]
+    assert gather(roster, *strangers, at=0.0) == []  # a group may run here already
+    roster.resume(11, running(0), [0, 2], 1.0)
+    assert roster.newcomers() == [1]  # rank 2 has not reported yet, but it runs
+    roster.resume(12, running(2), [0, 2], 1.0)
+    roster.resume(12, running(2), [0, 2], 1.2)  # twice is once
+    beat(roster, 1, 2, 3, 11, 12, count=1, at=2.0)
+    verdicts = roster.decide(2.5)
+    assert [verdict.joins for verdict in verdicts] == [[1], [3]]  # ranks 0 and 2 are there; rank 1 was lost
+    assert all("is there twice" in verdict.reason for verdict in verdicts if isinstance(verdict, Refused))
+    # What is over stays over.
+    with pytest.raises(ValueError, match="generation 1, which is over"):
+        roster.resume(30, running(1, generation=1), [0, 1, 2], 4.0)
+    # There is no second group beside it; when it meets again with the newcomer, it goes on counting generations.
+    assert gather(roster, rank(5, world_size=6, job="other"), at=4.0, first=20) == []
+    roster.leave(11)
+    roster.leave(12)
+    verdict = gather(roster, running(0), running(2), at=4.5, first=40)[-1]
+    assert isinstance(verdict, Formed)
+    assert (verdict.generation, [member.rank for member in verdict.members]) == (3, [0, 1, 2])
+
+
+def test_a_roster_is_bounded() -> None:
+    roster = Roster()
+    for number in range(8192):
+        roster.join(number, rank(0, world_size=4096, pid=1 + number), 0.0)
+    with pytest.raises(ValueError, match="8192 ranks wait already"):
+        roster.join(8192, rank(1, world_size=4096), 0.0)
+    assert len(roster.missing()) == 4095
