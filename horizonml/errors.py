@@ -24,12 +24,14 @@ class HorizonError(Exception):
     """Base of all errors that are meant for the user."""
 
     exit_code = 1
+    ends_job = False  # whether the other ranks end with the one that raises it, since it would come again
 
 
 class JobError(HorizonError):
     """The job file, or an option that overrides it, is wrong."""
 
     exit_code = 2
+    ends_job = True
 
 
 class IdentityError(HorizonError):
@@ -41,15 +43,20 @@ class IdentityError(HorizonError):
 class DataError(HorizonError):
     """A data set is missing, corrupt, or does not fit the model."""
 
+    ends_job = True
+
 
 class ModelError(HorizonError):
     """A model cannot be built, or cannot be cut into layers."""
+
+    ends_job = True
 
 
 class PlanError(HorizonError):
     """A plan does not fit the model, the batch or the world size."""
 
     exit_code = 2
+    ends_job = True
 
 
 class RendezvousError(HorizonError):
@@ -57,9 +64,16 @@ class RendezvousError(HorizonError):
 
 
 class PeerLost(HorizonError):
-    """Another rank died, stopped answering, or left during training."""
+    """Another rank died, stopped answering, or left during training.
+
+    With `ends_job` it left for a reason for which this one should end, too.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, ends_job: bool = False) -> None:
+        super().__init__(message)
+        self.ends_job = ends_job
 
 
 class CheckpointError(HorizonError):
@@ -76,6 +90,8 @@ class StateDiffers(HorizonError):
 
 class Diverged(HorizonError):
     """The loss or a gradient became NaN or infinite."""
+
+    ends_job = True
 
 
 class MissingPackage(HorizonError):

@@ -31,7 +31,7 @@ from horizonml.engine.group import Group
 from horizonml.engine.memory import keep_freed_memory
 from horizonml.engine.move import move
 from horizonml.engine.threads import choose_threads
-from horizonml.errors import DataError, JobError, PeerLost
+from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job import Job
 from horizonml.model.zoo import Model
@@ -98,17 +98,20 @@ class Worker:
                 outcome = self._train(membership, fresh)
             except PeerLost as error:
                 named = membership.name_lost(error)
-                membership.leave(f"lost a peer: {named}")
+                membership.leave(f"lost a peer: {named}", "lost")
                 self._metrics.lost_peer()
                 fruitless = 0 if self._steps > before else fruitless + 1
                 if self._stop.wanted:
                     break
-                if not rejoin or fruitless >= job.rendezvous.max_attempts:
+                if not rejoin or named.ends_job or fruitless >= job.rendezvous.max_attempts:
                     raise named from error
                 self._check_recoverable(str(named))
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
             except BaseException as error:
-                membership.leave(str(error) or type(error).__name__)
+                # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
+                passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
+                failed = error.ends_job if isinstance(error, HorizonError) else not passing
+                membership.leave(str(error) or type(error).__name__, "failed" if failed else "other")
                 raise
             else:
                 membership.leave("done" if outcome != "re-form" else "meets again")
@@ -172,7 +175,7 @@ class Worker:
     ) -> Outcome:
         """Train as a member of `group`; `first` says that no rank of it has trained this run before."""
         job, rank = self._job, group.rank
-        hosts = _hosts(group)
+        hosts = find_hosts(group)
         here = next(host for host in hosts if rank in host.ranks)
         if first and any(group.gather_json(fresh)):
             self._set_aside(group)
@@ -320,7 +323,7 @@ class Worker:
         return recorder
 
 
-def _hosts(group: Group) -> list[Host]:
+def find_hosts(group: Group) -> list[Host]:
     """Return the machines and containers of a group, with what each of its ranks may use there."""
     nodes, rank = group.hosts, group.rank
     # What the process itself takes is not there for the model.

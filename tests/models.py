@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -25,6 +26,12 @@ def plain(num_classes: int = 10) -> nn.Sequential:
         nn.Tanh(),
         nn.Linear(32, num_classes),
     )
+
+
+def complaining(num_classes: int = 10) -> nn.Sequential:
+    """Warns. Takes `[b, 1, 8, 8]`."""
+    warnings.warn("of the model's own", stacklevel=1)
+    return plain(num_classes)
 
 
 def wide(num_classes: int = 10) -> nn.Sequential:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -30,8 +30,13 @@ _log = logging.getLogger(__name__)
 _BEAT_WAITING, _BEAT_RUNNING = 0.5, 1.0
 _WITHDRAW_SECONDS = 2.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
+_FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 _SHOWN_RANKS = 20  # in a message
 _MOST_STATUS = 1 << 18  # bytes, which the ranks of the largest world take
+
+
+# Why a rank leaves: it lost a peer; it failed for a reason that holds for all ranks; anything else.
+Farewell = Literal["lost", "failed", "other"]
 
 
 @dataclass(frozen=True)
@@ -88,25 +93,28 @@ class Membership:
             others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
             before = {rank: peek(store, f"beat/{join}") for rank, join in others.items()}
             time.sleep(patience)
-            lost = []
+            lost, ends_job = [], False
             for rank, join in others.items():
                 member = self.members[rank]
-                reason = peek(store, f"gone/{join}")
-                if reason is not None:
-                    if not reason.startswith(b"lost a peer"):
-                        text = printable(reason.decode(errors="replace"))
-                        lost.append(f"rank {member.rank} on {member.host} left: {text}")
+                gone = peek(store, f"gone/{join}")
+                if gone is not None:
+                    farewell = parse(gone)
+                    if farewell.get("kind") != "lost":  # who has only lost a peer is none
+                        ends_job |= farewell.get("kind") == "failed"
+                        lost.append(f"rank {member.rank} on {member.host} left: {printable(str(farewell['reason']))}")
                 elif peek(store, f"beat/{join}") == before[rank]:
                     lost.append(f"rank {member.rank} on {member.host} gives no sign of life")
         except RuntimeError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(problem)})")
-        return PeerLost(f"{'; '.join(lost)} ({error})") if lost else error
+        except (ValueError, KeyError) as problem:
+            return PeerLost(f"{error}; what the rendezvous service says of the others is damaged ({problem})")
+        return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
 
-    def leave(self, reason: str) -> None:
-        """Tell the service that this rank goes."""
+    def leave(self, reason: str, kind: Farewell = "other") -> None:
+        """Tell the service that this rank goes, and why."""
         self._heartbeat.end()
         try:
-            post(self._heartbeat.store, {"id": self._joins[self.rank], "leave": reason})
+            post(self._heartbeat.store, {"id": self._joins[self.rank], "leave": {"reason": reason, "kind": kind}})
         except RuntimeError as error:
             _log.debug("could not say goodbye: %s", error)
 
@@ -152,14 +160,14 @@ def meet(
     # A mute listener can hang a store's client for ever, whatever timeout it is given: so it talks in a thread.
     talk = _Conversation(fingerprint, host, port, deadline)
     talk.start()
-    told, missing, asked = time.monotonic(), None, False
+    told, missing, asked = time.monotonic() - _SAY_SECONDS + _FIRST_SECONDS, None, False
     while talk.is_alive() and time.monotonic() < deadline and not asked:
         talk.join(0.1)
         asked = cancelled()
         if talk.missing != missing:
             missing = talk.missing
             observer.waiting(missing or [])
-        if time.monotonic() - told > 10:
+        if time.monotonic() - told > _SAY_SECONDS:
             observer.say(talk.waiting_for)
             told = time.monotonic()
     outcome = talk.withdraw()
@@ -178,7 +186,7 @@ def meet(
 def _await_service(
     host: str, port: int, timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
 ) -> None:
-    told = time.monotonic()
+    told = time.monotonic() - _SAY_SECONDS + _FIRST_SECONDS
     while (problem := can_connect(host, port, min(5.0, max(0.1, deadline - time.monotonic())))) is not None:
         if cancelled():
             raise Cancelled
@@ -187,7 +195,7 @@ def _await_service(
                 f"no rendezvous service at {host}:{port} within {timeout:.0f} s (rendezvous.timeout): {problem}; "
                 "start `horizonml rendezvous` there, or correct rendezvous.address"
             )
-        if time.monotonic() - told > 10:
+        if time.monotonic() - told > _SAY_SECONDS:
             observer.say(f"waiting for the rendezvous service at {host}:{port}: {problem}")
             told = time.monotonic()
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))

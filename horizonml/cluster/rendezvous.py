@@ -10,7 +10,7 @@ rank draws at random, so that it stays the same when the service is started anew
     rank     -> beat/<id>     counts up while the rank lives
     service  -> verdict/<id>  the group and its generation, or why not
     service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
-    service  -> gone/<id>     the reason with which a rank left
+    service  -> gone/<id>     why a rank left: a reason for people, and what kind of reason it is
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Service:
         number, now = whole(event, "id", 0, (1 << 63) - 1), time.monotonic()
         if "leave" in event:
             self._roster.leave(number)
-            self._store.set(f"gone/{number}", printable(str(event["leave"])))
+            said = event["leave"] if isinstance(event["leave"], dict) else {}
+            farewell = {name: printable(str(said.get(name, ""))) for name in ("reason", "kind")}
+            self._store.set(f"gone/{number}", json.dumps(farewell))
         elif "withdraw" in event:
             if self._roster.withdraw(number):
                 self._tell(Refused([number], "it has withdrawn"))

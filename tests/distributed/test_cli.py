@@ -69,6 +69,22 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
     assert f"resumed from step {step} of" in output
 
 
+def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_error(folder: Path) -> None:
+    run = folder / "runs" / "test"
+    run.mkdir(parents=True)
+    (run / "checkpoints").write_text("in the way of a folder")
+    result = horizonml(folder, "train", "job.yaml", "--set", "model.name=tests.models:complaining")
+    assert result.returncode == 1
+    assert result.stderr.count("UserWarning: of the model's own") == 1
+    assert result.stderr.count("the checkpoint of step 10 was not saved: rank 0: ") == 1
+    assert "the last checkpoint, after step 20, could not be saved" in result.stderr
+    assert "no checkpoint is there" in result.stderr
+    assert "Traceback" not in result.stderr
+    for rank in range(3):
+        assert "UserWarning: of the model's own" in (run / f"rank-{rank}.log").read_text()
+    assert "done:" not in result.stdout
+
+
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("train", "job.yaml", *ENDLESS)
     wait_for(lambda: steps(folder) > 5, "the first steps")
@@ -149,7 +165,8 @@ def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[.
     outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert "done: records" in outputs[0]
-    assert outputs[1:] == ["", ""]
+    assert "rank 1: connected to 2 other ranks; trains stage 0 of 1" in outputs[1]
+    assert "rank 1: done: records" in outputs[1]
     service.terminate()
     service.communicate(timeout=10)
     assert service.returncode == 0

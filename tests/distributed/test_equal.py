@@ -25,7 +25,7 @@ from horizonml.signals import StopRequest
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from horizonml.trainer import train
-from horizonml.worker import engine_for
+from horizonml.worker import engine_for, find_hosts
 from tests.distributed.pool import Pool
 
 
@@ -85,6 +85,22 @@ def test_a_run_that_measured_first_equals_one_that_did_not(pool: Pool, tmp_path:
         assert len(others) == 4  # two members, two runs
         assert all(torch.equal(state[name], other[name]) for other in others for name in state)
         assert plan == warm[0][0]
+
+
+def hosts_of(rank: int, world_size: int, store: Store, nodes: list[str]) -> list[Host]:
+    group = Group(store, rank, world_size, 30.0, nodes)
+    try:
+        return find_hosts(group)
+    finally:
+        group.close()
+
+
+def test_memory_is_shared_by_ranks_of_one_machine_and_not_of_one_name(pool: Pool) -> None:
+    """Nodes are told by boot id and address; what the boards are called does not matter."""
+    everyone = pool.run(3, hosts_of, ["boot1/10.0.0.1", "boot2/10.0.0.2", "boot2/10.0.0.2"])
+    alone, shared = everyone[0]
+    assert (alone.ranks, shared.ranks) == ((0,), (1, 2))
+    assert shared.memory < alone.memory / 1.5
 
 
 def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:

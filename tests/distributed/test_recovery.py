@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 from torch.distributed import TCPStore
 
 from horizonml.cluster.mailbox import peek
@@ -83,7 +86,11 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     before = steps(folder)
     rank_process(folder, 1).kill()
     wait_for(lambda: len(runs(folder, 0)) == 3 and steps(folder) > before + 5, "a group of two")
-    assert [(run["world_size"], run["rank"]) for run in (runs(folder, 0)[-1], runs(folder, 2)[-1])] == [(2, 0), (2, 1)]
+    places = [(2, 0), (2, 1)]  # records of each rank reach the disk within a second
+    wait_for(
+        lambda: [(runs(folder, rank)[-1]["world_size"], runs(folder, rank)[-1]["rank"]) for rank in (0, 2)] == places,
+        "both in a group of two",
+    )
     assert 'horizonml_peers_lost_total{rank="0"} 2.0' in get(free_port, "/metrics")[1]
 
     # The service is lost, and started anew at the same place: the group runs on, and reports to the new one.
@@ -156,6 +163,93 @@ def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
     output, _ = again.communicate(timeout=10)
     assert again.returncode == 0
     assert "stays, to be watched" in output
+
+
+def test_machines_of_one_name_lose_the_first_one_with_its_disk_twice(
+    folder: Path, start: Start, service: Service
+) -> None:
+    """Three boards that are all called the same, each with a disk of its own, train a pipeline."""
+
+    def rank(number: int) -> subprocess.Popen[str]:
+        disk = ["--set", f"folder=disk{number}", "--set", "checkpoint.resume=false"]  # as to what was there before
+        return start(
+            "train", "job.yaml", *OPTIONS, *disk, "--set", "parallel.strategy=pipeline", "--set", "epochs=5000",
+            "--set", "rendezvous.replace_timeout=10",
+            RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address,
+        )  # fmt: skip
+
+    def done(number: int) -> int:
+        path = folder / f"disk{number}" / f"rank-{number}.jsonl"
+        return path.read_text().count('"kind": "step"') if path.exists() else 0
+
+    def groups(number: int) -> list[dict[str, Any]]:
+        lines = (folder / f"disk{number}" / f"rank-{number}.jsonl").read_text().splitlines()
+        return [record for record in map(json.loads, lines) if record["kind"] == "run"]
+
+    ranks = [rank(number) for number in range(3)]
+    wait_for(lambda: done(1) > 7, "the first steps")
+    ranks[0].kill()
+    ranks[0].wait()
+    shutil.rmtree(folder / "disk0")
+    ranks[0] = rank(0)
+    wait_for(lambda: len(groups(1)) == 2 and done(0) > 5, "a group with the replacement")
+    first, second = groups(1)
+    assert int(second["resumed_at"]) >= 5
+    assert first["plan"] == second["plan"]  # made anew, it might cut elsewhere, and end elsewhere
+
+    before = done(1)
+    ranks[0].kill()
+    ranks[0].wait()
+    shutil.rmtree(folder / "disk0")
+    wait_for(lambda: len(groups(1)) == 3 and done(1) > before + 5, "a group of two")
+    assert int(groups(1)[2]["resumed_at"]) >= int(second["resumed_at"])
+    assert [groups(number)[-1]["world_size"] for number in (1, 2)] == [2, 2]
+    assert groups(1)[-1]["rank"] == 0
+    for process in ranks[1:]:
+        process.terminate()
+    outputs = [process.communicate(timeout=30)[0] for process in ranks[1:]]
+    assert [process.returncode for process in ranks[1:]] == [0, 0], outputs
+    assert "resumed from step" in outputs[0]  # it speaks for the group now
+
+
+def test_a_corrupt_image_ends_all_ranks_rather_than_coming_again_for_ever(
+    folder: Path, start: Start, service: Service
+) -> None:
+    for name in ("cats", "dogs"):
+        (folder / "pictures" / name).mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / "pictures" / name / f"{number}.png")
+    (folder / "pictures" / "dogs" / "5.png").write_bytes(b"not a picture")
+    options = ["--set", "data={name: folder, folder: pictures, image_size: 8}", "--set", "batch_size=8"]
+    ranks = [
+        start(
+            "train", "job.yaml", *options, "--set", "parallel.workers=2", "--set", "checkpoint.every_steps=1",
+            RANK=str(number), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=service.address,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    assert sorted(process.returncode for process in ranks) == [1, 3], outputs
+    assert all("5.png is not a readable image" in output for output in outputs)
+    assert "meeting the others again" not in "".join(outputs)
+
+
+def test_without_checkpoints_a_lost_rank_ends_the_others_with_what_it_costs(
+    folder: Path, start: Start, service: Service
+) -> None:
+    ranks = [
+        start(
+            "train", "job.yaml", "--set", "epochs=5000", "--set", "parallel.workers=2",
+            "--set", "checkpoint.enabled=false",
+            RANK=str(number), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=service.address,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    wait_for(lambda: steps(folder) > 3, "the first steps")
+    ranks[1].kill()
+    output, _ = ranks[0].communicate(timeout=60)
+    assert ranks[0].returncode == 3
+    assert "steps done so far are lost, because checkpoint.enabled is false" in output
 
 
 def get_or_none(port: int) -> tuple[int, str] | None:

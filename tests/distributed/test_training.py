@@ -21,7 +21,7 @@ from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.model.zoo import build
 from horizonml.plan.planner import fixed_plan
-from horizonml.shards import export, read_metadata
+from horizonml.shards import export, read_metadata, steps
 from horizonml.signals import StopRequest
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
@@ -248,6 +248,33 @@ def test_machines_vanish_with_their_disks_and_the_others_go_on(
     assert {resumed.step for _, _, resumed in again} == {10}
     for key, value in whole(straight).items():
         torch.testing.assert_close(whole(again)[key], value, rtol=1e-3, atol=1e-4)
+
+
+def test_what_an_earlier_run_saved_is_kept_and_neither_resumed_nor_in_the_way(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, run, job(tmp_path))
+    ends = pool.run(1, set_aside, job(tmp_path))
+    assert [path.name for path in steps(tmp_path / "checkpoints.previous")] == ["step-00000021", "step-00000020"]
+    assert ends == [["step-00000005"]]
+
+    # A damaged one with a higher number is passed over, and does not push the new ones out.
+    (tmp_path / "checkpoints" / "step-00000200").mkdir()
+    (tmp_path / "checkpoints" / "step-00000200" / "checkpoint.json").write_text("{")
+    ((_, _, resumed),) = pool.run(1, run, job(tmp_path), 4)
+    assert resumed.step == 5
+    names = ["step-00000200", "step-00000010", "step-00000005"]
+    assert [path.name for path in steps(tmp_path / "checkpoints")] == names
+
+
+def set_aside(rank: int, world_size: int, store: Store, job: Job) -> list[str]:
+    """Begin anew in a folder with checkpoints, and save one."""
+    group = Group(store, rank, world_size, 30.0)
+    model = build(job.model, job.seed, 10, (1, 8, 8))
+    engine = engine_for(job, fixed_plan(job, len(model.chain), world_size), model, group)
+    compatible = {"model": job.model.name, "batch_size": job.batch_size}
+    checkpoints = Checkpoints(job.run_folder / "checkpoints", group, 2, compatible)
+    checkpoints.set_aside()
+    assert checkpoints.save(engine, 5, {}) == []
+    return [path.name for path in steps(job.run_folder / "checkpoints")]
 
 
 def lying(rank: int, world_size: int, store: Store, job: Job, report: dict[str, Any]) -> str:
