@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -65,6 +66,7 @@ Workers = Annotated[
 def main() -> NoReturn:
     """Entry point: errors meant for the user are printed without a traceback."""
     watch_launcher()
+    faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
     logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
     code: int | str | None = 0
     try:

@@ -20,6 +20,14 @@ _LOOK_SECONDS = 0.5  # how often a process looks whether its launcher lives
 _SAVE_SECONDS = 5.0  # for a rank whose launcher is gone to finish its step and save
 
 
+_CAUSES = {
+    signal.SIGKILL: "the machine may be out of memory (see dmesg)",
+    signal.SIGILL: "its processor lacks an instruction that this build of PyTorch uses. Arm boards with Armv8.2 "
+    "(Raspberry Pi 5, Jetson Xavier and Orin) run all builds; older ones (Raspberry Pi 3 and 4, Jetson Nano) run only "
+    "some: PyTorch 2.10.0 is known not to, so install another release",
+}
+
+
 class Cancelled(Exception):
     """A wait was ended because the process was asked to end."""
 
@@ -67,6 +75,15 @@ def handling(handle: signal._HANDLER) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def explain_signal(number: int) -> str:
+    """Return the name of the signal that ended a process, and what most likely lies behind it."""
+    try:
+        name, cause = signal.Signals(number).name, _CAUSES.get(signal.Signals(number))
+    except ValueError:  # one that has no name, such as a real-time signal
+        return f"signal {number}"
+    return f"{name}; {cause}" if cause else name
 
 
 def launcher_name() -> str:

@@ -21,7 +21,7 @@ from horizonml.cluster.command import STOP_SECONDS
 from horizonml.cluster.logs import RankLog, Warnings
 from horizonml.cluster.network import listen
 from horizonml.errors import HorizonError, JobError, PeerLost
-from horizonml.signals import LAUNCHER, StopRequest, handling, launcher_name
+from horizonml.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 
 _GRACE_SECONDS = 5.0  # for the others, once a rank has failed
 TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, rather than wait for another
@@ -46,9 +46,7 @@ class _Rank:
         """Why it failed, as far as it said."""
         code = self.process.returncode
         if code < 0:
-            name = signal.Signals(-code).name
-            hint = "; the machine may be out of memory (see dmesg)" if name == "SIGKILL" else ""
-            return f"rank {self.number} was killed by {name}{hint}"
+            return f"rank {self.number} was killed by {explain_signal(-code)}"
         said = self.log.text()
         start = said.rfind("error: ")
         text = said[start + len("error: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
@@ -134,8 +132,12 @@ class LocalCluster:
                 self._warnings.show(rank.number, rank.log.new_lines())
             failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
             if self._service is not None and self._service.poll() is not None:
-                said = self._service_log.text()
-                raise RankFailed(f"the rendezvous service ended with code {self._service.returncode}: {said[-1000:]}")
+                code, said = self._service.returncode, self._service_log.text()
+                raise RankFailed(
+                    f"the rendezvous service, which uses PyTorch like the ranks, was killed by {explain_signal(-code)}"
+                    if code < 0
+                    else f"the rendezvous service ended with code {code}: {said[-1000:]}"
+                )
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
             if self.interrupted and asked == math.inf:

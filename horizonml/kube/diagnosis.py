@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
+
+from horizonml.signals import explain_signal
 
 Object = dict[str, Any]
 _UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
@@ -45,23 +48,35 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
-            problem = f"{name}: started {again} times again; the last time {_ending(pod, ended, last_words)}"
-            return Condition("Ready" if ready else "Running", problem if again and ended else None)
+            times = "once" if again == 1 else f"{again} times"
+            why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
+            problem = f"{name}: restarted {times}; the last time {why}" if again else None
+            return Condition("Ready" if ready else "Running", problem)
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
             return Condition("Pending", f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
-    return Condition(str(status.get("phase", "Unknown")))
+    # A pod that was evicted, or whose node has shut down, has no container that could tell.
+    reason = status.get("reason")
+    problem = f"{name}: {reason}: {status.get('message') or 'no message'}" if reason else None
+    return Condition(str(status.get("phase", "Unknown")), problem)
 
 
 def _ending(pod: Object, ended: Object, last_words: str) -> str:
-    code = ended.get("exitCode")
-    limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
-    if ended.get("reason") == "OOMKilled" or code == 137:
+    """Return why a container has ended: the reason that Kubernetes gives, its exit code, and what lies behind it."""
+    code, reason = ended.get("exitCode"), ended.get("reason")
+    at = f" at {ended['finishedAt']}" if "finishedAt" in ended else ""
+    facts = ", ".join(part for part in (reason if reason != "Error" else None, f"exit code {code}") if part)
+    if reason == "OOMKilled" or code == 128 + signal.SIGKILL:
+        limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
+        sure = "ran" if reason == "OOMKilled" else "most likely ran"
         return (
-            f"it ran out of memory (limit {limit}); raise it (--memory), use more workers with strategy pipeline, or a "
-            "smaller batch"
+            f"it {sure} out of memory{at} ({facts}; limit {limit}); raise it (--memory), use more workers with "
+            "strategy pipeline, or a smaller batch"
         )
-    return f"it ended with code {code}" + (f": {last_words}" if last_words else "; see its log")
+    number = ended.get("signal") or (code - 128 if isinstance(code, int) and code > 128 else None)
+    if number:
+        return f"it was killed{at} ({facts}) by {explain_signal(number)}"
+    return f"it ended{at} ({facts})" + (f": {last_words}" if last_words else "; see its log")
 
 
 def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object]) -> str:

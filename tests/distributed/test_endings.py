@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from horizonml.cluster.local import LocalCluster, RankFailed
 from tests.distributed.processes import ours, wait_for
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -74,3 +75,21 @@ def test_a_command_s_exit_code_is_the_launcher_s(start: Start) -> None:
     launcher = start("rendezvous", "--", "sh", "-c", "exit 7")
     launcher.communicate(timeout=60)
     assert launcher.returncode == 7
+
+
+def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: Path) -> None:
+    die = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
+    with pytest.raises(RankFailed, match="rank 0 was killed by SIGILL; its processor lacks an instruction"):
+        run(1, die, tmp_path)
+    # The rendezvous service of several ranks needs PyTorch, too.
+    with pytest.raises(RankFailed, match=r"the rendezvous service, which .* was killed by SIGILL; its processor lacks"):
+        run(2, [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, kill_service=signal.SIGILL)
+
+
+def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Signals | None = None) -> None:
+    """Run a local cluster to its end."""
+    with LocalCluster(world_size, command, logs, {}) as cluster:
+        if kill_service is not None:
+            assert cluster._service is not None
+            cluster._service.send_signal(kill_service)
+        cluster.wait()

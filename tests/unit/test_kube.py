@@ -110,14 +110,38 @@ def test_other_reasons_say_what_to_do() -> None:
     assert "the image x:1 cannot be pulled on node pi-1" in str(image.problem)
     killed = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     memory = condition(pod(**container(state=killed[0], lastState=killed[1])), "", [], [])
-    assert "it ran out of memory (limit 1Gi)" in str(memory.problem)
+    assert "it ran out of memory (OOMKilled, exit code 137; limit 1Gi)" in str(memory.problem)
     wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
     crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
-    assert crash == Condition("CrashLoopBackOff", "worker-3: it ended with code 2: optimizer.lr: -1")
-    running = container(state={"running": {}}, lastState=killed[1], again=2)
-    assert "started 2 times again" in str(condition(pod(**running), "", [], []).problem)
+    assert crash == Condition("CrashLoopBackOff", "worker-3: it ended (exit code 2): optimizer.lr: -1")
+    evicted = condition(pod(reason="Evicted", message="The node was low on resource: memory."), "", [], [])
+    assert evicted.problem == "worker-3: Evicted: The node was low on resource: memory."
     ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
     assert condition(pod(**ready), "", [], []) == Condition("Ready")
+
+
+@pytest.mark.parametrize(
+    ("again", "ended", "story"),
+    [
+        (
+            1,
+            {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-05-04T10:00:00Z"},
+            "worker-3: restarted once; the last time it ran out of memory at 2026-05-04T10:00:00Z (OOMKilled, exit "
+            "code 137; limit 1Gi); raise it (--memory)",
+        ),
+        (2, {"exitCode": 137, "reason": "Error"}, "worker-3: restarted 2 times; the last time it most likely ran out"),
+        (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
+        (1, {"exitCode": 0, "signal": 11}, "it was killed (exit code 0) by SIGSEGV"),
+        (1, {"exitCode": 163}, "it was killed (exit code 163) by signal 35"),
+        (1, {"exitCode": 3, "reason": "Error"}, "the last time it ended (exit code 3): rank 1 is lost"),
+        (3, None, "worker-3: restarted 3 times; the last time Kubernetes does not know why it ended"),
+    ],
+)
+def test_a_worker_that_runs_again_tells_why_it_ended(again: int, ended: dict[str, Any] | None, story: str) -> None:
+    state = container(state={"running": {}}, lastState={"terminated": ended} if ended else {}, again=again)
+    found = condition(pod(**state), "rank 1 is lost", [], [])
+    assert found.phase == "Running"
+    assert story in str(found.problem)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +171,7 @@ def test_rows_tell_what_ranks_do() -> None:
     found = row(3, "pi", Condition("Ready"), before, shown(metrics), 0.5)
     assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
     assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
-    assert found.samples_per_second == 128
+    assert found.samples_per_second == 32
     assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
     assert row(3, "pi", Condition("Ready"), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
     metrics.completed()
