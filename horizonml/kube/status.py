@@ -106,7 +106,7 @@ def _labels(samples: Samples, metric: str, label: str) -> list[str]:
 
 
 def _rate(before: Samples, after: Samples, seconds: float) -> float | None:
-    name = "horizonml_samples_total"
+    name = "horizonml_rank_samples_total"  # the other counts a sample once, at the first stage
     if name not in before or name not in after or seconds <= 0 or after[name] < before[name]:
         return None
     return (after[name] - before[name]) / seconds

@@ -102,6 +102,8 @@ def _check(name: str, target: Any) -> None:
         if not issubclass(target, nn.Module):
             raise ModelError(f"model.name: {name} is a class, but not a torch.nn.Module; {_HOW}")
         return
+    if isinstance(target, nn.Module):
+        raise ModelError(f"model.name: {name} is a model already, and every rank builds its own part; {_HOW}")
     function = _python_function(target)
     if function is None:
         kind = "is not written in Python" if callable(target) else f"is of type {type(target).__name__}, not a function"

@@ -147,7 +147,7 @@ def test_rows_tell_what_ranks_do() -> None:
     found = row(3, "pi", Condition("Ready"), before, shown(metrics), 0.5)
     assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
     assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
-    assert found.samples_per_second == 128
+    assert found.samples_per_second == 32  # of this rank, whichever stage it is a member of
     assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
     assert row(3, "pi", Condition("Ready"), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
     metrics.completed()
