@@ -58,7 +58,7 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
 
 
 def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
-    """A lock against downloading twice; none where the folder cannot be written to, and so nothing downloaded."""
+    """Return a lock against downloading twice; none where the folder cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
