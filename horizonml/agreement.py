@@ -115,13 +115,13 @@ def make_plan(
             whole = uncut_layer(model, problem_)
             if whole is not None:
                 taken = human_seconds(choice.prediction.seconds)
-                say(f"warning: {job.model.name}: {whole}, by the plan that is used {taken}")
+                say(f"warning: {job.model.name}: {whole}, with this plan {taken}")
             if automatic:
                 _write_down(job, names, problem_, say)
                 say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
                 say(choice.plan.describe(model.chain.names))
             if not choice.prediction.fits:
-                reason = shortage(problem_, choice, [f"rank {rank}" for rank in range(world_size)])
+                reason = shortage(problem_, choice, names)
                 say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
             answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
         except HorizonError as error:

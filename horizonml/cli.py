@@ -184,7 +184,7 @@ def init(
         Path, typer.Argument(metavar="FOLDER", help="Where to write them; it is made if it is not there.")
     ] = Path(),
 ) -> None:
-    """Write a commented job file, and a model of your own, to start from."""
+    """Write a commented job file and a model to start from."""
     import shlex
 
     from horizonml.starter import FILES, write
@@ -197,7 +197,10 @@ def init(
 
 @app.command()
 def validate(job_file: JobFile, overrides: Overrides = None, workers: Workers = None) -> None:
-    """Check a job file, the code that it names included, and show it with all defaults filled in."""
+    """Check a job file and the code that it names.
+
+    The job is shown with all defaults filled in.
+    """
     import yaml
 
     job = _load(job_file, overrides, workers)
@@ -240,7 +243,11 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show a model's layers, their measured times, the plan made from them, and why it is as it is."""
+    """Show the plan for a job, and why it is as it is.
+
+    First the model's layers and their measured times, then who gets which of them, what limits the plan, and how
+    simpler plans compare.
+    """
     from horizonml.planning import show_plan
 
     show_plan(_load(job_file, overrides, workers), devices, as_json, out, picture)
@@ -263,7 +270,10 @@ def simulate(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Step a plan over devices on paper, as many as there are: its time, memory, and what limits it."""
+    """Step a given plan over devices on paper.
+
+    Shows its time, its memory, and what limits it, for as many devices as the plan has.
+    """
     from horizonml.planning import read_plan, show_plan
 
     show_plan(read_plan(_load(job_file, overrides, None), plan_file), devices, False, None, picture, as_given=True)
@@ -284,9 +294,10 @@ def profile(
         typer.Option(metavar="N", min=1, help="Threads to measure with. Default: the cores.", show_default=False),
     ] = None,
 ) -> None:
-    """Measure a model's layers on this device: time forward and backward, parameters, outputs.
+    """Measure a model's layers on this device.
 
-    Times are measured once for a model, a device and a version of torch, and kept.
+    Time forward and backward, parameters, outputs: times are measured once for a model, a device and a version of
+    torch, and kept.
     """
     from horizonml.planning import show_profile
 
@@ -354,7 +365,7 @@ def export(
         Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
     ],
 ) -> None:
-    """Write a checkpoint's weights as a plain PyTorch state dict."""
+    """Write a checkpoint's weights as a PyTorch state dict."""
     from horizonml.shards import export as export_checkpoint
 
     metadata = export_checkpoint(checkpoint, output)
@@ -380,9 +391,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write a page about runs and benches: findings in words, tables, and pictures of where the time went.
+    """Write a page about runs and benches.
 
-    The page is one HTML file; its pictures, and the numbers as CSV and JSON, are written beside the records.
+    It has findings in words, tables, and pictures of where the time went. The page is one HTML file; its pictures, and
+    the numbers as CSV and JSON, are written beside the records.
     """
     require("matplotlib", "`horizonml report`")
     from horizonml.bench.report import write_report

@@ -180,7 +180,7 @@ class Parallel(_Section):
         "be fastest; `tensor` splits the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
     )
     workers: int | None = Field(
-        None, ge=1, description="World size. Default: what the environment says, else 5 (1 for `single`)."
+        None, ge=1, le=10_000, description="World size. Default: what the environment says, else 5 (1 for `single`)."
     )
     schedule: ScheduleName = Field("1f1b", description="Order of forward and backward passes in a pipeline.")
     micro_batches: int | None = Field(

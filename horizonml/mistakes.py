@@ -22,6 +22,7 @@ def explain(error: ValidationError, schema: type[BaseModel]) -> str:
 
 
 def _explain(details: ErrorDetails, schema: type[BaseModel]) -> str:
+    """Return one mistake as a line: the field, what is wrong with which value, and the fix."""
     location = [
         str(part)
         for index, part in enumerate(details["loc"])
@@ -55,12 +56,13 @@ def _explain(details: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as it is written, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
 def _keys_at(schema: type[BaseModel], location: list[str], raw: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section of the schema at this place."""
+    """Return the keys of the section of the schema at this place."""
     section: Any = schema
     for part in location:
         if part.isdigit():
@@ -70,7 +72,7 @@ def _keys_at(schema: type[BaseModel], location: list[str], raw: tuple[int | str,
 
 
 def _section_of(annotation: Any, raw: tuple[int | str, ...]) -> Any:
-    """The section class inside an annotation such as `list[StageSpec] | None`; a union by its tag in `raw`."""
+    """Return the section class inside an annotation such as `list[StageSpec] | None`; a union by its tag in `raw`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     candidates = [_section_of(inner, raw) for inner in getattr(annotation, "__args__", ())]

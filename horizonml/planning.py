@@ -153,7 +153,10 @@ def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Seque
     """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises PlanError."""
     lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
     lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
-    content = yaml.safe_dump(plan_values(plan, strategy), sort_keys=False, default_flow_style=None, width=120)
+    values = plan_values(plan, strategy)
+    content = yaml.safe_dump(
+        values, sort_keys=False, default_flow_style=None if "stages" in values else False, width=120
+    )
     text = "\n".join([*lines, content])
     try:
         write_atomically(path, text.encode())

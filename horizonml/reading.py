@@ -48,6 +48,7 @@ def read_text(path: Path, hint: str) -> str:
 
 
 def _read(path: Path) -> bytes:
+    """Return the content of a file or a passed pipe. Raises OSError, which says what is wrong with it."""
     kind = path.stat().st_mode
     if stat.S_ISDIR(kind):
         raise OSError("is a folder, not a file")

@@ -71,12 +71,12 @@ def layout(
 
 
 def _glued(text: str) -> str:
-    """Text whose numbers stay with their units."""
+    """Return the text with its numbers kept on the same line as their units."""
     return re.sub(_UNITS, _GLUE, text)
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], text: Collection[int], gap: str) -> list[str]:
-    """A row on as many lines as its longest cell takes."""
+    """Return a row on as many lines as its longest cell takes."""
     cells = [_fill(cell, wide) for cell, wide in zip(row, widths, strict=True)]
     found = []
     for line in range(max(map(len, cells))):
@@ -89,7 +89,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], text: Collection[int], gap
 
 
 def _words(cell: str) -> list[tuple[str, str]]:
-    """The words that may stand on lines of their own, each with the space before it; a slash may end a line, too."""
+    """Return the words that may stand on lines of their own, each with the space before it; a slash may end one."""
     found = []
     for space, word in re.findall(r"(\s*)(\S+)", cell):
         first, *others = re.split(r"(?<=/)(?=\w{3})", word)
@@ -98,7 +98,7 @@ def _words(cell: str) -> list[tuple[str, str]]:
 
 
 def _fill(cell: str, width: int) -> list[str]:
-    """A cell as lines of at most so many characters, broken as in `_words`."""
+    """Return a cell as lines of at most so many characters, broken as in `_words`."""
     if len(cell) <= width:
         return [cell]
     lines = [""]
@@ -112,7 +112,7 @@ def _fill(cell: str, width: int) -> list[str]:
 
 
 def _listing(header: Sequence[str], rows: Sequence[Sequence[str]], text: Collection[int], width: int) -> str:
-    """Every row as a list of names and values."""
+    """Return every row as a list of names and values."""
     found = []
     for row in rows:
         items = [f"{name} {cell}".strip() for name, cell in zip(header, row, strict=True)]

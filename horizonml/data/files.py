@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from horizonml.data.source import ArraySource
-from horizonml.errors import DataError
+from horizonml.errors import DataError, is_out_of_memory
 from horizonml.extras import require
 from horizonml.model.vision import import_torchvision
 from horizonml.text import count
@@ -48,6 +48,8 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
             f"if none is, delete {error.lock_file}"
         ) from error
     except Exception as error:  # torchvision fails on damaged files in any way, asserts included
+        if is_out_of_memory(error):
+            raise
         wish = "could not be downloaded" if download else "is missing or corrupt"
         raise DataError(
             f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
@@ -56,7 +58,7 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
 
 
 def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
-    """A lock against downloading twice; none where the folder cannot be written to, and so nothing downloaded."""
+    """Return a lock against downloading twice; none where the folder cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -79,16 +79,17 @@ def _import(name: str) -> ModuleType:
 
 
 def _folders(package: str) -> list[str]:
-    """Where the modules of a package lie; without one, the working directory."""
+    """Return where the modules of a package lie; without a package, the working directory."""
     return list(getattr(sys.modules.get(package), "__path__", [])) if package else [os.getcwd()]
 
 
 def _public(owner: Any) -> list[str]:
+    """Return the names that somebody may have meant."""
     return [name for name in dir(owner) if not name.startswith("_")]
 
 
 def _where(error: BaseException) -> str:
-    """The error, and the line of the user's code that it comes from."""
+    """Return the error, and the line of the user's code that it comes from."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
@@ -102,6 +103,8 @@ def _check(name: str, target: Any) -> None:
         if not issubclass(target, nn.Module):
             raise ModelError(f"model.name: {name} is a class, but not a torch.nn.Module; {_HOW}")
         return
+    if isinstance(target, nn.Module):
+        raise ModelError(f"model.name: {name} is a model already, and every rank builds its own part; {_HOW}")
     function = _python_function(target)
     if function is None:
         kind = "is not written in Python" if callable(target) else f"is of type {type(target).__name__}, not a function"
@@ -119,7 +122,7 @@ def _check(name: str, target: Any) -> None:
 
 
 def _python_function(target: Any) -> FunctionType | None:
-    """The function that is run when `target` is called, if it is written in Python."""
+    """Return the function that is run when `target` is called, if it is written in Python."""
     while isinstance(target, functools.partial):
         target = target.func
     if callable(target) and not inspect.isroutine(target) and not hasattr(target, "__wrapped__"):
@@ -130,7 +133,7 @@ def _python_function(target: Any) -> FunctionType | None:
 
 
 def _returned(function: FunctionType) -> Any:
-    """What a function says that it returns; None if it does not, or in words that mean nothing at run time."""
+    """Return what a function says that it returns; None if it does not say so, or not in words known at run time."""
     if function.__annotations__.get("return", Any) in (Any, "Any"):
         return None
     try:
@@ -143,6 +146,7 @@ def _returned(function: FunctionType) -> Any:
 
 
 def _is_own(function: FunctionType) -> bool:
+    """Return whether a function is neither part of Python nor of an installed package."""
     file = Path(function.__code__.co_filename)
     if function.__code__.co_filename.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.parts):
         return False

@@ -252,7 +252,10 @@ def _check_profile(profile: Profile) -> None:
 
 def load_cluster(path: Path) -> Cluster:
     """Read a file of devices. Raises JobError, which names the field and the fix."""
-    values = read_yaml(path, "give a file of devices (see examples/devices.yaml)")
+    values = read_yaml(
+        path,
+        "give a file of devices, such as `devices: [{name: pc, memory: 8GiB}, {name: pi, count: 3, memory: 1GiB}]`",
+    )
     try:
         cluster = Cluster.model_validate(values)
     except ValidationError as error:

@@ -45,7 +45,7 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
                     f"{stage.start}-{stage.stop - 1} ({first} .. {last})"
                     if first != last
                     else f"{stage.start} ({first})",
-                    f"{rank} ({names[rank]})",
+                    str(rank) if names[rank] == f"rank {rank}" else f"{rank} ({names[rank]})",
                     f"{stop - start} of {size}",
                     "-" if last_stage else f"{human_bytes(bytes_ * (stop - start))} {stage.send}",
                     f"{human_bytes(prediction.memory[rank])} of {human_bytes(problem.memory[rank])}",

@@ -252,6 +252,13 @@ def test_one_process_downloads_while_the_others_wait(tmp_path: Path, monkeypatch
         loaded(DataSpec(name="cifar10", folder=str(tmp_path)), tmp_path)
 
 
+def test_a_folder_that_cannot_be_written_to_needs_no_lock() -> None:
+    from horizonml.data.files import _one_at_a_time
+
+    with _one_at_a_time(Path("/proc/self"), "mnist"):
+        assert not list(Path("/proc/self").glob("*.lock"))
+
+
 # Sampling --------------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from horizonml.job import Job
+from horizonml.kube.commands import _table
 from horizonml.kube.diagnosis import Condition, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
-from horizonml.kube.status import parse, problems, row
+from horizonml.kube.status import Row, parse, problems, row
 from horizonml.telemetry.metrics import Metrics
 from tests.unit.test_metrics import ABOUT, STEP, record
 
@@ -157,6 +158,18 @@ def shown(metrics: Metrics) -> dict[str, float]:
     from prometheus_client import generate_latest
 
     return parse(generate_latest(metrics.registry).decode())
+
+
+def test_the_table_fits_any_terminal() -> None:
+    rows = [
+        Row(0, "raspberrypi-4", "Training", "0", "0-3", 3, 30, 120, 4200, 1234.5, 0.1234, 0.5, 0.25, 0.25),
+        Row(1, None, "Waits for rank 0, 2"),
+    ]
+    for width in (None, 80, 40):
+        shown = _table(rows, width)
+        assert max(map(len, shown.splitlines())) <= (width or 120)
+        for word in ("samples/s", "raspberrypi-4", "1,234", "0.1234", "50/25/25%", "120/4200"):
+            assert word in shown
 
 
 def test_rows_tell_what_ranks_do() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,15 @@ def test_an_installed_package_trains_its_ready_jobs_and_a_job_of_ones_own(instal
     assert {path.name for path in (installed / "horizonml" / "jobs").iterdir()} == {
         path.name for path in (ROOT / "jobs").glob("*.yaml")
     }
+
+
+def test_the_readme_installs_the_versions_that_make_setup_installs() -> None:
+    versions = dict(re.findall(r"^(TORCH\w*)_VERSION \?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    command = f"'torch=={versions['TORCH']}+cpu' 'torchvision=={versions['TORCHVISION']}+cpu' ."
+    assert (
+        f"pip install --extra-index-url https://download.pytorch.org/whl/cpu {command}"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

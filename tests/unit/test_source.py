@@ -42,6 +42,7 @@ partial = functools.partial(exact)
 partial_of_theirs = functools.partial(getoutput, "touch called")
 factory = Factory()
 number = 3
+model = Net()
 """
 
 
@@ -85,6 +86,7 @@ REFUSED = {
     "horizonml.cli:main": "returns NoReturn|returns typing.NoReturn",
     "my_net:text": "returns str, not a torch.nn.Module",
     "my_net:nothing": "returns NoneType, not a torch.nn.Module",
+    "my_net:model": "is a model already, and every rank builds its own part",
     "my_net:number": "is of type int, not a function",
     "my_net:Net.smal": r"Net.*has no 'smal'; did you mean 'small'\?",
     "my_net:exakt": r"my_net\.py has no 'exakt'; did you mean 'exact'\?",
