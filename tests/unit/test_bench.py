@@ -17,7 +17,7 @@ import pytest
 from typer.main import get_command
 
 from horizonml.bench import batch_size, compare, scaling
-from horizonml.bench.commands import app
+from horizonml.bench.commands import _show, app
 from horizonml.bench.report import write_report
 from horizonml.bench.results import load_run, summarise, traffic
 from horizonml.bench.study import is_busy, load_study
@@ -272,6 +272,22 @@ def test_the_work_of_other_processes_is_measured() -> None:
     for child in [subprocess.Popen(work) for _ in range(os.cpu_count() or 1)]:
         child.wait()
     assert own.cores_taken() < 0.9 * cores, "what this process's children do is not others' work"
+
+
+def test_the_table_in_a_terminal_is_whole_at_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    comparison(tmp_path / "sizes")
+    runs = [{"factors": {"strategy": name}, "run": {"strategy": name, "wall": 3.0}} for name in ("ddp", "pipeline")]
+    write_study(tmp_path / "one", "compare", {"workers": 2, "repeats": 1, "job": JOB}, runs)
+    for name, column in (("sizes", "samples"), ("one", "memory")):
+        study = load_study(tmp_path / name)
+        _show(compare.section(study))
+        lines = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= 80 and "…" not in line for line in lines)
+        header = next(line for line in lines if "accuracy" in line).split()
+        assert set(header) >= {column, "accuracy", "samples/s", "epoch", "compute", "transfer", "wait"}
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
