@@ -240,7 +240,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
         ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
         ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),
-        ("Sent per second, all ranks", values("bytes_per_second"), style.bytes_axis),
+        ("Sent per second, all ranks", values("bytes_per_second"), style.byte_rate_axis),
     ]
     energy = values("joules_per_sample")
     if energy:
