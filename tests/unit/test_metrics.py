@@ -77,8 +77,8 @@ ABOUT = {
 
 
 def test_a_worker_tells_how_many_ranks_the_job_was_started_with() -> None:
-    metrics = Metrics(0)
-    Worker(Job(), Identity(0, 5, "a test"), None, metrics, StopRequest())
+    metrics = Metrics(3)
+    Worker(Job(), Identity(3, 5, "a test"), None, metrics, StopRequest())
     assert values(metrics)["horizonml_world_size_wanted"] == 5
 
 
