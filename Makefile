@@ -42,8 +42,17 @@ help: ## Show this list
 setup: ## Create .venv and install everything (the targets below do it when needed)
 	@$(PYTHON) scripts/setup.py "$(VENV)"
 
-demo: setup ## Train by four strategies with 5 local ranks, compare them, draw pictures
+demo: setup ## Train by four strategies with 5 local ranks and compare them; plan for unequal devices; draw pictures
 	@"$(BIN)/horizonml" bench compare jobs/digits.yaml --workers $(WORKERS) --out runs/demo
+	@echo
+	@echo "So much for ranks that share one machine. HorizonML is made for machines that are unequal and links that are"
+	@echo "slow. This is its plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as"
+	@echo "examples/devices.yaml describes them:"
+	@echo
+	@"$(BIN)/horizonml" plan jobs/cifar10.yaml --devices examples/devices.yaml --picture runs/demo/plan.png
+	@echo
+	@echo "Pictures: runs/demo/plan.png shows a step of this plan, runs/demo/report.html compares the four strategies."
+	@echo "Next: make hetero trains on five such devices, emulated with Docker."
 
 test: setup ## Run all tests on this machine, those with real ranks included
 	@"$(BIN)/python" -m pytest

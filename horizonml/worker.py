@@ -60,6 +60,7 @@ class Worker:
         self._metrics, self._stop = metrics, stop
         self._idle = rss_bytes()
         self._steps = 0  # done by this process
+        metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
         self._agreed: Agreed | None = None
         self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started

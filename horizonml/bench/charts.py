@@ -130,14 +130,24 @@ def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
     return errors if errors.size and errors.max() > 0 else None
 
 
+Lines = tuple[str, Mapping[str, Mapping[int, Sequence[float]]], AxisFormat]  # title, values of each series, axis
+
+
 def lines(
-    panels: Sequence[tuple[str, Mapping[str, Mapping[int, Sequence[float]]], AxisFormat]],
+    panels: Sequence[Lines],
     path: Path,
     *,
     x: str,
     ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
     logarithmic: int = 0,
 ) -> Path:
+    """Panels of lines over numbers, with error bars; see `draw_lines`."""
+    return save(draw_lines(panels, x, ideals, logarithmic), path)
+
+
+def draw_lines(
+    panels: Sequence[Lines], x: str, ideals: Sequence[Mapping[str, Mapping[int, float]]], logarithmic: int
+) -> Figure:
     """Draw panels of lines over numbers, with error bars.
 
     `ideals[i]` are up to two lines of panel i, by their names: what would be ideal, and a limit, which is shaded from
@@ -185,7 +195,7 @@ def lines(
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(name, handle)
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
-    return save(figure, path)
+    return figure
 
 
 def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> Path:

@@ -93,6 +93,8 @@ def section(study: Study) -> Section:
 
 
 def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
+    """Return what fits into 80 columns; the page has the rest."""
+    many = len(by_size) > 1
     rows = []
     for runs in by_size.values():
         for name, results in runs.items():
@@ -100,17 +102,16 @@ def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
             rows.append(
                 [
                     name,
-                    f"{one.samples // one.epochs:,}",
+                    *([f"{one.samples // one.epochs:,}"] if many else []),
                     percent(one.accuracy, 1),
                     f"{one.samples_per_second:,.0f}",
                     human_seconds(one.epoch_seconds),
-                    " / ".join(f"{100 * share:.0f}" for share in (one.compute, one.transfer, one.wait)),
-                    human_bytes(one.rss_peak_bytes),
-                    human_bytes(one.bytes_per_step),
+                    *(percent(share) for share in (one.compute, one.transfer, one.wait)),
+                    *([] if many else [human_bytes(one.rss_peak_bytes)]),
                 ]
             )
-    header = ["", "samples", "accuracy", "samples/s", "epoch", "compute/ transfer/ wait %", "memory", "sent/step"]
-    return Table(title, header, rows)
+    header = ["", "accuracy", "samples/s", "epoch", "compute", "transfer", "wait", "memory"]
+    return Table(title, ["", "samples", *header[1:-1]] if many else header, rows)
 
 
 def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
@@ -239,7 +240,7 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
         ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
         ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),
-        ("Sent per second, all ranks", values("bytes_per_second"), style.bytes_axis),
+        ("Sent per second, all ranks", values("bytes_per_second"), style.byte_rate_axis),
     ]
     energy = values("joules_per_sample")
     if energy:

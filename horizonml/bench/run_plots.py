@@ -54,6 +54,7 @@ def _smooth(values: list[float], window: int = 8) -> list[float]:
 def time_split(runs: Mapping[str, Run], path: Path) -> Path:
     """Where the time of an average step goes, for every rank of several runs, in milliseconds."""
     widths = [len(run.ranks) + 1 for run in runs.values()]
+    everyone = [rank for run in runs.values() for rank in run.ranks]
     figure = Figure(figsize=(max(6.0, 0.55 * sum(widths) + 2), 4), layout="constrained")
     axes = figure.subplots(1, len(runs), sharey=True, width_ratios=widths, squeeze=False)[0]
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
@@ -71,6 +72,7 @@ def time_split(runs: Mapping[str, Run], path: Path) -> Path:
         axis.set(title=name, xlabel="rank")
         axis.grid(visible=False, axis="x")
     axes[0].set_ylabel("milliseconds per step, mean")
+    axes[0].set_ylim(top=1.08 * max(sum(s["wall"] for s in r.settled) / len(r.settled) * 1000 for r in everyone))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return save(figure, path)

@@ -73,9 +73,15 @@ def bytes_axis(axis: Axes) -> None:
     axis.yaxis.set_major_formatter(lambda value, _: _bytes(value))
 
 
+def byte_rate_axis(axis: Axes) -> None:
+    """Label the y axis in KiB/s, MiB/s, ..."""
+    axis.yaxis.set_major_locator(_BinaryLocator(7))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{_bytes(value)}/s")
+
+
 def _bytes(value: float) -> str:
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if value >= 2 * 2.0**power:
+        if value >= 2.0**power:
             return f"{_short(value / 2.0**power)} {unit}"
     return human_bytes(value).replace(".0 ", " ")
 

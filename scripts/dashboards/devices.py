@@ -120,6 +120,7 @@ PANELS = [
         "watt",
         [(f"rate(horizonml_energy_joules_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
+        without="No device here tells its power",
     ),
     Panel(
         "timeseries",

@@ -9,7 +9,7 @@ from typing import Any
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
 
-SAMPLES_PER_SECOND = "suffix: samples/s"  # Grafana's own units would say "3.0 K" and leave out of what
+SAMPLES_PER_SECOND = "suffix:samples/s"  # Grafana's own units would say "3.0 K" and leave out of what
 
 Query = tuple[str, str]  # expression and legend
 

@@ -48,7 +48,7 @@ PANELS = [
         "timeseries",
         "When does who wait?",
         "How many ranks wait at a time, by rank: as high as the number of ranks would mean that nobody computes.",
-        "suffix: waiting",
+        "suffix:ranks",
         [(share("wait"), "rank {{rank}}")],
         width=12,
         low=0,
@@ -84,6 +84,7 @@ PANELS = [
         "none",
         [(f"horizonml_slowdown_ratio{{{WHO}}}", "rank {{rank}}")],
         low=0,
+        without="Only an automatic plan expects anything",
     ),
     Panel(
         "timeseries",
@@ -100,6 +101,7 @@ PANELS = [
         "Bps",
         [(f"sum by (rank) (rate(horizonml_received_bytes_total{{{WHO}}}[$__rate_interval]))", "rank {{rank}}")],
         low=0,
+        width=12,
     ),
     Panel(
         "timeseries",
@@ -107,7 +109,7 @@ PANELS = [
         "Samples per second through each rank's stage.",
         SAMPLES_PER_SECOND,
         [(f"rate(horizonml_rank_samples_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
-        width=10,
+        width=12,
         low=0,
     ),
     Panel(
@@ -116,7 +118,8 @@ PANELS = [
         "Each rank's place in the plan.",
         "none",
         [(f"max by (rank, stage, member, layers, node) (horizonml_stage_info{{{WHO}}})", "")],
-        width=14,
+        width=24,
+        height=7,
         columns={
             "rank": "rank",
             "stage": "stage",

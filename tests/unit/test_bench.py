@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from typer.main import get_command
 
-from horizonml.bench import batch_size, compare, scaling
-from horizonml.bench.commands import app
+from horizonml.bench import batch_size, charts, compare, run_plots, scaling, style
+from horizonml.bench.commands import _show, app
 from horizonml.bench.report import write_report
 from horizonml.bench.results import load_run, summarise, traffic
 from horizonml.bench.study import is_busy, load_study
@@ -272,6 +273,70 @@ def test_the_work_of_other_processes_is_measured() -> None:
     for child in [subprocess.Popen(work) for _ in range(os.cpu_count() or 1)]:
         child.wait()
     assert own.cores_taken() < 0.9 * cores, "what this process's children do is not others' work"
+
+
+def test_the_table_in_a_terminal_is_whole_at_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    comparison(tmp_path / "sizes")
+    runs = [{"factors": {"strategy": name}, "run": {"strategy": name, "wall": 3.0}} for name in ("ddp", "pipeline")]
+    write_study(tmp_path / "one", "compare", {"workers": 2, "repeats": 1, "job": JOB}, runs)
+    for name, column in (("sizes", "samples"), ("one", "memory")):
+        study = load_study(tmp_path / name)
+        _show(compare.section(study))
+        lines = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= 80 and "…" not in line for line in lines)
+        header = next(line for line in lines if "accuracy" in line).split()
+        assert set(header) >= {column, "accuracy", "samples/s", "epoch", "compute", "transfer", "wait"}
+
+
+def test_bars_carry_their_values_and_units(tmp_path: Path) -> None:
+    axis = Figure().subplots()
+    values = {"HorizonML": [10.0, 12.0, 14.0], "another": [5.0]}
+    charts.draw_ranking(axis, values, title="", own="HorizonML", text=lambda value: f"{value:g} samples/s")
+    assert [text.get_text() for text in axis.texts] == ["12 samples/s", "5 samples/s"]
+    for form, value, shown in (
+        (style.seconds_axis, 0.3904, "390.4 ms"),
+        (style.percent_axis, 0.99721, "99.7%"),
+        (style.bytes_axis, 330.4 * 2**20, "330 MiB"),
+        (style.plain_axis, 2998.4, "2,998"),
+    ):
+        form(axis)
+        assert style.label(axis, value) == shown
+
+
+def test_a_usual_step_is_drawn_with_its_transfers_and_the_smallest_part(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=2, steps=12)
+    for rank in range(2):
+        path = tmp_path / f"rank-{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "step" and line["step"] == 12:
+                line["wall"] = 5.0
+        spans = [["compute", "forward", 0, 1.0, 1.00001], ["transfer", "send", 0, 1.0, 1.1], ["wait", "", -1, 1.1, 2.0]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        append(path, {"kind": "timeline", "step": 8, "spans": spans})
+    run = load_run("x", tmp_path)
+    assert run_plots.recorded_step(run) == 8, "the newest one took 25 times as long"
+    axis = Figure().subplots()
+    run_plots.draw_timeline(axis, run, 8, ["laptop", "pi"])
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["laptop", "pi"]
+    assert axis.get_xlim()[1] == pytest.approx(1000)
+    widths = sorted(patch.get_width() for patch in axis.patches)
+    assert widths == pytest.approx([3, 3, 100, 100, 900, 900])
+
+
+def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp_path: Path) -> None:
+    points = {"ddp": {1: [100.0], 2: [180.0], 4: [190.0]}}
+    ideals = {"ideal": {1: 100.0, 2: 200.0, 4: 400.0}, "limit": {1: 100.0, 2: 200.0, 4: 200.0}}
+    figure = charts.draw_lines(
+        [("Speed", points, style.plain_axis), ("Efficiency", points, style.percent_axis)], "workers", [ideals], 1
+    )
+    speed, efficiency = figure.axes
+    assert (speed.get_xscale(), speed.get_yscale(), efficiency.get_yscale()) == ("log", "log", "linear")
+    assert [line.get_label() for line in speed.lines][:2] == ["ideal", "limit"]
+    assert len(speed.collections) > len(efficiency.collections), "the shade"
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:

@@ -13,11 +13,15 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.cluster.device import memory_used, throttled_seconds
+from horizonml.cluster.identity import Identity
 from horizonml.engine.engine import Step, Totals
+from horizonml.job import Job
+from horizonml.signals import StopRequest
 from horizonml.telemetry import server
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 from horizonml.telemetry.server import Server
+from horizonml.worker import Worker
 from tests.web import get
 
 
@@ -73,6 +77,12 @@ ABOUT = {
     "forecast": 0.25,
     "versions": {"horizonml": "1", "torch": "2"},
 }
+
+
+def test_a_worker_tells_how_many_ranks_the_job_was_started_with() -> None:
+    metrics = Metrics(3)
+    Worker(Job(), Identity(3, 5, "a test"), None, metrics, StopRequest())
+    assert values(metrics)["horizonml_world_size_wanted"] == 5
 
 
 def test_metrics_tell_what_happened() -> None:

@@ -56,6 +56,15 @@ def test_equal_stages_take_the_bubble_formula(schedule: str, stages: int, micros
     assert found.seconds == pytest.approx((micros + stages - 1) * 10 * 0.003)
 
 
+def test_what_links_carry_is_part_of_a_prediction() -> None:
+    """Each micro-batch of 10 samples is 40 bytes: 4 ms at 10 kB/s, and 1 ms of latency."""
+    network = Network(0.001, 1e4)
+    found = predict(pipeline([1, 2], 3), profile(0.001, 0.001), 30, one_host(2, 2), network, 0)
+    assert sorted((sender, receiver) for sender, receiver, _, _ in found.messages) == [(0, 1)] * 3 + [(1, 0)] * 3
+    assert all(end - begin == pytest.approx(0.005) for _, _, begin, end in found.messages)
+    assert max(end for _, _, _, end in found.messages) < found.seconds
+
+
 def test_ranks_that_share_cores_take_the_work_divided_by_the_cores() -> None:
     plan = pipeline([1, 2, 3, 4, 5], 40)
     found = predict(plan, profile(*[0.001] * 5), 400, one_host(5, 2), FAST, 0)
