@@ -318,28 +318,36 @@ class Engine:
             tensors |= {f"optimizer/{name}/{key}": value for key, value in state.items() if name not in split}
         return tensors
 
+    def expects(self, key: str) -> Tensor | None:
+        """Return a tensor of the shape and dtype that this rank keeps under a name of `state`, or None if it does not.
+
+        Where members split channels, it is this member's part.
+        """
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            return self.module.state_dict(keep_vars=True).get(name)
+        name, _, entry = name.rpartition("/")
+        return self.optimizer.expected(name).get(entry)
+
     def load_state(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Take parameters, buffers and optimizer state from `read(name)`; `names` are those there are.
 
-        Raises KeyError for a missing parameter or buffer, ValueError for one of another shape.
+        Raises KeyError for a missing parameter or buffer, ValueError for one of another shape or dtype.
         """
         available = set(names)
         own = self._channels.own if self._channels else lambda name, tensor: tensor
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if f"model/{name}" not in available:
                 raise KeyError(name)
-            value = own(name, read(f"model/{name}"))
-            if value.shape != tensor.shape:
-                raise ValueError(f"{name} has shape {list(value.shape)}, the model wants {list(tensor.shape)}")
-            tensor.detach().copy_(value)
+            tensor.detach().copy_(_like(tensor, own(name, read(f"model/{name}")), name))
         state = {}
         for name, _ in self.module.named_parameters():
-            prefix = f"optimizer/{name}/"
-            found = {
-                key.removeprefix(prefix): own(name, read(key)) for key in sorted(available) if key.startswith(prefix)
-            }
-            if found:
-                state[name] = found
+            expected = self.optimizer.expected(name)
+            if any(f"optimizer/{name}/{key}" in available for key in expected):
+                state[name] = {
+                    key: _like(tensor, own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
+                    for key, tensor in expected.items()
+                }
         self.optimizer.load(state)
 
     def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
@@ -425,3 +433,13 @@ class Engine:
         self.clock.switch("compute", "forward", number)
         left: Tensor = self.module(entered)
         return entered, left
+
+
+def _like(expected: Tensor, value: Tensor, name: str) -> Tensor:
+    """Return the value, if it is of the expected shape and dtype. Raises ValueError."""
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        raise ValueError(
+            f"{name} is {value.dtype} of shape {list(value.shape)}, but the model wants {expected.dtype} of shape "
+            f"{list(expected.shape)}"
+        )
+    return value

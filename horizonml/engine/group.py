@@ -21,6 +21,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from horizonml.errors import PeerLost
 
+MOST_JSON = 64 << 20  # bytes of a value that ranks gather; what a rank says takes kilobytes
+
 
 class Work(Protocol):
     """A message or sum under way."""
@@ -115,14 +117,24 @@ class Group:
         if self.world_size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self.wait(self._world.allgather([sizes], [torch.tensor([len(own)])]))
-        longest = max(int(size) for size in sizes)
+        announced = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        self.wait(self._world.allgather([announced], [torch.tensor([len(own)])]))
+        sizes = [int(size) for size in announced]
+        for rank, size in enumerate(sizes):  # before memory is taken for them
+            if not 0 <= size <= MOST_JSON:
+                raise PeerLost(f"rank {rank} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
+        longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = own
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         self.wait(self._world.allgather([texts], [padded]))
-        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+        return [self._parse(rank, text[:size]) for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))]
+
+    def _parse(self, rank: int, text: Tensor) -> Any:
+        try:
+            return json.loads(text.numpy().tobytes())
+        except (ValueError, RecursionError) as error:
+            raise PeerLost(f"rank {rank} sent a message that is not JSON ({error})") from error
 
     def share_json(self, value: Any, source: int = 0) -> Any:
         """The `value` of rank `source`, on every rank."""

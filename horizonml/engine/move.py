@@ -10,6 +10,7 @@ from torch import Tensor
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
+from horizonml.errors import PeerLost
 from horizonml.model.zoo import Model
 from horizonml.plan.plan import Plan
 
@@ -50,26 +51,23 @@ def move(old: Engine, new: Engine, model: Model, group: Group) -> int:
     moves = senders(old.plan, new.plan)
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
     # What there is to receive: a rank without the layer does not know what its optimizer keeps.
-    offers: dict[int, list[tuple[str, str, list[int]]]] = {}
-    own = [
-        [layer, [[key, str(held[key].dtype).removeprefix("torch."), list(held[key].shape)] for key in names[layer]]]
-        for layer in mine
-        if layer in names
-    ]
-    for offered in group.gather_json(own):
-        for layer, tensors in offered:
-            offers[layer] = tensors
+    offers: dict[int, list[str]] = {}
+    for offered in group.gather_json([[layer, names[layer]] for layer in mine if layer in names]):
+        offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}
     works: list[tuple[Any, int, Tensor]] = []
     received: dict[str, Tensor] = {}
     tags = itertools.count(_TAG)
     for layer, sender, receiver in moves:
-        for key, dtype, shape in offers.get(layer, []):
+        for key in offers.get(layer, []):
             tag = next(tags)
             if group.rank == sender:
                 tensor = held[key].contiguous().view(-1)
                 works.append((group.send(tensor, receiver, tag), receiver, tensor))
             elif group.rank == receiver:
-                received[key] = torch.empty(shape, dtype=getattr(torch, dtype))
+                expected = new.expects(key)  # a peer decides neither shapes nor dtypes
+                if expected is None:
+                    raise PeerLost(f"rank {sender} offers {key}, which layer {layer} does not have")
+                received[key] = torch.empty(expected.shape, dtype=expected.dtype)
                 works.append((group.receive(received[key].view(-1), sender, tag), sender, received[key]))
     for work, peer, _ in works:
         group.wait(work, peer)

@@ -29,6 +29,10 @@ class Optimizer:
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.state: dict[str, dict[str, Tensor]] = {}
 
+    def expected(self, name: str) -> dict[str, Tensor]:
+        """Return what is kept for a parameter, as tensors of the right shapes and dtypes without memory."""
+        return self._initial(self._parameters[name].detach().to("meta")) if name in self._parameters else {}
+
     def load(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Go on from this state."""
         self.state = state
