@@ -19,7 +19,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml import __version__
 from horizonml.cluster.device import machine_id
-from horizonml.cluster.fingerprint import MOST_RANKS, Fingerprint
+from horizonml.cluster.fingerprint import Fingerprint
+from horizonml.cluster.heartbeat import BEAT_SECONDS, Heartbeat, first_line, ranks_in, read_status
 from horizonml.cluster.identity import Identity
 from horizonml.cluster.mailbox import parse, peek, post, printable
 from horizonml.cluster.network import can_connect, route_to, use_interface
@@ -27,12 +28,11 @@ from horizonml.errors import PeerLost, RendezvousError
 from horizonml.signals import Cancelled
 
 _log = logging.getLogger(__name__)
-_BEAT_WAITING, _BEAT_RUNNING = 0.5, 1.0
+_BEAT_WAITING = 0.5
 _WITHDRAW_SECONDS = 2.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 _SHOWN_RANKS = 20  # in a message
-_MOST_STATUS = 1 << 18  # bytes, which the ranks of the largest world take
 
 
 # Why a rank leaves: it lost a peer; it failed for a reason that holds for all ranks; anything else.
@@ -69,7 +69,7 @@ class Membership:
     members: list[Fingerprint]
     _joins: list[int]
     _store: Store
-    _heartbeat: _Heartbeat
+    _heartbeat: Heartbeat
 
     @property
     def world_size(self) -> int:
@@ -86,7 +86,7 @@ class Membership:
         """Where this generation's ranks exchange their addresses."""
         return PrefixStore(f"generation-{self.generation}", self._store)
 
-    def name_lost(self, error: PeerLost, patience: float = 2.5 * _BEAT_RUNNING) -> PeerLost:
+    def name_lost(self, error: PeerLost, patience: float = 2.5 * BEAT_SECONDS) -> PeerLost:
         """Return the same error, naming the ranks whose heartbeats have stopped."""
         store = self._heartbeat.store
         try:
@@ -105,7 +105,7 @@ class Membership:
                 elif peek(store, f"beat/{join}") == before[rank]:
                     lost.append(f"rank {member.rank} on {member.host} gives no sign of life")
         except RuntimeError as problem:
-            return PeerLost(f"{error}; the rendezvous service does not answer either ({_first_line(problem)})")
+            return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except (ValueError, KeyError) as problem:
             return PeerLost(f"{error}; what the rendezvous service says of the others is damaged ({problem})")
         return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
@@ -133,8 +133,32 @@ def meet(
     GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError;
     Cancelled when `cancelled` says so, unless the group has formed already, which needs all its members to begin.
     """
-    host, port = address
     deadline = time.monotonic() + terms.timeout
+    while True:
+        try:
+            return _join(identity, terms, address, observer, before, cancelled, deadline)
+        except _ServiceGone as error:
+            if time.monotonic() >= deadline:
+                raise
+            observer.say(f"waiting for the rendezvous service to come back: {error}")
+            time.sleep(1.0)
+
+
+class _ServiceGone(RendezvousError):
+    """The service has gone while this rank waited for the others; it may be started anew."""
+
+
+def _join(
+    identity: Identity,
+    terms: Terms,
+    address: tuple[str, int],
+    observer: Observer,
+    before: Membership | None,
+    cancelled: Callable[[], bool],
+    deadline: float,
+) -> Membership:
+    """Join through the service that is there now."""
+    host, port = address
     _await_service(host, port, terms.timeout, deadline, observer, cancelled)
     try:
         own, interface = route_to(host, port)
@@ -230,8 +254,9 @@ class _Conversation(threading.Thread):
         except RendezvousError as error:
             self._outcome = error
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            self._outcome = RendezvousError(
-                f"the rendezvous service at {self._host}:{self._port} broke off: {_first_line(error)}"
+            kind = _ServiceGone if self._joined else RendezvousError
+            self._outcome = kind(
+                f"the rendezvous service at {self._host}:{self._port} broke off: {first_line(error)}"
             )
 
     def _connect(self, seconds: float) -> Store:
@@ -252,8 +277,8 @@ class _Conversation(threading.Thread):
             if now - beaten > _BEAT_WAITING:
                 beats, beaten = beats + 1, now
                 store.set(f"beat/{number}", str(beats))
-                status = _status(store)
-                self.missing = _ranks(status.get("missing"))
+                status = read_status(store)
+                self.missing = ranks_in(status.get("missing"))
                 self.waiting_for = _words(self.missing, status.get("refused"))
             time.sleep(0.05)
         message = json.loads(verdict)
@@ -267,78 +292,9 @@ class _Conversation(threading.Thread):
         now_in = replace(self._fingerprint, generation=generation, group_size=len(members))
         resume = {"id": number, "resume": now_in.to_json(), "beside": [member.rank for member in members]}
         address = (self._host, self._port)
-        heartbeat = _Heartbeat(address, lambda: self._connect(_AGAIN_SECONDS), resume, beats, lead=rank == 0)
+        heartbeat = Heartbeat(address, lambda: self._connect(_AGAIN_SECONDS), resume, beats, lead=rank == 0)
         heartbeat.start()
         return Membership(rank, generation, members, joins, store, heartbeat)
-
-
-class _Heartbeat(threading.Thread):
-    """Shows that this rank lives, also to a service that was started anew; the lead looks for newcomers."""
-
-    def __init__(
-        self, address: tuple[str, int], connect: Callable[[], Store], resume: dict[str, Any], beats: int, lead: bool
-    ) -> None:
-        """`resume` tells a service that does not know this rank where it is a member."""
-        super().__init__(name="heartbeat", daemon=True)
-        self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
-        self._telling = threading.Lock()
-        self.store = connect()
-        self.stop = threading.Event()
-        self.newcomers: list[int] = []
-
-    def end(self) -> None:
-        """Fall silent: nothing is told any more once this returns."""
-        with self._telling:
-            self.stop.set()
-
-    def run(self) -> None:
-        connected = True
-        while not self.stop.wait(_BEAT_RUNNING):
-            try:
-                if not connected:
-                    # A store's client never connects again: there must be a new one, and a service to connect it to.
-                    if can_connect(*self._address, timeout=_BEAT_RUNNING) is not None:
-                        continue
-                    self.store, connected = self._connect(), True
-                    _log.warning("the rendezvous service is back")
-                self._beat()
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
-                if connected:
-                    _log.warning(
-                        "the rendezvous service is gone; training goes on without it until it is back (%s)",
-                        _first_line(error),
-                    )
-                connected = False
-
-    def _beat(self) -> None:
-        self._beats += 1
-        number = self._resume["id"]
-        self.store.set(f"beat/{number}", str(self._beats))
-        status = _status(self.store)
-        if self._lead:
-            self.newcomers = _ranks(status.get("newcomers"))
-        running = status.get("running")
-        if isinstance(running, list) and number not in running:
-            with self._telling:
-                if not self.stop.is_set():
-                    post(self.store, self._resume)
-
-
-def _status(store: Store) -> dict[str, Any]:
-    """Return what the service says to all; nothing if it has just begun, or if a stranger has written over it.
-
-    The service writes it anew four times a second.
-    """
-    try:
-        return parse(peek(store, "status") or b"{}", _MOST_STATUS)
-    except ValueError:
-        return {}
-
-
-def _ranks(value: object) -> list[int]:
-    """Return the ranks in a list from the network."""
-    ranks = value if isinstance(value, list) else []
-    return [rank for rank in ranks[:MOST_RANKS] if type(rank) is int and 0 <= rank < MOST_RANKS]
 
 
 def _words(missing: list[int], refused: object) -> str:
@@ -348,7 +304,3 @@ def _words(missing: list[int], refused: object) -> str:
     waiting = f"waiting for rank {names} to join" if names else "waiting for the group to form"
     reasons = refused[-1:] if isinstance(refused, list) else []
     return waiting + "".join(f" (refused meanwhile: {printable(str(reason))})" for reason in reasons)
-
-
-def _first_line(error: BaseException) -> str:
-    return printable(str(error).strip().splitlines()[0]) if str(error).strip() else type(error).__name__

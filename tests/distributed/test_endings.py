@@ -34,7 +34,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("moment", [0.0, 0.4, 1.1, 2.2])
+@pytest.mark.parametrize("moment", [0.0, 0.6, 1.8])
 def test_a_launcher_that_ends_early_leaves_nothing(
     folder: Path, start: Start, number: signal.Signals, moment: float
 ) -> None:
@@ -42,7 +42,7 @@ def test_a_launcher_that_ends_early_leaves_nothing(
     time.sleep(moment)  # whatever has been reached by then: the busier the machine, the earlier
     for launcher in launchers:
         launcher.send_signal(number)
-    wait_for(lambda: ours(folder) == [], "the end of all processes", 30)
+    wait_for(lambda: ours(folder) == [], "the end of all processes")
 
 
 def test_ctrl_c_in_a_script_s_middle_saves_a_checkpoint(folder: Path, start: Start) -> None:

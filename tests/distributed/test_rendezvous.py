@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from horizonml import __version__
 from horizonml.cluster import network
 from horizonml.cluster.fingerprint import Fingerprint
 from horizonml.cluster.identity import Identity
-from horizonml.cluster.mailbox import post
+from horizonml.cluster.mailbox import peek, post
 from horizonml.cluster.meeting import Terms, meet
 from horizonml.cluster.network import interface_of, listen, route_to, split_address
 from horizonml.cluster.rendezvous import Service
@@ -165,6 +166,38 @@ def test_a_service_that_comes_late_is_waited_for(pool: Pool) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_rank_that_waits_joins_the_service_that_is_started_anew(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    results: list[tuple[bool, Any]] = []
+    first = Running(0)
+    waiting = threading.Thread(target=lambda: results.extend(pool.run_each([(join, (0, 2), (first.port,))])))
+    waiting.start()
+    store = TCPStore("127.0.0.1", first.port, None, False, wait_for_workers=False)
+    wait_for(lambda: json.loads(peek(store, "status") or b"{}").get("missing") == [1], "rank 0 waiting for rank 1")
+    first.end()
+    second = Running(first.port)
+    assert join(1, 2, store, first.port)["ranks"] == [0, 1]
+    waiting.join()
+    assert results[0][1]["ranks"] == [0, 1]
+    second.end()
+
+
+class Running:
+    """A service in a thread, which can be ended."""
+
+    def __init__(self, port: int) -> None:
+        service = Service(listen("127.0.0.1", port))
+        self.port, self._stop = service.port, threading.Event()
+        self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop; the store ends with the last reference to the service, which is the thread's."""
+        self._stop.set()
+        self._thread.join()
+        del self._thread
 
 
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
