@@ -127,7 +127,7 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
         slowest, fastest = spread(runs[ranking[0]])
         speed = f"{best.samples_per_second:,.0f} samples/s ({slowest:,.0f} to {fastest:,.0f})"
         near = [name for name in ranking[1:] if spread(runs[name])[1] >= slowest]
-        doubt = f" The ranges of {' and '.join([ranking[0], *near])} overlap, so their order is not certain."
+        doubt = f" The ranges of {ranking[0]} and of {', '.join(near)} overlap, so their order is not certain."
         texts.append(f"{ranking[0]} is fastest with {speed}: {others}.{doubt if near else ''}")
     losses = []
     for name, one in shown.items():

@@ -166,7 +166,7 @@ def warnings(study: Study) -> list[str]:
         which = f"{', '.join(disturbed)} ran" if few and len(disturbed) <= 6 else "the runs were measured"
         texts.append(
             f"Warning: the machine was busy. Other processes had up to {max(disturbed.values()):.1f} of its {cores:g} "
-            f"cores while {which}, so these speeds are too low, and those of runs with several threads or ranks most."
+            f"cores while {which}, so these speeds are too low, most of all those with several threads or ranks."
         )
     repeats: dict[str, list[Result]] = {}
     for one in study.succeeded:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from horizonml.cluster.device import available_cores
 from tests.distributed.processes import horizonml, wait_for
 
 SMALL = ["job.yaml", "--samples", "64", "--epochs", "1", "--workers", "2"]
@@ -53,6 +54,11 @@ def test_tensor_and_single_learn_the_same(folder: Path) -> None:
     assert result.returncode == 0, result.stderr
     runs = json.loads((folder / "out" / "results.json").read_text())["runs"]
     single, tensor = (run["summary"] for run in runs)
+    threads = [run["environment"]["threads"] for run in runs]
+    assert all(1 <= number <= available_cores() for number in threads)
+    for name in ("single-64", "tensor-64"):
+        done = json.loads((folder / "out" / "runs" / name / "done.json").read_text())
+        assert 0 <= done["cores_taken"] <= available_cores()
     assert (single["ranks"], tensor["ranks"]) == (1, 2)
     assert tensor["loss"] == pytest.approx(single["loss"], rel=1e-4)
     assert tensor["bytes_per_step"] > 0

@@ -248,8 +248,8 @@ def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path)
     )
     assert part.findings[1].startswith("Warning: the repeats of ddp differ by 65% in speed (160 to 320 samples/s).")
     assert part.findings[2] == (
-        "ddp is fastest with 246 samples/s (160 to 320): 1.08 times pipeline. The ranges of ddp and pipeline overlap, "
-        "so their order is not certain."
+        "ddp is fastest with 246 samples/s (160 to 320): 1.08 times pipeline. The ranges of ddp and of pipeline "
+        "overlap, so their order is not certain."
     )
     numbers = {row[0]: row[1:] for row in part.tables[0].rows}
     assert numbers["samples/s, median"] == ["246", "229"]
