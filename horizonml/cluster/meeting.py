@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -255,9 +255,7 @@ class _Conversation(threading.Thread):
             self._outcome = error
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             kind = _ServiceGone if self._joined else RendezvousError
-            self._outcome = kind(
-                f"the rendezvous service at {self._host}:{self._port} broke off: {first_line(error)}"
-            )
+            self._outcome = kind(f"the rendezvous service at {self._host}:{self._port} broke off: {first_line(error)}")
 
     def _connect(self, seconds: float) -> Store:
         return TCPStore(self._host, self._port, None, False, timedelta(seconds=seconds), wait_for_workers=False)

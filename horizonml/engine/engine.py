@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from horizonml.engine.backward import backward
 from horizonml.engine.channels import Channels, Exchange
 from horizonml.engine.clock import Clock, Span
 from horizonml.engine.group import Group, TreeSum
@@ -410,7 +411,7 @@ class Engine:
                     self._reducer.arm(weight)
                 self.clock.switch("compute", "backward", action.micro)
                 if left.requires_grad:  # not so in a first stage without parameters
-                    torch.autograd.backward(left, gradient)
+                    backward(left, gradient)
                 if not self.is_first:
                     assert entered.grad is not None
                     self._gradients_out.send(action.micro, entered.grad, micro.before)

@@ -214,7 +214,7 @@ def test_ranks_stay_light(folder: Path) -> None:
     trained = subprocess.run(
         [sys.executable, "-c", code.replace("ARGS", arguments)],
         cwd=folder,
-        env=environment(RANK="0", WORLD_SIZE="1"),
+        env=environment(RANK="0", WORLD_SIZE="1", HORIZONML_CACHE=str(folder / "cache")),  # threads are tried, too
         capture_output=True,
         text=True,
         check=True,
