@@ -58,7 +58,7 @@ class Group:
         before = _open_sockets()
         try:
             return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
-        except _GLOO_ERRORS as error:
+        except (*_GLOO_ERRORS, MemoryError) as error:  # gloo takes as much memory as a damaged address says
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
         finally:
             self._sockets |= _open_sockets() - before

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed import Store
@@ -15,9 +14,8 @@ from torch.distributed import Store
 from horizonml.agreement import describe_together, make_plan
 from horizonml.data.datasets import load
 from horizonml.engine.equal import share_state
-from horizonml.engine.group import MOST_JSON, Group
+from horizonml.engine.group import Group
 from horizonml.engine.measure import measure
-from horizonml.errors import PeerLost
 from horizonml.job import Job
 from horizonml.jobfile import parse
 from horizonml.model.zoo import build
@@ -124,27 +122,3 @@ def test_a_member_that_begins_otherwise_is_named_and_takes_over_the_first_member
     for found, state in results:
         assert found == [(2, "model/1.running_mean")]
         assert all(torch.equal(state[name], results[0][1][name]) for name in state)
-
-
-def announces(rank: int, world_size: int, store: Store, size: int) -> str:
-    """Gather a value, of which rank 1 announces another size than it has."""
-    from horizonml.engine import group as module
-
-    group = Group(store, rank, world_size, 30.0)
-    original = torch.tensor
-    if rank == 1:
-        module.torch.tensor = lambda value: original([size])  # type: ignore[assignment]
-    try:
-        group.gather_json("a value")
-    except PeerLost as error:
-        return str(error)
-    finally:
-        module.torch.tensor = original  # type: ignore[assignment]
-        group.close()
-    return "nothing"
-
-
-@pytest.mark.parametrize("size", [1 << 40, -1])
-def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Pool, size: int) -> None:
-    for text in pool.run(2, announces, size):
-        assert text == f"rank 1 announced a message of {size} bytes; at most {MOST_JSON} are allowed"

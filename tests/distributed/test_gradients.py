@@ -378,6 +378,25 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
     assert all(unchanged for _, unchanged in results)
 
 
+def counted_and_judged(rank: int, world_size: int, store: Store, plan: Plan, smoothing: float) -> tuple[int, float]:
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    group = Group(store, rank, world_size, 30.0)
+    engine = Engine(plan, model, group, Sgd(), FULL, smoothing)
+    loss = engine.evaluate([RandomBatch(0)]).loss
+    entered = engine.step(RandomBatch(0), LR, 0).entered
+    group.close()
+    return entered, loss
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_samples_are_counted_once_and_judged_without_label_smoothing(pool: Pool, name: str) -> None:
+    plan = BROKEN[name]
+    plain = pool.run(plan.world_size, counted_and_judged, plan, 0.0)
+    smoothed = pool.run(plan.world_size, counted_and_judged, plan, 0.2)
+    assert sum(entered for entered, _ in plain) == RandomBatch(0).size
+    assert smoothed == plain
+
+
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(pool: Pool) -> None:
     results = pool.run(3, diverging)
     assert len({message for message, _ in results}) == 1

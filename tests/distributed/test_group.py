@@ -1,0 +1,58 @@
+"""What a group does with what peers and strangers send."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from torch.distributed import Store, TCPStore
+
+from horizonml.engine.group import MOST_JSON, Group
+from horizonml.errors import PeerLost
+from tests.distributed.pool import Pool
+
+
+def announces(rank: int, world_size: int, store: Store, size: int) -> str:
+    """Gather a value, of which rank 1 announces another size than it has."""
+    from horizonml.engine import group as module
+
+    group = Group(store, rank, world_size, 30.0)
+    original = torch.tensor
+    if rank == 1:
+        module.torch.tensor = lambda value: original([size])  # type: ignore[assignment]
+    try:
+        group.gather_json("a value")
+    except PeerLost as error:
+        return str(error)
+    finally:
+        module.torch.tensor = original  # type: ignore[assignment]
+        group.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("size", [1 << 40, -1])
+def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Pool, size: int) -> None:
+    for text in pool.run(2, announces, size):
+        assert text == f"rank 1 announced a message of {size} bytes; at most {MOST_JSON} are allowed"
+
+
+def alone(rank: int, world_size: int, store: Store, garbage: bytes) -> str:
+    """Connect to a peer in whose name a stranger has published something."""
+    strangers = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    strangers.set("world/0/1", garbage)
+    try:
+        Group(strangers, 0, 2, 5.0)
+    except PeerLost as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"x", b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100],
+    ids=["a byte", "text", "a huge size", "a negative size", "binary"],
+)
+def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool, garbage: bytes) -> None:
+    (text,) = pool.run(1, alone, garbage)
+    assert text.startswith("rank 0 could not connect to all other ranks: ")
