@@ -21,7 +21,7 @@ from horizonml.cluster.network import listen, split_address
 from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.runfolder import foreign, make_run_folder
-from horizonml.signals import StopRequest, handling, stop_on_signal
+from horizonml.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.text import count
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
@@ -37,9 +37,10 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
     _check_world_size(job, identity)
     address = _rendezvous_address(job) if identity.world_size > 1 else None
     with stop_on_signal() as stop:
-        from horizonml.telemetry.metrics import Metrics
-        from horizonml.telemetry.server import Server
-        from horizonml.worker import Worker
+        with handling(leave_at_once):  # PyTorch is loaded for seconds
+            from horizonml.telemetry.metrics import Metrics
+            from horizonml.telemetry.server import Server
+            from horizonml.worker import Worker
 
         own, server = Metrics(identity.rank), None
         if metrics is not None:
