@@ -45,7 +45,9 @@ def choose_threads(job: Job, model: Model, group: Group, here: Host) -> int:
     most = threads_per_rank(here.cores, len(here.ranks))
     own = None
     if group.rank == here.ranks[0]:
-        own = 1 if most == 1 else _remembered(model, max(2, min(_MOST_ROWS, job.batch_size // group.world_size)), most)
+        rows = max(2, min(_MOST_ROWS, job.batch_size // group.world_size))
+        rows = 1 << (rows.bit_length() - 1)  # so that a group that loses a rank may find an answer that it has already
+        own = 1 if most == 1 else _remembered(model, rows, most)
     return int(group.gather_json(own)[here.ranks[0]])
 
 
