@@ -126,6 +126,8 @@ class _PowerSgd:
             start_powerSGD_iter=WHOLE_STEPS,
             min_compression_rate=_WORTH,
         )
+        state = self._state
+        group.at_close(lambda: setattr(state, "process_group", None))
 
     @property
     def ratio(self) -> float:
