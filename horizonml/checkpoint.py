@@ -10,12 +10,13 @@ resumes is sent to it by one that has it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml import __version__
-from horizonml.disks import Disks
+from horizonml.disks import Copy, Disks
 from horizonml.engine.engine import Engine
+from horizonml.engine.equal import share_state
 from horizonml.engine.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.files import sync_folder, write_atomically
@@ -60,6 +62,21 @@ class _Problem:
     final: bool = False
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank's disk has of a checkpoint."""
+
+    version: str = ""  # nothing, if it is not there
+    shards: dict[str, str] = field(default_factory=dict)  # the intact ones, and their SHA-256
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: dict[str, Any]) -> _Seen:
+        """Read what a peer says."""
+        shards = {str(name): str(digest) for name, digest in report.get("shards", {}).items()}
+        return cls(str(report.get("version", "")), shards, tuple(map(str, report.get("problems", []))))
+
+
 class Checkpoints:
     """The checkpoints of a run, as one rank of its group sees them."""
 
@@ -74,8 +91,9 @@ class Checkpoints:
         self._names = names or [f"rank {rank}" for rank in range(group.world_size)]
         self._disks = Disks(folder, group)
         self.newest: int | None = None  # the step of the checkpoint that was saved or resumed last
+        self._drift_told = False
         if self._disks.is_lead:
-            for leftover in folder.glob(".step-*"):
+            for leftover in [*folder.glob(".step-*"), *folder.glob(".old-*")]:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, engine: Engine, step: int, details: dict[str, Any], whole: bool = False) -> list[str]:
@@ -85,7 +103,9 @@ class Checkpoints:
         Return what went wrong on which rank: nothing if the checkpoint is saved. Otherwise training can go on, and the
         checkpoints there were are kept.
         """
-        target, hidden = self._folder / folder_name(step), self._folder / f".{folder_name(step)}"
+        # A group that was thought dead may wake up and go on with this very step: its folder has another name.
+        hidden = self._folder / f".{folder_name(step)}-{self._disks.word[:8]}"
+        self._equalise(engine)
         writers = [self._disks.writers(stage.ranks) for stage in engine.plan.stages]
         tensors = engine.state()  # which members may have to put together
         report = {}
@@ -95,7 +115,7 @@ class Checkpoints:
         reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
         shards, failed = _agreed(writers, reports)
         if not failed:
-            shards = self._copy(hidden, engine, shards, whole)
+            shards, received = self._copy(hidden, engine, shards, whole)
             metadata = {
                 "format": FORMAT,
                 "horizonml": __version__,
@@ -106,9 +126,9 @@ class Checkpoints:
                 "plan": engine.plan.to_json(),
                 "shards": {name: shard.model_dump() for name, shard in shards.items()},
             }
-            failed = self._everywhere(lambda: self._prepare(hidden, metadata, shards))
+            failed = self._everywhere(lambda: self._prepare(hidden, metadata, shards, received))
         if not failed:
-            failed = self._everywhere(lambda: self._commit(hidden, target))
+            failed = self._everywhere(lambda: self._commit(hidden, self._folder / folder_name(step)))
         if failed:
             for problem in failed:
                 _log.warning("the checkpoint of step %d was not saved: %s", step, problem)
@@ -119,6 +139,18 @@ class Checkpoints:
             for old in [path for path in steps(self._folder) if step_of(path) <= step][self._keep :]:
                 shutil.rmtree(old, ignore_errors=True)
         return []
+
+    def _equalise(self, engine: Engine) -> None:
+        """See that the members of a stage still hold the same: processors that round differently drift apart."""
+        drifted = share_state(engine)
+        if drifted and not self._drift_told:
+            ranks = ", ".join(str(rank) for rank, _ in drifted)
+            _log.warning(
+                "rank %s rounds differently from the first member of its stage, and takes over that member's state at "
+                "every checkpoint",
+                ranks,
+            )
+            self._drift_told = True
 
     def _write_shard(self, tensors: dict[str, Tensor], folder: Path, name: str) -> dict[str, Any]:
         for key, tensor in tensors.items():
@@ -133,34 +165,42 @@ class Checkpoints:
         except (OSError, safetensors.SafetensorError) as error:
             return {"error": str(error)}
 
-    def _copy(self, hidden: Path, engine: Engine, shards: dict[str, Shard], whole: bool) -> dict[str, Shard]:
-        """Bring every shard to the disks that keep it; return the shards with the names of these machines."""
-        copied = dict(shards)
-        # Neighbours in the ring would wait for each other; every other one first lets half of them send at once.
-        for number in sorted(range(len(engine.plan.stages)), key=lambda number: number % 2):
-            members, name = engine.plan.stages[number].ranks, shard_name(number)
-            writers = self._disks.writers(members)
-            keepers = self._disks.keepers(members)
+    def _copy(
+        self, hidden: Path, engine: Engine, shards: dict[str, Shard], whole: bool
+    ) -> tuple[dict[str, Shard], list[str]]:
+        """Bring every shard to the disks that keep it.
+
+        Return the shards with the names of these machines, and the names of those that this rank's disk received.
+        """
+        kept: dict[str, Shard] = {}
+        copies: list[Copy] = []
+        for number, stage in enumerate(engine.plan.stages):
+            name, writers = shard_name(number), self._disks.writers(stage.ranks)
+            keepers = self._disks.keepers(stage.ranks)
             for disk in [*keepers, *([0] if whole and 0 not in keepers else [])]:
                 if disk not in writers:
-                    self._disks.copy(hidden / name, shards[name].bytes, writers[max(writers)], disk)
+                    copies.append(Copy(hidden / name, shards[name].bytes, writers[max(writers)], disk))
             machines = list(dict.fromkeys(self._names[disk] for disk in keepers))
-            copied[name] = shards[name].model_copy(update={"machines": machines})
-        return {shard_name(number): copied[shard_name(number)] for number in range(len(copied))}
+            kept[name] = shards[name].model_copy(update={"machines": machines})
+        self._disks.copy(copies)
+        return kept, [copy.path.name for copy in copies if copy.target == self._group.rank]
 
-    def _prepare(self, hidden: Path, metadata: dict[str, Any], shards: dict[str, Shard]) -> None:
+    def _prepare(self, hidden: Path, metadata: dict[str, Any], shards: dict[str, Shard], received: list[str]) -> None:
         hidden.mkdir(parents=True, exist_ok=True)
         for name, shard in shards.items():
             if (hidden / name).exists():
-                verify_shard(hidden / name, shard, content=False)
+                verify_shard(hidden / name, shard, content=name in received)
         _write_metadata(hidden, metadata)
 
     def _commit(self, hidden: Path, target: Path) -> None:
-        """Make the hidden folder a checkpoint."""
+        """Make the hidden folder a checkpoint. Raises OSError before anything changes if it is not there any more."""
+        old = hidden.with_name(f".old-{target.name}")
+        hidden.stat()
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(old)
         hidden.rename(target)
         sync_folder(self._folder)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], None]) -> list[str]:
         """Do something on every disk; return what went wrong, in the order of ranks, on all ranks."""
@@ -195,76 +235,86 @@ class Checkpoints:
         Damaged ones are passed over by name. Raises CheckpointError if all are damaged, or if the one to resume
         belongs to another model or data.
         """
-        here: dict[str, dict[str, str]] = {}
-        damaged: list[str] = []
-        if self._disks.is_lead:
-            for path in steps(self._folder):
-                try:
-                    metadata = read_metadata(path)
-                except CheckpointError as error:
-                    damaged.append(str(error))
-                    continue
-                names, problems = intact(path, metadata)
-                here[path.name] = {name: metadata.shards[name].sha256 for name in names}
-                damaged += problems
-        for problem in damaged:
-            _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
-        seen = self._group.gather_json({"intact": here, "problems": damaged})
-        found = [_names(report["intact"]) for report in seen]
-        problems = [str(problem) for report in seen for problem in report["problems"]]
-        for name in sorted({name for intact_there in found for name in intact_there}, reverse=True):
-            result = self._resume_from(engine, name, found)
-            outcome = self._group.gather_json(vars(result) if isinstance(result, _Problem) else None)
-            refused = next(
-                (_Problem(str(value["text"]), value["final"] is True) for value in outcome if value is not None), None
-            )
-            if refused is None:
-                assert isinstance(result, Metadata)
-                self.newest = result.step
-                return result
-            if refused.final:
-                raise CheckpointError(refused.text)
-            problems.append(refused.text)
-            _log.warning("%s; trying the one before", refused.text)
+        found = self._group.gather_json([path.name for path in steps(self._folder)] if self._disks.is_lead else [])
+        names = {name for there in found for name in there if is_folder_name(name)}
+        problems: list[str] = []
+        for name in sorted(names, key=lambda name: step_of(Path(name)), reverse=True):
+            seen = [_Seen.of(report) for report in self._group.gather_json(self._look_at(name))]
+            damaged = [problem for there in seen for problem in there.problems]
+            for problem in damaged:
+                _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
+            # Two groups may have saved the same step; each version is whole only by itself.
+            for version in dict.fromkeys(there.version for there in seen if there.version):
+                having = [there if there.version == version else _Seen() for there in seen]
+                outcome = self._resume_from(engine, name, having)
+                refused = self._first_problem(outcome)
+                if refused is None:
+                    assert isinstance(outcome, Metadata)
+                    self.newest = outcome.step
+                    return outcome
+                if refused.final:
+                    raise CheckpointError(refused.text)
+                damaged.append(refused.text)
+                _log.warning("%s; trying the one before", refused.text)
+            problems += damaged
         if problems:
             raise CheckpointError("no checkpoint can be resumed (--fresh starts over): " + "; ".join(problems))
         return None
 
-    def _resume_from(self, engine: Engine, name: str, seen: list[dict[str, dict[str, str]]]) -> Metadata | _Problem:
-        """Load one checkpoint; `seen[r]` are the intact shards that rank r reported, and their SHA-256."""
+    def _look_at(self, name: str) -> dict[str, Any]:
+        """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""
         path = self._folder / name
-        holder = next(rank for rank, intact_there in enumerate(seen) if name in intact_there)
-        own = None
-        if name in seen[self._group.rank]:
-            own = read_metadata(path).model_dump()  # which was read a moment ago
+        if not self._disks.is_lead or not path.is_dir():
+            return {}
+        try:
+            metadata = read_metadata(path)
+        except CheckpointError as error:
+            return {"problems": [str(error)]}
+        names, problems = intact(path, metadata)
+        shards = {name: metadata.shards[name].sha256 for name in names}
+        return {"version": _version(metadata), "shards": shards, "problems": problems}
+
+    def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
+        """Return what went wrong on any rank, on all ranks."""
+        for value in self._group.gather_json(vars(outcome) if isinstance(outcome, _Problem) else None):
+            if value is not None:
+                return _Problem(str(value["text"]), value["final"] is True)
+        return None
+
+    def _resume_from(self, engine: Engine, name: str, seen: list[_Seen]) -> Metadata | _Problem:
+        """Load one checkpoint; `seen[r]` is what rank r has of it."""
+        path, rank = self._folder / name, self._group.rank
+        holder = next(rank for rank, there in enumerate(seen) if there.version)
+        own = read_metadata(path).model_dump() if seen[rank].version else None  # which was read a moment ago
         try:
             metadata = check(self._group.share_json(own, holder), path)
         except CheckpointError as error:
             return _Problem(str(error))
         where: dict[str, list[int]] = {
-            file: [rank for rank, there in enumerate(seen) if there.get(name, {}).get(file) == shard.sha256]
+            file: [rank for rank, there in enumerate(seen) if there.shards.get(file) == shard.sha256]
             for file, shard in metadata.shards.items()
         }
         lost = sorted(file for file, ranks in where.items() if not ranks)
         if lost:
             kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
-            return _Problem(f"{path}: shards {lost} are missing" + (f" (kept by {', '.join(kept)})" if kept else ""))
+            where_kept = f" (kept by {', '.join(kept)})" if kept else ""
+            return _Problem(f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}")
         problem = None
-        if self._disks.is_lead and own != metadata.model_dump():
+        if self._disks.is_lead and own is None:
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 _write_metadata(path, metadata.model_dump())
             except OSError as error:
                 problem = f"{path}: {error.strerror or error}"
-        stage = engine.plan.stages[engine.stage_number]
-        needed = metadata.needed(stage.start, stage.stop)
-        for rank, other in enumerate(engine.plan.stages[engine.plan.stage_of(rank)] for rank in range(len(seen))):
-            lead = self._disks.leads[rank]
-            for file in metadata.needed(other.start, other.stop):
-                if lead not in where[file]:
-                    self._disks.copy(path / file, metadata.shards[file].bytes, where[file][0], lead)
-                    where[file].append(lead)
-        self._group.gather_json(None)  # ranks that share a disk with a lead read what it has received
+        copies: list[Copy] = []
+        for stage in engine.plan.stages:
+            for lead in dict.fromkeys(self._disks.leads[rank] for rank in stage.ranks):
+                for file in metadata.needed(stage.start, stage.stop):
+                    if lead not in where[file]:
+                        copies.append(Copy(path / file, metadata.shards[file].bytes, where[file][0], lead))
+                        where[file].append(lead)
+        self._disks.copy(copies)
+        self._group.barrier()  # ranks that share a disk with a lead read what it has received
         if problem is not None:
             return _Problem(problem)
         for key, value in self._compatible.items():
@@ -275,12 +325,17 @@ class Checkpoints:
                     "use another name or folder, or --fresh to start over",
                     final=True,
                 )
-        return self._load(engine, path, metadata, needed)
+        received = [copy.path.name for copy in copies if copy.target == self._disks.leads[rank]]
+        own_stage = engine.plan.stages[engine.stage_number]
+        return self._load(engine, path, metadata, metadata.needed(own_stage.start, own_stage.stop), received)
 
-    def _load(self, engine: Engine, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:
+    def _load(
+        self, engine: Engine, path: Path, metadata: Metadata, files: list[str], received: list[str]
+    ) -> Metadata | _Problem:
         try:
             for file in files:
-                verify_shard(path / file, metadata.shards[file])
+                if file in received:  # the others were verified when they were looked at
+                    verify_shard(path / file, metadata.shards[file])
             with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
                 engine.load_state(read, names)
         except CheckpointError as error:
@@ -290,6 +345,11 @@ class Checkpoints:
         except ValueError as error:
             return _Problem(f"{path} belongs to another model: {error}", final=True)
         return metadata
+
+
+def _version(metadata: Metadata) -> str:
+    """Return what tells two checkpoints of the same step apart."""
+    return hashlib.sha256(json.dumps(metadata.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
 def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
@@ -311,11 +371,6 @@ def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str
             if shards.setdefault(name, shard) != shard:
                 failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
     return shards, failed
-
-
-def _names(report: Any) -> dict[str, dict[str, str]]:
-    """Return a peer's report without what is not the name of a checkpoint: names become paths."""
-    return {name: files for name, files in report.items() if is_folder_name(name) and isinstance(files, dict)}
 
 
 def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Which ranks keep their files on one disk, and which disks keep a copy of a stage's shard.
 
 Ranks may share a file system, or each machine may have its own disk. Every shard lies on the disks of its stage's
-members, and on the next disk after them that is not a member's, so that a machine, and even all members of a stage, can
-vanish together with their disks.
+members, and on the next one after them that is on another machine, so that a machine, and even all members of a stage,
+can vanish together with their disks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import re
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Literal
 
 import torch
+from torch import Tensor
 
-from horizonml.engine.group import Group
+from horizonml.engine.group import Group, Work
 
 _log = logging.getLogger(__name__)
-_TAG = (1 << 30) + 200
-_CHUNK = 4 << 20
+_TAG = (1 << 30) + 20_000
+_CHUNK = 1 << 20
 
 
 class Disks:
@@ -34,23 +36,27 @@ class Disks:
         Names of machines say nothing: two boards may have the same name, and a network drive may be on all of them.
         """
         self._group = group
-        word = str(group.share_json(uuid.uuid4().hex))
-        if not re.fullmatch("[0-9a-f]{32}", word):
-            word = "0" * 32
-        own = folder / f".probe-{word}-{group.rank}"
+        self.word = str(group.share_json(uuid.uuid4().hex))  # which no other group has
+        if not re.fullmatch("[0-9a-f]{32}", self.word):
+            self.word = "0" * 32
+        own = folder / f".probe-{self.word}-{group.rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             own.touch()
         except OSError as error:
-            _log.warning("cannot write checkpoints to %s: %s", folder, error.strerror or error)
-        group.gather_json(None)
+            _log.warning("cannot write to %s: %s", folder, error.strerror or error)
+        group.barrier()
         seen = [group.rank]
         with suppress(OSError):
-            seen += [int(name.rpartition("-")[2]) for name in os.listdir(folder) if name.startswith(f".probe-{word}-")]
+            names = (name for name in os.listdir(folder) if name.startswith(f".probe-{self.word}-"))
+            seen += [int(name.rpartition("-")[2]) for name in names]
         # For each rank, the first rank on the same disk.
         self.leads: list[int] = [min(int(lead), rank) for rank, lead in enumerate(group.gather_json(min(seen)))]
-        with suppress(OSError):
-            own.unlink(missing_ok=True)
+        if self.is_lead:
+            for probe in folder.glob(".probe-*"):  # those of ranks that were killed here before, too
+                with suppress(OSError):
+                    probe.unlink()
+        group.barrier()  # nobody finds a probe that is about to go
         self.ring = sorted(set(self.leads))
 
     @property
@@ -63,46 +69,117 @@ class Disks:
         return {self.leads[rank]: rank for rank in reversed(members)}
 
     def keepers(self, members: Sequence[int]) -> list[int]:
-        """Return the disks that keep a stage's shard: its members', and the next one in the ring, if there is one."""
+        """Return the disks that keep a stage's shard: its members', and one more, if there is one.
+
+        That is the next one in the ring that is on a machine of none of the members, else the next one.
+        """
         own = sorted(self.writers(members))
         start = self.ring.index(own[-1])
         others = [disk for disk in [*self.ring[start:], *self.ring[:start]] if disk not in own]
-        return own + others[:1]
+        machines = {self._machine(rank) for rank in members}
+        return own + sorted(others, key=lambda disk: self._machine(disk) in machines)[:1]
 
-    def copy(self, path: Path, size: int, source: int, target: int) -> None:
-        """Send a file of `size` bytes from one rank's disk to another's, where it is checked when it is used.
+    def _machine(self, rank: int) -> str:
+        """Return what the containers on a rank's machine have in common."""
+        return self._group.hosts[rank].partition("/")[0]
 
-        All ranks call this for the same files in the same order.
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Send files between disks; all ranks call this with the same copies. Raises PeerLost.
+
+        In each round every copy moves one chunk, so that nobody waits for the whole of another's file. What arrives is
+        checked when it is used: a disk that fails on the way does not end the others.
         """
         rank = self._group.rank
-        if rank not in (source, target) or source == target:
-            return
-        left, sending = size, rank == source
-        with _open_or_warn(path, "rb" if sending else "wb") as file:
-            while left > 0:
-                chunk = torch.zeros(min(left, _CHUNK), dtype=torch.uint8)
-                if sending:
-                    content = file.read(len(chunk))
-                    chunk[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
-                    self._group.wait(self._group.send(chunk, target, _TAG), target)
-                else:
-                    self._group.wait(self._group.receive(chunk, source, _TAG), source)
-                    try:
-                        file.write(chunk.numpy().data)
-                    except OSError as error:
-                        _log.warning("%s: %s", path, error.strerror or error)
-                left -= len(chunk)
-            if not sending:
-                with suppress(OSError):  # the file is checked when it is used
-                    file.flush()
-                    os.fsync(file.fileno())
+        copies = [copy for copy in copies if copy.source != copy.target]
+        mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in copies if copy.concerns(rank)}
+        try:
+            for start in range(0, max((copy.size for copy in copies), default=0), _CHUNK):
+                works: list[tuple[Work, int]] = []
+                received: list[tuple[_Partial, Tensor]] = []
+                for number, copy in enumerate(copies):
+                    size = min(_CHUNK, copy.size - start)
+                    if copy not in mine or size <= 0:
+                        continue
+                    if copy.source == rank:
+                        chunk = mine[copy].read(size)
+                        works.append((self._group.send(chunk, copy.target, _TAG + number), copy.target))
+                    else:
+                        chunk = torch.empty(size, dtype=torch.uint8)
+                        works.append((self._group.receive(chunk, copy.source, _TAG + number), copy.source))
+                    received.append((mine[copy], chunk))  # also keeps what is sent alive
+                for work, peer in works:
+                    self._group.wait(work, peer)
+                for partial, chunk in received:
+                    partial.write(chunk)
+                self._group.barrier()
+        finally:
+            for partial in mine.values():
+                partial.close()
 
 
-def _open_or_warn(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
-    """Open the file; if that fails, nothing that can be read or written: the other rank waits for so many bytes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open(mode)
-    except OSError as error:
-        _log.warning("%s: %s", path, error.strerror or error)
-        return Path(os.devnull).open(mode)
+@dataclass(frozen=True)
+class Copy:
+    """A file of `size` bytes that goes from one rank's disk to another's."""
+
+    path: Path
+    size: int
+    source: int
+    target: int
+
+    def concerns(self, rank: int) -> bool:
+        """Whether the rank sends or receives it."""
+        return rank in (self.source, self.target)
+
+
+class _Partial:
+    """One end of a copy. After an error it reads zeros and writes nothing: the other end waits for so many bytes."""
+
+    def __init__(self, path: Path, sending: bool) -> None:
+        self._path, self._sending = path, sending
+        self._file: FileIO | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(path, "rb" if sending else "wb")
+        except OSError as error:
+            self._give_up(error)
+
+    def read(self, size: int) -> Tensor:
+        """Return the next bytes."""
+        chunk, done = torch.zeros(size, dtype=torch.uint8), 0
+        view = chunk.numpy().data
+        while self._file is not None and done < size:
+            try:
+                count = self._file.readinto(view[done:])
+            except OSError as error:
+                self._give_up(error)
+                break
+            if not count:
+                break
+            done += count
+        return chunk
+
+    def write(self, chunk: Tensor) -> None:
+        """Append bytes, at the end that receives."""
+        view, done = chunk.numpy().data, 0
+        while self._file is not None and not self._sending and done < len(view):
+            try:
+                done += self._file.write(view[done:])
+            except OSError as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        """Make what was received durable."""
+        if self._file is not None:
+            try:
+                if not self._sending:
+                    os.fsync(self._file.fileno())
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("%s: %s", self._path, error.strerror or error)
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None

@@ -134,7 +134,8 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
             command.append("--fresh")
         env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
         print(f"starting {count(world_size, 'rank')} on this machine ...", flush=True)
-        with LocalCluster(world_size, command, _log_folder(job, Path(scratch)), env) as cluster:
+        logs = _log_folder(job, Path(scratch))
+        with LocalCluster(world_size, command, logs, env, kept=logs != Path(scratch)) as cluster:
             cluster.wait()
             return not cluster.interrupted
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 from contextlib import suppress
-from errno import ENOSPC
+from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -24,20 +24,21 @@ _log = logging.getLogger(__name__)
 MARK = ".horizonml-run"
 _TEXT = "This folder is a run of HorizonML.\n"
 _PLACES = ".places"  # a lock for each rank, and who holds it
+_NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)  # as file systems say that they have none
 _LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be on its way out
 
 
 def make_run_folder(path: Path) -> None:
     """Make a run's folder, if there is none, and mark it as ours, if there is nothing in it. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
-    if not any(path.iterdir()):
+    if not _content(path):
         (path / MARK).write_text(_TEXT)
 
 
 def foreign(path: Path) -> str | None:
     """Return why `--fresh` must not touch a folder, or None."""
     for folder in (path, _previous(path)):
-        if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+        if folder.exists() and _content(folder) and not (folder / MARK).exists():
             return (
                 f"--fresh moves or deletes only runs of HorizonML, and {folder} is none (it has no {MARK}); choose "
                 "another name or folder, or move it away yourself"
@@ -45,7 +46,13 @@ def foreign(path: Path) -> str | None:
     return None
 
 
+def _content(folder: Path) -> list[Path]:
+    """Return what is in a folder, without what a new file system brings along."""
+    return [path for path in folder.iterdir() if path.name != "lost+found"]
+
+
 def _previous(path: Path) -> Path:
+    path = path.absolute()  # "." has no name
     return path.with_name(path.name + ".previous")
 
 
@@ -58,7 +65,7 @@ class RunFolder:
         `required` says that checkpoints are to be saved there. Raises CheckpointError if that cannot be, JobError if
         another process is this rank of a run there.
         """
-        self.path, self._rank, self._job = path, rank, job
+        self.path, self._rank, self._job, self._required = path, rank, job, required
         try:
             self._open()
         except OSError as error:
@@ -72,8 +79,10 @@ class RunFolder:
 
     def _open(self) -> None:
         make_run_folder(self.path)
-        with tempfile.TemporaryFile(dir=self.path):
-            pass
+        for folder in (self.path, *([self.path / "checkpoints"] if self._required else [])):
+            folder.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
         places = self.path / _PLACES
         places.mkdir(exist_ok=True)
         owner = places / f"rank-{self._rank}.json"
@@ -85,7 +94,9 @@ class RunFolder:
                 f"{self.path} is in use by rank {self._rank} of {_read(owner)}; wait for its end, or choose another "
                 "name or folder for this run"
             ) from None
-        except NotImplementedError:
+        except (NotImplementedError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
+                raise
             _log.warning("%s is on a file system without locks: see that no other run uses it", self.path)
         owner.write_text(json.dumps({"job": self._job, "process": os.getpid(), "host": socket.gethostname()}))
 
@@ -103,7 +114,7 @@ class RunFolder:
                 shutil.rmtree(previous)
             previous.mkdir()
             (previous / MARK).write_text(_TEXT)
-            for path in self.path.iterdir():
+            for path in _content(self.path):
                 # The ranks of this run have their places here, and print into their logs.
                 if path.name not in (MARK, _PLACES) and path.suffix != ".log":
                     path.rename(previous / path.name)

@@ -83,12 +83,15 @@ def train(
     history = dict(start.metrics) if start else {}
     if done >= total:
         return "already complete", Progress(done, history)
+    unsaved = False  # whether the last checkpoint could not be saved
     while done < total:
         epoch, within = divmod(done, per_epoch)
         batch = training_batch(job, data, sampler, epoch, within)
         lr = learning_rate(job.lr_schedule, job.optimizer.lr, done, per_epoch, job.epochs)
         measure = job.telemetry.divergence_every > 0 and done % job.telemetry.divergence_every == 0
-        step = engine.step(batch, lr, done, measure_divergence=measure, stop=stop.wanted or newcomers())
+        step = engine.step(
+            batch, lr, done, measure_divergence=measure, stop=stop.wanted, newcomers=not unsaved and newcomers()
+        )
         done += 1
         recorder.step(step, done, epoch + 1, batch.size, lr)
         if done % per_epoch == 0:
@@ -97,7 +100,7 @@ def train(
             recorder.evaluation(totals, done, epoch + 1, time.perf_counter() - started)
             recorder.skip()
             history = {"epoch": epoch + 1, "held_out_loss": totals.loss, "held_out_accuracy": totals.accuracy}
-        stopping = step.totals.stop and done < total
+        stopping = (step.totals.stop or step.totals.newcomers) and done < total
         replan = watch is not None and _look(watch, engine, recorder, step, done) and done < total
         if checkpoints is not None and (done % every == 0 or done == total or stopping or replan):
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
@@ -107,11 +110,14 @@ def train(
             recorder.checkpoint(done, not problems, time.perf_counter() - started)
             engine.clock.pause()
             recorder.skip()
+            unsaved = bool(problems)
             if problems and (done == total or (stopping and stop.wanted)):
                 kept = "no checkpoint is there" if before is None else f"the newest checkpoint is that of step {before}"
                 raise CheckpointError(
                     f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
                 )
+            if unsaved and not step.totals.stop:
+                stopping = False  # newcomers wait, for forming again would cost all steps since the last checkpoint
         if stopping or replan:
             outcome: Outcome = "re-plan" if not stopping else "stopped" if stop.wanted else "re-form"
             return outcome, Progress(done, history)

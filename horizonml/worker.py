@@ -45,7 +45,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.usage import rss_bytes
-from horizonml.text import human_bytes, human_seconds
+from horizonml.text import count, human_bytes, human_seconds
 from horizonml.trainer import Outcome, Progress, train
 
 
@@ -63,6 +63,8 @@ class Worker:
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
         self._agreed: Agreed | None = None
+        # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+        self._moved_away = self._begun = False
         self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
         self.newest_checkpoint: int | None = None
 
@@ -150,7 +152,6 @@ class Worker:
         nodes = [member.node for member in membership.members] if membership else [machine_id()]
         names = [member.host for member in membership.members] if membership else [socket.gethostname()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
-        first = not membership or all(member.generation == 0 for member in membership.members)
         store = membership.store if membership else None
         group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
         generation = membership.generation if membership else 0
@@ -160,7 +161,7 @@ class Worker:
             return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
 
         try:
-            return self._train_in(group, names, started_as, generation, first, newcomers, fresh)
+            return self._train_in(group, names, started_as, generation, newcomers, fresh)
         finally:
             group.close()
 
@@ -170,16 +171,18 @@ class Worker:
         names: list[str],
         started_as: list[int],
         generation: int,
-        first: bool,
         newcomers: Callable[[], bool],
         fresh: bool,
     ) -> Outcome:
-        """Train as a member of `group`; `first` says that no rank of it has trained this run before."""
+        """Train as a member of `group`."""
         job, rank = self._job, group.rank
         hosts = find_hosts(group)
         here = next(host for host in hosts if rank in host.ranks)
-        if first and any(group.gather_json(fresh)):
+        began = group.gather_json([self._moved_away, self._begun])
+        if any(group.gather_json(fresh)) and not any(moved for moved, _ in began):
             self._set_aside(group)
+        self._moved_away = True
+        first = not any(begun for _, begun in began)  # no rank of this group has trained this run before
         info, model = describe_together(job, group)
         torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
         agreed = self._agree(group, model, info, hosts, names, started_as)
@@ -202,6 +205,7 @@ class Worker:
             else:
                 found = checkpoints.resume(engine)
                 start = Progress(found.step, found.metrics) if found is not None else None
+        self._begun = True
         self._begin_equal(engine)
         if not first and start is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
@@ -275,8 +279,8 @@ class Worker:
         agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
         if agreed is None:
             agreed = make_plan(self._job, model, info, group, hosts, names, self.say)
-        elif kept is not None:
-            agreed = kept
+        elif kept is not None and kept.to_json() == agreed.to_json():
+            agreed = kept  # which, on rank 0, also knows the problem
         self._agreed, self._planned_for = agreed, started_as
         return agreed
 
@@ -314,11 +318,11 @@ class Worker:
         if start and done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
         if about["rank"]:
-            stage = engine.plan.stages[engine.stage_number]
+            stage, stages = engine.plan.stages[engine.stage_number], len(engine.plan.stages)
+            others, place = count(about["world_size"] - 1, "other rank"), engine.stage_number + 1
             print(
-                f"rank {self._identity.rank}: connected to {about['world_size'] - 1} other ranks; trains stage "
-                f"{engine.stage_number} of {len(engine.plan.stages)}, layers {stage.start} to {stage.stop - 1}, from "
-                f"step {done} of {steps}",
+                f"rank {self._identity.rank}: connected to {others}; trains stage {place} of {stages}, layers "
+                f"{stage.start} to {stage.stop - 1}, from step {done} of {steps}",
                 flush=True,
             )
         return recorder

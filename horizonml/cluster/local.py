@@ -47,9 +47,9 @@ class _Rank:
         code = self.process.returncode
         if code < 0:
             return f"rank {self.number} was killed by {explain_signal(-code)}"
-        said = self.log.text()
-        start = said.rfind("error: ")
-        text = said[start + len("error: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
+        said = "\n" + self.log.text()
+        start = said.rfind("\nerror: ")  # the last line that begins so: errors of others are quoted within lines
+        text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
         return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
 
@@ -57,8 +57,11 @@ class _Rank:
 class LocalCluster:
     """The processes of one local run. Use as a context manager: leaving it ends them all."""
 
-    def __init__(self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str]) -> None:
-        """`command` is run once per rank, with RANK and WORLD_SIZE set."""
+    def __init__(
+        self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str], kept: bool = True
+    ) -> None:
+        """`command` is run once per rank, with RANK and WORLD_SIZE set; `kept` says that `logs` outlasts the run."""
+        self._kept = kept
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
@@ -148,12 +151,15 @@ class LocalCluster:
                 for rank in self._ranks:
                     _signal(rank.process, signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
-        if failed and not self.interrupted:
+        # Ranks that were asked to stop, or killed for not doing so, have not failed.
+        if self.interrupted:
+            by_itself = (HorizonError.exit_code, JobError.exit_code)
+            failed = [rank for rank in failed if rank.process.returncode in by_itself]
+        if failed:
             rank = self._blame(failed)
-            raise RankFailed(
-                f"{rank.error()}\n(all that it printed is in {rank.log.path})",
-                JobError.exit_code if rank.process.returncode == JobError.exit_code else 1,
-            )
+            where = f"\n(all that it printed is in {rank.log.path})" if self._kept else ""
+            code = JobError.exit_code if rank.process.returncode == JobError.exit_code else 1
+            raise RankFailed(rank.error() + where, code)
 
     def _blame(self, failed: list[_Rank]) -> _Rank:
         """The rank that failed by itself rather than for the loss of another."""

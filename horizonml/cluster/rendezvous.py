@@ -20,6 +20,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -66,7 +67,8 @@ class Service:
             except RuntimeError as error:
                 # The store still serves the ranks: only this process's own connection to it was dropped.
                 _log.warning("connecting to the store again (%s)", printable(str(error), 200))
-                self._store = TCPStore(self._host, self.port, None, False, _STORE_TIMEOUT, False)
+                with suppress(RuntimeError):  # then the next round comes here again
+                    self._store = TCPStore(self._host, self.port, None, False, _STORE_TIMEOUT, False)
             time.sleep(0.05)
 
     def _read_events(self) -> bool:

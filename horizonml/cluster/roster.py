@@ -113,7 +113,7 @@ class Roster:
         self._forget(now)
         verdicts: list[Formed | Refused] = [*self._refuse_latecomers(now), *self._judge_duplicates(now)]
         if self.running():
-            return verdicts  # there is no second group beside it
+            return [*verdicts, *self._refuse_others()]  # there is no second group beside it
         verdicts += self._judge_differences(now)
         for party in self._parties():
             each_once = len({member.fingerprint.rank for member in party.values()}) == len(party)
@@ -216,6 +216,17 @@ class Roster:
             for job, (_, reason) in self._late.items()
             if (late := [number for number, member in self._waiting().items() if member.fingerprint.job == job])
         ]
+
+    def _refuse_others(self) -> list[Refused]:
+        """Refuse ranks that could never be taken in by the group that runs, once that has shown that it lives."""
+        refused = []
+        running = [self._members[number] for number in self.running()]
+        for number, member in self._waiting().items():
+            alive = next((other.fingerprint for other in running if other.moved > member.joined), None)
+            words = difference(alive, member.fingerprint) if alive else None
+            if words is not None:
+                refused.append(self._refuse([number], f"a group runs here that this rank is no part of: {words}"))
+        return refused
 
     def _judge_duplicates(self, now: float) -> list[Refused]:
         """Refuse a second process for a rank whose first one is alive."""

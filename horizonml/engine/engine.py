@@ -67,6 +67,7 @@ class Totals:
     accuracy: float  # share of correct predictions, 0 to 1
     samples: int
     stop: bool = False
+    newcomers: bool = False
     finite: bool = True  # whether all gradients are that no other member has a part of
 
 
@@ -144,6 +145,9 @@ class Engine:
         # Where members split channels, all have the same samples, which count once.
         self._alike = len(self._stage.ranks) if self._channels else 1
         self._parameters = list(self.module.parameters())
+        # Stages connect their members now. Who is slower to make its layers is waited for here, where it is noticed at
+        # once when it is gone.
+        group.barrier()
         self.optimizer, self._reducer = self._update_by(optimizer)
         entry, exit_ = model.chain.boundaries[self._stage.start], model.chain.boundaries[self._stage.stop]
         self._entry = entry
@@ -153,7 +157,7 @@ class Engine:
         self._gradients_in = Link(group, self.clock, exit_, 1, self._stage.send)
         self._gradients_out = Link(group, self.clock, entry, 1, before)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
-        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(5, dtype=torch.float64))
+        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(6, dtype=torch.float64))
         # Members of one stage see the same sums; other stages have to be told if these are not finite.
         self._agree_on_sums = None
         if self._channels or (len(plan.stages) > 1 and any(len(stage.ranks) > 1 for stage in plan.stages)):
@@ -176,13 +180,20 @@ class Engine:
         return Optimizer(spec, self.module), reducer
 
     def step(
-        self, batch: Batch, lr: float, number: int, *, measure_divergence: bool = False, stop: bool = False
+        self,
+        batch: Batch,
+        lr: float,
+        number: int,
+        *,
+        measure_divergence: bool = False,
+        stop: bool = False,
+        newcomers: bool = False,
     ) -> Step:
         """Train on one global batch and update the parameters.
 
         `number` is the step's number in the run, which seeds dropout; `stop` says that this rank wants to end after
-        this step. Raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not finite;
-        PeerLost.
+        this step, `newcomers` that it knows of ranks that want to take part. Raises Diverged on every rank, before any
+        parameter changes, if the loss or a gradient is not finite; PeerLost.
         """
         self.clock.restart()
         for link in self._links:
@@ -204,7 +215,8 @@ class Engine:
         # Where a stage has several members, gradients may be on their way between them already.
         final = len(self._stage.ranks) > 1 or self._not_finite() is None
         self.clock.switch("wait", "others")
-        totals = self._totals(loss, correct, batch.size if self.stage_number == self.member == 0 else 0, stop, final)
+        samples = batch.size if self.stage_number == self.member == 0 else 0
+        totals = self._totals(loss, correct, samples, stop, newcomers, final)
         if not math.isfinite(totals.loss):
             raise Diverged(f"step {number}: the loss is {totals.loss}. {_UNCHANGED}")
         if not totals.finite:
@@ -236,7 +248,7 @@ class Engine:
 
     def _not_finite(self) -> str | None:
         """Return the name of a parameter whose gradient has a value that is not finite, or None."""
-        found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
+        found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None and p.grad.numel()]
         if not found:
             return None
         largest = torch.stack(torch._foreach_norm([gradient for _, gradient in found], float("inf")))
@@ -353,14 +365,24 @@ class Engine:
 
     def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
         """The sums of an evaluation over all ranks."""
-        return self._totals(loss, correct, samples, False)
+        return self._totals(loss, correct, samples)
 
-    def _totals(self, loss: float, correct: float, samples: float, stop: bool, finite: bool = True) -> Totals:
+    def _totals(
+        self,
+        loss: float,
+        correct: float,
+        samples: float,
+        stop: bool = False,
+        newcomers: bool = False,
+        finite: bool = True,
+    ) -> Totals:
         if self._channels and self.member:
             loss = correct = 0.0
-        vector = torch.tensor([loss, correct, samples, float(stop), float(not finite)], dtype=torch.float64)
-        loss, correct, samples, stops, broken = self._agree.sum(vector).tolist()
-        return Totals(loss, correct / samples, int(samples), stops > 0, broken == 0)
+        flags = [float(flag) for flag in (stop, newcomers, not finite)]
+        vector = torch.tensor([loss, correct, samples, *flags], dtype=torch.float64)
+        loss, correct, samples, *raised = self._agree.sum(vector).tolist()
+        stops, comers, broken = (count > 0 for count in raised)
+        return Totals(loss, correct / samples, int(samples), stops, comers, not broken)
 
     def _cut(self, size: int) -> list[_Micro]:
         """This rank's parts of the micro-batches of a batch."""

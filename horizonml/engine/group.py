@@ -25,6 +25,9 @@ from horizonml.errors import PeerLost
 MOST_JSON = 64 << 20  # bytes of a value that ranks gather; what a rank says takes kilobytes
 
 
+_ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
+
+
 class Work(Protocol):
     """A message or sum under way."""
 
@@ -47,9 +50,28 @@ class Group:
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
         self._sockets: set[tuple[int, int]] = set()
+        self._arrive()
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._closing: list[Callable[[], Any]] = []
+
+    def _arrive(self) -> None:
+        """See that all ranks are about to connect: gloo would wait for one that is gone as long as for a step."""
+        if self.world_size == 1:
+            return
+        assert self._store is not None
+        seconds = min(self._timeout, _ARRIVE_SECONDS)
+        keys = [f"arrived/{rank}" for rank in range(self.world_size)]
+        try:
+            self._store.set(keys[self.rank], "")
+            self._store.wait(keys, timedelta(seconds=seconds))
+        except _GLOO_ERRORS as error:
+            try:
+                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+            except _GLOO_ERRORS:
+                missing = []
+            who = f"rank {', '.join(missing)}" if missing else "the rendezvous service"
+            raise PeerLost(f"{who} did not answer within {seconds:.0f} s ({_short(error)})") from error
 
     def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
         if len(ranks) == 1:
@@ -141,8 +163,12 @@ class Group:
         """The `value` of rank `source`, on every rank."""
         return self.gather_json(value if self.rank == source else None)[source]
 
+    def barrier(self) -> None:
+        """Wait until all ranks have come here. Raises PeerLost, at once if a rank is gone."""
+        self.gather_json(None)
+
     def at_close(self, function: Callable[[], Any]) -> None:
-        """Call this before the connections are dropped; the last comes first."""
+        """Call this when the connections are dropped; the last comes first."""
         self._closing.append(function)
 
     def abort(self) -> None:
@@ -152,20 +178,23 @@ class Group:
         process group waits for its operations before it closes anything. Ranks that have all lost the same peer
         therefore waited for one another until the timeout. Any thread may call this.
         """
+        service = getattr(getattr(self._store, "underlying_store", self._store), "port", None)
         while self._sockets:
             descriptor, inode = self._sockets.pop()
             # The number may belong to another file by now; a socket that has lost its peer has nothing to shut down.
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        connection.getpeername()  # fails for a listening socket, which gloo still polls
-                        connection.shutdown(socket.SHUT_RDWR)
+                        # This fails for a listening socket, which gloo still polls. Another thread may have
+                        # connected to the rendezvous service while the group connected: that is not the group's.
+                        if connection.getpeername()[1] != service:
+                            connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Drop the connections. Nothing else may hold a process group by then (see `at_close`)."""
+        self.abort()  # first: what is called now may wait for what is under way
         while self._closing:
             self._closing.pop()()
-        self.abort()
         dropped = [*self._subgroups.values(), self._world]
         self._subgroups.clear()
         self._world = None

@@ -50,7 +50,7 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
                     times = 3 if max(float(slow), float(other)) < _VERY_SLOW_SECONDS else 2
                     size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, times, large)
                 found[peer] = max(1e-6, latency), size / seconds
-        group.gather_json(None)  # keeps the rounds apart
+        group.barrier()  # keeps the rounds apart
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
     everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": [message, byte]})
@@ -74,7 +74,7 @@ def probe_network(group: Group) -> Network:
                 max(found[0], _exchange(group, peer, 4)),
                 min(found[1], _PROBE_BYTES / max(1e-6, _exchange(group, peer, _PROBE_BYTES))),
             ]
-        group.gather_json(None)  # keeps the rounds apart
+        group.barrier()  # keeps the rounds apart
     everyone = group.gather_json(found)
     return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,20 +70,27 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
     assert f"resumed from step {step} of" in output
 
 
-def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_error(folder: Path) -> None:
+def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_error(
+    folder: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     run = folder / "runs" / "test"
-    run.mkdir(parents=True)
-    (run / "checkpoints").write_text("in the way of a folder")
-    result = horizonml(folder, "train", "job.yaml", "--set", "model.name=tests.models:complaining")
-    assert result.returncode == 1
-    assert result.stderr.count("UserWarning: of the model's own") == 1
-    assert result.stderr.count("the checkpoint of step 10 was not saved: rank 0: ") == 1
-    assert "the last checkpoint, after step 20, could not be saved" in result.stderr
-    assert "no checkpoint is there" in result.stderr
-    assert "Traceback" not in result.stderr
+    model = ["--set", "model.name=tests.models:complaining"]
+    process = start("train", "job.yaml", *ENDLESS, *model)
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("in the way of a folder")  # as a disk that went away
+    before = steps(folder)
+    wait_for(lambda: steps(folder) > before + 10, "an epoch whose checkpoint cannot be saved")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert output.count("UserWarning: of the model's own") == 1
+    assert "was not saved: rank 0: " in output
+    assert "could not be saved" in output.rpartition("error: ")[2]
+    assert "Traceback" not in output
     for rank in range(3):
         assert "UserWarning: of the model's own" in (run / f"rank-{rank}.log").read_text()
-    assert "done:" not in result.stdout
+    assert "stopped as asked" not in output
 
 
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -165,7 +173,7 @@ def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[.
     outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert "done: records" in outputs[0]
-    assert "rank 1: connected to 2 other ranks; trains stage 0 of 1" in outputs[1]
+    assert "rank 1: connected to 2 other ranks; trains stage 1 of 1" in outputs[1]
     assert "rank 1: done: records" in outputs[1]
     service.terminate()
     service.communicate(timeout=10)

@@ -40,6 +40,7 @@ def test_a_size_that_a_peer_announces_is_checked_before_memory_is_taken(pool: Po
 def alone(rank: int, world_size: int, store: Store, garbage: bytes) -> str:
     """Connect to a peer in whose name a stranger has published something."""
     strangers = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    strangers.set("arrived/1", "")
     strangers.set("world/0/1", garbage)
     try:
         Group(strangers, 0, 2, 5.0)
@@ -56,3 +57,17 @@ def alone(rank: int, world_size: int, store: Store, garbage: bytes) -> str:
 def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool, garbage: bytes) -> None:
     (text,) = pool.run(1, alone, garbage)
     assert text.startswith("rank 0 could not connect to all other ranks: ")
+
+
+def test_a_rank_that_does_not_come_to_connect_is_named(pool: Pool) -> None:
+    ((ok, text),) = pool.run_each([(connects, (0, 3), ())])
+    assert ok
+    assert text.startswith("rank 1, 2 did not answer within 1 s")
+
+
+def connects(rank: int, world_size: int, store: Store) -> str:
+    try:
+        Group(store, rank, world_size, 1.0)
+    except PeerLost as error:
+        return str(error)
+    return "nothing"

@@ -297,3 +297,16 @@ def test_a_roster_is_bounded() -> None:
     with pytest.raises(ValueError, match="8192 ranks wait already"):
         roster.join(8192, rank(1, world_size=4096), 0.0)
     assert len(roster.missing()) == 4095
+
+
+def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alone() -> None:
+    roster = Roster()
+    (formed,) = gather(roster, rank(0), rank(1), rank(2))
+    assert isinstance(formed, Formed)
+    roster.join(9, rank(5, world_size=6), 1.0)  # a place that nobody has
+    beat(roster, 1, 2, 3, count=1, at=2.0)
+    (refused,) = roster.decide(2.1)
+    assert isinstance(refused, Refused)
+    assert refused.joins == [9]
+    assert "world size 6" in refused.reason
+    assert roster.running() == [1, 2, 3]

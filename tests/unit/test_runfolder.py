@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from horizonml.errors import JobError
+from horizonml.errors import CheckpointError, JobError
 from horizonml.runfolder import MARK, RunFolder, make_run_folder
 
 HOLD = """
@@ -59,6 +61,31 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     (tmp_path / "run.previous" / MARK).unlink()
     assert "run.previous is none" in str(place.set_aside())
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+
+
+def test_a_file_system_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "acquire", without)
+    RunFolder(tmp_path / "run", 0, "digits", True)
+    assert "without locks" in caplog.text
+
+
+def test_checkpoints_that_can_never_be_written_are_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write records and checkpoints"):
+        RunFolder(tmp_path, 0, "digits", True)
+    RunFolder(tmp_path, 0, "digits", False)  # none are wanted
+
+
+def test_the_working_directory_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "lost+found").mkdir(parents=True)  # a volume of its own
+    monkeypatch.chdir(tmp_path / "run")
+    assert RunFolder(Path(), 0, "digits", True).set_aside() is None
+    assert (tmp_path / "run.previous" / MARK).exists()
 
 
 def test_a_folder_that_has_something_in_it_is_not_marked(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Which disks keep a copy, and copies that fail or come from groups that are over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.checkpoint import Checkpoints
+from horizonml.disks import Copy, Disks
+from horizonml.engine.group import Group
+from horizonml.job import ModelSpec
+from horizonml.jobfile import parse
+from horizonml.model.zoo import build
+from horizonml.plan.plan import Plan, Stage
+from horizonml.shards import steps
+from horizonml.worker import engine_for
+from tests.distributed.pool import Pool
+
+
+def keepers_of(rank: int, world_size: int, store: Store, folder: Path, nodes: list[str]) -> list[list[int]]:
+    """The disks that keep the shard of each rank, where every rank has a disk and a stage of its own."""
+    group = Group(store, rank, world_size, 30.0, nodes)
+    try:
+        disks = Disks(folder / str(rank), group)
+        return [disks.keepers([member]) for member in range(world_size)]
+    finally:
+        group.close()
+
+
+def test_a_copy_lies_on_another_machine_where_there_is_one(pool: Pool, tmp_path: Path) -> None:
+    pods = ["boot1/10.0.0.1", "boot1/10.0.0.2", "boot2/10.0.0.3", "boot2/10.0.0.4"]
+    assert pool.run(4, keepers_of, tmp_path / "a", pods)[0] == [[0, 2], [1, 2], [2, 0], [3, 0]]
+    one_machine = ["boot1/10.0.0.1", "boot1/10.0.0.2", "boot1/10.0.0.3"]
+    assert pool.run(3, keepers_of, tmp_path / "b", one_machine)[0] == [[0, 1], [1, 2], [2, 0]]
+    assert pool.run(1, keepers_of, tmp_path / "c", pods[:1]) == [[[0]]]
+
+
+def copied(rank: int, world_size: int, store: Store, folder: Path, size: int) -> bool:
+    """Rank 0 sends a file around a ring; one rank's disk is full. Whether this rank has the file's content."""
+    group = Group(store, rank, world_size, 30.0)
+    try:
+        disks = Disks(folder / str(rank), group)
+        content = bytes(range(251)) * (size // 251 + 1)
+        paths = [folder / str(other) / "file" for other in range(world_size)]
+        if rank == 0:
+            paths[0].write_bytes(content[:size])
+        if rank == 1:
+            paths[1].symlink_to("/dev/full")
+        # The name is the same on all disks; here each has a folder of its own.
+        disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)])
+        return rank != 1 and paths[rank].read_bytes() == content[:size]
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("size", [1, 3000, (1 << 20) + 1000, 3 << 20])
+def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int) -> None:
+    assert pool.run(3, copied, tmp_path, size) == [True, False, True]
+
+
+def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
+    """Save, on a disk of its own, when the last bit of a parameter is another one on rank 1."""
+    group = Group(store, rank, world_size, 30.0)
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, (1, 8, 8))
+    plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
+    engine = engine_for(parse("{}", "job"), plan, model, group)
+    if rank == 1:
+        with torch.no_grad():
+            next(engine.module.parameters()).mul_(1 + 1e-6)
+    try:
+        problems = Checkpoints(folder / str(rank), group, 2, {}).save(engine, 5, {})
+        return problems, {name: tensor.clone() for name, tensor in engine.state().items()}
+    finally:
+        group.close()
+
+
+def test_members_that_round_differently_are_made_equal_and_saved(pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(3, drifting, tmp_path)
+    for rank, (problems, state) in enumerate(results):
+        assert problems == []
+        assert all(torch.equal(state[name], results[0][1][name]) for name in state)
+        assert [path.name for path in steps(tmp_path / str(rank))] == ["step-00000005"]
+
+
+def test_a_group_that_is_over_replaces_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """It was held up before its last move, and its hidden folder was cleaned up by the group that runs now."""
+    assert pool.run(1, late, tmp_path) == [True]
+
+
+def late(rank: int, world_size: int, store: Store, folder: Path) -> bool:
+    target = folder / "step-00000005"
+    target.mkdir(parents=True)
+    (target / "checkpoint.json").write_text("of the group that runs now")
+    checkpoints = Checkpoints(folder, Group(None, 0, 1, 30.0), 2, {})
+    with pytest.raises(FileNotFoundError):
+        checkpoints._commit(folder / ".step-00000005-stale", target)
+    return (target / "checkpoint.json").read_text() == "of the group that runs now"
