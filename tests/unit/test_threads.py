@@ -70,9 +70,13 @@ def test_on_a_busy_machine_one_thread_is_taken_and_remembered(model: Model, cach
     group, job, host = Group(None, 0, 1, 60.0), Job(batch_size=16), Host((0,), 4.0, 1e9)
     with busy_machine():
         assert choose_threads(job, model, group, host) == 1
-        (file,) = (cache / "threads").iterdir()
-        file.write_text('{"threads": 3}')
-        assert choose_threads(job, model, group, host) == 3
+        # What is remembered is found again; busy and idle devices have a choice each, and others' work comes and goes.
+        for _ in range(2):
+            for file in (cache / "threads").iterdir():
+                file.write_text('{"threads": 3}')
+            chosen = choose_threads(job, model, group, host)
+            assert chosen in (1, 3)
+        assert chosen == 3
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(model: Model, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
