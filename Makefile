@@ -55,7 +55,7 @@ demo: setup ## Train by four strategies with 5 local ranks and compare them; pla
 	@echo "Next: make hetero trains on five such devices, emulated with Docker."
 
 test: setup ## Run all tests on this machine, those with real ranks included
-	@"$(BIN)/python" -m pytest
+	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks

@@ -23,6 +23,7 @@ WATCH = "from horizonml.signals import watch_launcher; watch_launcher(); print('
         ("1", 0),
         ("", 0),
     ],
+    ids=["this process", "another process", "another machine", "damaged", "none"],
 )
 def test_a_process_ends_at_once_if_its_launcher_is_gone_already(launcher: str, code: int) -> None:
     command = [sys.executable, "-c", WATCH]
