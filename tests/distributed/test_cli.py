@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,8 +76,7 @@ def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_err
     model = ["--set", "model.name=tests.models:complaining"]
     process = start("train", "job.yaml", *ENDLESS, *model)
     wait_for(lambda: steps(folder) > 5, "the first steps")
-    shutil.rmtree(run / "checkpoints")
-    (run / "checkpoints").write_text("in the way of a folder")  # as a disk that went away
+    wait_for(lambda: obstructed(run / "checkpoints"), "the folder to go away, as a disk does")
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 10, "an epoch whose checkpoint cannot be saved")
     process.send_signal(signal.SIGINT)
@@ -91,6 +89,16 @@ def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_err
     for rank in range(3):
         assert "UserWarning: of the model's own" in (run / f"rank-{rank}.log").read_text()
     assert "stopped as asked" not in output
+
+
+def obstructed(folder: Path) -> bool:
+    """Put a file in the place of a folder, which a rank may make again at any moment."""
+    try:
+        folder.rename(folder.with_name(f"gone-{time.monotonic_ns()}"))
+        folder.write_text("in the way")
+    except OSError:
+        return folder.is_file()
+    return True
 
 
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
