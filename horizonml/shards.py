@@ -17,7 +17,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -273,10 +273,12 @@ def export(source: Path, target: Path) -> Metadata:
     hidden = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        hidden.touch()  # torch does not say why it cannot open a file
         torch.save(weights, hidden)
         os.replace(hidden, target)
     except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
-        hidden.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or "writing ended too early; the disk may be full"
         raise CheckpointError(f"cannot write {target}: {reason}") from error
     return metadata

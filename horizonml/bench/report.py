@@ -17,7 +17,7 @@ from horizonml.bench.results import Run, load_run, summarise, traffic
 from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_data, write_numbers
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "compare": compare.section,
@@ -56,7 +56,8 @@ def write_report(folder: Path, page: Path | None = None) -> list[Path]:
     sections = [section for _, _, section in sorted(found, key=lambda item: item[:2])]
     files += [picture.path for section in sections for picture in section.pictures]
     target = page or folder / "report.html"
-    write_atomically(target, render(sections).encode())
+    with writing(target):
+        write_atomically(target, render(sections).encode())
     return [target, *files]
 
 

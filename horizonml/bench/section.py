@@ -15,7 +15,7 @@ from typing import Any
 from horizonml.bench.results import Run, Summary, traffic
 from horizonml.bench.study import Result, Study, is_busy
 from horizonml.engine.clock import KINDS
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 from horizonml.text import human_bytes, human_seconds
 
 
@@ -208,13 +208,14 @@ def write_data(study: Study) -> list[Path]:
 
 
 def write_numbers(path: Path, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> list[Path]:
-    """`path.csv` with the rows, `path.json` with the document; returns both."""
+    """`path.csv` with the rows, `path.json` with the document; returns both. Raises JobError."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
     writer.writeheader()
     writer.writerows(rows)
     table, data = path.with_suffix(".csv"), path.with_suffix(".json")
-    write_atomically(table, text.getvalue().encode())
-    write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
+    with writing(path.parent):
+        write_atomically(table, text.getvalue().encode())
+        write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
     return [table, data]

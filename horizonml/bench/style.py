@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from horizonml.files import writing
 from horizonml.text import human_bytes, human_seconds
 
 mpl.rcParams.update(
@@ -115,7 +116,8 @@ AxisFormat = Callable[[Axes], None]
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    """Write a picture. Raises JobError."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
     return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "step-00000003", tensors)
     export(folder, tmp_path / "out.pt")
     assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"a", "b"}
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*out\.pt/m\.pt: (File exists|Not a directory)$"):
+        export(folder, tmp_path / "out.pt" / "m.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # a disk with so little left
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*full\.pt: .*the disk may be full$"):
+            export(folder, tmp_path / "full.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "step-00000003"]
 
     # A tensor is gone, and the file's digest was made to fit.
     kept = load_file(folder / "stage-0.safetensors")
