@@ -59,6 +59,7 @@ def show_plan(
         changes: dict[str, Any] = {"parallel.workers": len(names)}
         if job.parallel.stages is None and not as_given:
             changes["parallel.strategy"] = "auto"
+            _say_what_is_not_used(job, devices, len(names))
         job = changed(job, changes)
         world_size, threads = len(names), 1
     else:
@@ -100,6 +101,18 @@ def show_plan(
         return
     _print_layers(job, profiles[0])
     _print_plan(job, problem, found, names, model, devices is not None)
+
+
+def _say_what_is_not_used(job: Job, devices: Path, ranks: int) -> None:
+    unused = [] if job.parallel.strategy == "auto" else [f"parallel.strategy: {job.parallel.strategy}"]
+    if job.parallel.workers not in (None, ranks):
+        unused.append(f"parallel.workers: {job.parallel.workers}")
+    if unused:
+        print(
+            f"note: the best plan for the {count(ranks, 'device')} of {devices} is shown, whatever the job says "
+            f"({', '.join(unused)})",
+            file=sys.stderr,
+        )
 
 
 def show_profile(job: Job, out: Path | None, threads: int | None) -> None:

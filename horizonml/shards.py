@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
@@ -30,6 +31,8 @@ from torch import Tensor
 from horizonml import __version__
 from horizonml.errors import CheckpointError
 from horizonml.job import Job
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 METADATA = "checkpoint.json"
@@ -123,7 +126,10 @@ def steps(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """Return the newest intact checkpoint at `path`: itself one, or a run's folder. Raises CheckpointError."""
+    """Return the newest intact checkpoint at `path`: itself one, or a run's folder.
+
+    Newer ones that are damaged are passed over by name. Raises CheckpointError.
+    """
     if (path / METADATA).exists():
         return path
     problems = []
@@ -134,6 +140,8 @@ def find(path: Path) -> Path:
             except CheckpointError as error:
                 problems.append(str(error))
             else:
+                for problem in problems:
+                    _log.warning("%s; an older checkpoint is taken instead: %s", problem, step.name)
                 return step
     raise CheckpointError("; ".join(problems) or f"no checkpoint in {path}; give a run's folder or a step-* folder")
 
@@ -212,7 +220,7 @@ def verify(path: Path, metadata: Metadata) -> None:
     for name, shard in metadata.shards.items():
         if not (path / name).exists():
             where = f"; copies are on {', '.join(shard.machines)}" if shard.machines else ""
-            raise CheckpointError(f"{path}: shards ['{name}'] are missing{where}")
+            raise CheckpointError(f"{path}: {name} is missing{where}")
         verify_shard(path / name, shard)
 
 

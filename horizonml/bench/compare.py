@@ -20,6 +20,7 @@ from horizonml.bench.section import (
     where,
 )
 from horizonml.bench.study import Case, Result, Study
+from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.jobfile import changed
 from horizonml.text import human_bytes, human_seconds
@@ -27,6 +28,12 @@ from horizonml.text import human_bytes, human_seconds
 
 def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: int, repeats: int) -> list[Case]:
     """One run for each repeat, number of samples (none: all the job has) and strategy. Raises JobError."""
+    few = [size for size in samples if size < job.batch_size]
+    if few:
+        raise JobError(
+            f"--samples: {few[0]} is less than a batch, which has {job.batch_size} samples; take more samples, or "
+            f"--set batch_size={few[0]}"
+        )
     found = []
     sizes: list[int | None] = list(samples) or [None]
     for repeat in range(repeats):
@@ -141,13 +148,14 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
         texts.append("; ".join(losses) + ".")
     if best.ranks > 1 and "single" in shown:
         texts.append(
-            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone can use, "
-            "too; on devices of their own each rank would have its own."
+            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone "
+            "could use, too; on devices of their own each rank would have its own."
         )
     elif "single" in shown and len(shown) > 1:
         texts.append(
-            f"One process alone uses the same {study.environment['cores']:g} cores without sending anything: on one "
-            "machine it is hard to beat; ranks pay where each has a device of its own, or where memory is short."
+            f"One process alone could use the same {study.environment['cores']:g} cores (it used "
+            f"{shown['single'].cpu_cores:.1f}) without sending anything: on one machine it is hard to beat; ranks pay "
+            "where each has a device of its own, or where memory is short."
         )
     accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
     if len(accuracies) > 1 and len(accuracies) == len(shown):

@@ -71,7 +71,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "sent per step": lambda s: human_bytes(s.bytes_per_step),
     "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
     "energy per sample": lambda s: (
-        "not told" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
+        "not measured on this machine" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
     ),
 }
 NOTE = (

@@ -164,6 +164,7 @@ def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
         folder, "plan", "job.yaml", "--devices", "devices.yaml", "--out", "plan.yaml", "--picture", "plan.png"
     )
     assert planned.returncode == 0, planned.stderr
+    assert "whatever the job says (parallel.strategy: ddp)" in planned.stderr
     assert "plan for 3 ranks:" in planned.stdout
     assert "The bottleneck: " in planned.stdout
     assert "times as fast as ddp, equal shares" in planned.stdout
