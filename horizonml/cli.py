@@ -274,9 +274,9 @@ def simulate(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Predict how a given plan would do on devices that need not be there.
+    """Predict the time and memory of a given plan.
 
-    Shows its time, its memory, and what limits it. There must be as many devices as the plan has ranks.
+    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks.
     """
     from horizonml.planning import read_plan, show_plan
 

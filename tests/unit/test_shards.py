@@ -131,6 +131,20 @@ def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "second.pt").exists()
 
 
+def test_a_newer_checkpoint_that_is_damaged_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = checkpoint(tmp_path / "checkpoints" / "step-00000001", {"model/a": torch.ones(2)})
+    (
+        checkpoint(tmp_path / "checkpoints" / "step-00000002", {"model/a": torch.ones(2)}) / "stage-0.safetensors"
+    ).unlink()
+    assert find(tmp_path) == good
+    (message,) = caplog.messages
+    assert message.endswith(
+        "step-00000002: stage-0.safetensors is missing; an older checkpoint is taken instead: step-00000001"
+    )
+
+
 def test_only_names_of_checkpoints_are_names(tmp_path: Path) -> None:
     for name in ("step-00000003", "step-123456789"):
         assert is_folder_name(name)
