@@ -113,8 +113,8 @@ def compare(
 ) -> None:
     """Compare ways of training on the same samples.
 
-    All make the same updates from the same seeds. For example, without a network: horizonml bench compare --data digits --samples 400 1400 --strategies single ddp
-    pipeline. Interrupted, the same command goes on where it stopped.
+    All make the same updates from the same seeds. For example, without a network: horizonml bench compare --data digits
+    --samples 400 1400 --strategies single ddp pipeline. Interrupted, the same command goes on where it stopped.
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import compare as study

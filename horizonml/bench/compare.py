@@ -240,11 +240,11 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Gradient divergence (of the mean)", values("divergence"), style.plain_axis),
     ]
     costs = [
-        ("Compute (% of time)", values("compute"), style.percent_axis),
-        ("Transfer (% of time)", values("transfer"), style.percent_axis),
-        ("Wait (% of time)", values("wait"), style.percent_axis),
+        ("Compute (% of time)", values("compute"), style.share_axis),
+        ("Transfer (% of time)", values("transfer"), style.share_axis),
+        ("Wait (% of time)", values("wait"), style.share_axis),
         ("Idle, per rank and epoch", values("idle_seconds"), style.seconds_axis),
-        ("CPU (% of the cores)", values("cpu_utilisation"), style.percent_axis),
+        ("CPU (% of the cores)", values("cpu_utilisation"), style.share_axis),
         ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
         ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
         ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),

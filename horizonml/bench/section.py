@@ -135,9 +135,13 @@ def spread(results: Sequence[Result]) -> tuple[float, float]:
     return min(speeds), max(speeds)
 
 
-def percent(share: float | None, digits: int = 0) -> str:
-    """0.125 -> "12%"."""
-    return "-" if share is None else f"{share:.{digits}%}"
+def percent(share: float | None, digits: int | None = None) -> str:
+    """0.125 -> "12%" and 0.0125 -> "1.2%", or with so many `digits` after the point."""
+    if share is None:
+        return "-"
+    if digits is None:
+        digits = 0 if share == 0 or abs(share) >= 0.0995 else 1
+    return f"{share:.{digits}%}"
 
 
 def where(study: Study) -> str:
