@@ -83,7 +83,7 @@ def status(
     namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
-    """Show every rank: where it runs, what it does, how fast, and what is wrong."""
+    """Show where every rank runs, how fast, and what is wrong."""
     import json
 
     rows, conditions = _connect(namespace, context).look(1.0)
