@@ -100,7 +100,7 @@ def test_the_report_of_a_training(folder: Path) -> None:
 MISTAKES = [
     (["bench", "compare", "job.yaml", "--strategies", "single", "ddq"], 2, "'ddq' is not one of"),
     (["bench", "compare", "--data", "digitz"], 2, "'digitz' is not one of cifar10, digits, synthetic; did you mean"),
-    (["bench", "compare", "job.yaml", "--samples", "4"], 2, "batch_size: 32 is more than data.samples (4)"),
+    (["bench", "compare", "job.yaml", "--samples", "4"], 2, "--samples: 4 is less than a batch, which has 32 samples"),
     (["bench", "scaling", "--mode", "wide"], 2, "'wide' is neither weak nor strong"),
     (["report", "nowhere"], 1, "nowhere is not a folder"),
     (
