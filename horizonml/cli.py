@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer.core import TyperArgument
 
 from horizonml import __version__
 from horizonml.bench.commands import app as bench
@@ -21,6 +22,8 @@ from horizonml.signals import watch_launcher
 
 if TYPE_CHECKING:
     from horizonml.job import Job
+
+TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
 app = typer.Typer(
     name="horizonml",
@@ -229,7 +232,8 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml.",
+            help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml. "
+            "The best plan for all of them is shown, whatever the job's strategy and workers.",
             show_default=False,
         ),
     ] = None,
@@ -262,7 +266,7 @@ def simulate(
     devices: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The devices and links to step it on; default: this machine.", show_default=False
+            metavar="FILE", help="The devices and links to predict it for; default: this machine.", show_default=False
         ),
     ] = None,
     picture: Annotated[
@@ -270,9 +274,9 @@ def simulate(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Step a given plan over devices on paper.
+    """Predict the time and memory of a given plan.
 
-    Shows its time, its memory, and what limits it, for as many devices as the plan has.
+    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks.
     """
     from horizonml.planning import read_plan, show_plan
 
@@ -296,8 +300,8 @@ def profile(
 ) -> None:
     """Measure a model's layers on this device.
 
-    Time forward and backward, parameters, outputs: times are measured once for a model, a device and a version of
-    torch, and kept.
+    Shows the time of each layer's forward and backward pass, and the size of its parameters and outputs. Times are
+    measured once for a model, a device and a version of torch, and kept.
     """
     from horizonml.planning import show_profile
 
@@ -359,7 +363,9 @@ def rendezvous(
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest).", show_default=False),
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
+        ),
     ],
     output: Annotated[
         Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
@@ -369,11 +375,10 @@ def export(
     from horizonml.shards import export as export_checkpoint
 
     metadata = export_checkpoint(checkpoint, output)
-    accuracy = metadata.metrics.get("held_out_accuracy")
-    print(
-        f"wrote {output} (step {metadata.step}"
-        + (f", held-out accuracy {accuracy:.2%})" if accuracy is not None else ")")
-    )
+    accuracy, epoch = metadata.metrics.get("held_out_accuracy"), metadata.metrics.get("epoch")
+    measured = "" if accuracy is None else f", held-out accuracy {accuracy:.2%}"
+    when = "" if accuracy is None or epoch is None else f" after epoch {epoch}"
+    print(f"wrote {output} (step {metadata.step}{measured}{when})")
 
 
 @app.command()

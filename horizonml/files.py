@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from horizonml.errors import JobError
 
 
 def cache_folder() -> Path:
@@ -34,6 +38,15 @@ def write_atomically(path: Path, content: bytes) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what keeps the file or folder that the user named from being written into a JobError that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def sync_folder(folder: Path) -> None:

@@ -244,7 +244,7 @@ class Parallel(_Section):
             if self.strategy == "single" and (self.workers or 1) > 1:
                 raise ValueError(
                     f"workers: strategy single trains on 1 rank, not {self.workers}; "
-                    "choose parallel.strategy ddp, pipeline or hybrid"
+                    "choose parallel.strategy ddp, pipeline or hybrid, or 1 worker (--workers 1)"
                 )
             if self.strategy == "hybrid" and self.workers is not None and self.workers < 3:
                 raise ValueError("workers: strategy hybrid needs at least 3 ranks; use ddp or pipeline for 2")

@@ -46,6 +46,9 @@ def _explain(details: ErrorDetails, schema: type[BaseModel]) -> str:
         return f"{field}{separator}{message}" if field else message
     if kind == "missing":
         return f"{field}: missing; give it a value"
+    if location[-1:] == ["name"] and kind == "string_pattern_mismatch":
+        rule = "must begin with a letter or digit and contain only letters, digits, '.', '_' and '-'"
+        return f"{field}: {_shown(value)} {rule}"
     if location[-1:] == ["address"]:
         return f"{field}: {_shown(value)} is not host:port, for example 192.168.1.10:29400"
     if kind in ("model_type", "model_attributes_type", "dict_type"):

@@ -12,7 +12,7 @@ import yaml
 
 from horizonml.errors import JobError, PlanError
 from horizonml.extras import require
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 from horizonml.job import Job
 from horizonml.jobfile import changed
 from horizonml.plan.devices import load_cluster, write_profile
@@ -38,6 +38,8 @@ def show_plan(
     """
     if picture is not None:
         require("matplotlib", "--picture")
+        if picture.suffix.lower() != ".png":
+            raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
     import torch
 
     from horizonml.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
@@ -57,6 +59,7 @@ def show_plan(
         changes: dict[str, Any] = {"parallel.workers": len(names)}
         if job.parallel.stages is None and not as_given:
             changes["parallel.strategy"] = "auto"
+            _say_what_is_not_used(job, devices, len(names))
         job = changed(job, changes)
         world_size, threads = len(names), 1
     else:
@@ -100,6 +103,18 @@ def show_plan(
     _print_plan(job, problem, found, names, model, devices is not None)
 
 
+def _say_what_is_not_used(job: Job, devices: Path, ranks: int) -> None:
+    unused = [] if job.parallel.strategy == "auto" else [f"parallel.strategy: {job.parallel.strategy}"]
+    if job.parallel.workers not in (None, ranks):
+        unused.append(f"parallel.workers: {job.parallel.workers}")
+    if unused:
+        print(
+            f"note: the best plan for the {count(ranks, 'device')} of {devices} is shown, whatever the job says "
+            f"({', '.join(unused)})",
+            file=sys.stderr,
+        )
+
+
 def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     """Measure a model's layers here, print them, and write them as YAML. Raises HorizonError."""
     import torch
@@ -123,10 +138,8 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
             "memory_limit": int(memory_limit()),
             "versions": versions(),
         }
-        try:
+        with writing(out):
             write_profile(profile, about, out)
-        except OSError as error:
-            raise PlanError(f"cannot write {out}: {error.strerror or error}") from None
 
 
 def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
@@ -150,7 +163,7 @@ def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
 
 
 def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Sequence[str] = ()) -> None:
-    """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises PlanError."""
+    """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises JobError."""
     lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
     lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
     values = plan_values(plan, strategy)
@@ -158,10 +171,8 @@ def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Seque
         values, sort_keys=False, default_flow_style=None if "stages" in values else False, width=120
     )
     text = "\n".join([*lines, content])
-    try:
+    with writing(path):
         write_atomically(path, text.encode())
-    except OSError as error:
-        raise PlanError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_plan(job: Job, path: Path) -> Job:

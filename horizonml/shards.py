@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from torch import Tensor
 from horizonml import __version__
 from horizonml.errors import CheckpointError
 from horizonml.job import Job
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 METADATA = "checkpoint.json"
@@ -123,7 +126,10 @@ def steps(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """Return the newest intact checkpoint at `path`: itself one, or a run's folder. Raises CheckpointError."""
+    """Return the newest intact checkpoint at `path`: itself one, or a run's folder.
+
+    Newer ones that are damaged are passed over by name. Raises CheckpointError.
+    """
     if (path / METADATA).exists():
         return path
     problems = []
@@ -134,6 +140,8 @@ def find(path: Path) -> Path:
             except CheckpointError as error:
                 problems.append(str(error))
             else:
+                for problem in problems:
+                    _log.warning("%s; an older checkpoint is taken instead: %s", problem, step.name)
                 return step
     raise CheckpointError("; ".join(problems) or f"no checkpoint in {path}; give a run's folder or a step-* folder")
 
@@ -212,7 +220,7 @@ def verify(path: Path, metadata: Metadata) -> None:
     for name, shard in metadata.shards.items():
         if not (path / name).exists():
             where = f"; copies are on {', '.join(shard.machines)}" if shard.machines else ""
-            raise CheckpointError(f"{path}: shards ['{name}'] are missing{where}")
+            raise CheckpointError(f"{path}: {name} is missing{where}")
         verify_shard(path / name, shard)
 
 
@@ -273,10 +281,12 @@ def export(source: Path, target: Path) -> Metadata:
     hidden = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        hidden.touch()  # torch does not say why it cannot open a file
         torch.save(weights, hidden)
         os.replace(hidden, target)
     except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
-        hidden.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or "writing ended too early; the disk may be full"
         raise CheckpointError(f"cannot write {target}: {reason}") from error
     return metadata

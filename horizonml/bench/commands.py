@@ -111,10 +111,10 @@ def compare(
     ] = Path("runs/compare"),
     fresh: Fresh = False,
 ) -> None:
-    """Train in several ways on the same samples, with the same updates and seeds, and compare them.
+    """Compare ways of training on the same samples.
 
-    For example, without a network: horizonml bench compare --data digits --samples 400 1400 --strategies single ddp
-    pipeline. Interrupted, the same command goes on where it stopped.
+    All make the same updates from the same seeds. For example, without a network: horizonml bench compare --data digits
+    --samples 400 1400 --strategies single ddp pipeline. Interrupted, the same command goes on where it stopped.
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import compare as study
@@ -145,7 +145,10 @@ def scaling(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Measure throughput, speed-up and efficiency over the number of workers, against the ideal."""
+    """Measure speed over the number of workers.
+
+    Shows throughput, speed-up and efficiency, against the ideal.
+    """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import scaling as study
     from horizonml.errors import JobError
@@ -177,7 +180,10 @@ def batch_size(
     ),
     fresh: Fresh = False,
 ) -> None:
-    """Measure speed and memory over the batch size, on data of SVHN's shape, and where memory would end."""
+    """Measure speed and memory over the batch size.
+
+    Trains on data of SVHN's shape, and shows where memory would end.
+    """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import batch_size as study
 

@@ -20,6 +20,7 @@ from horizonml.bench.section import (
     where,
 )
 from horizonml.bench.study import Case, Result, Study
+from horizonml.errors import JobError
 from horizonml.job import Job
 from horizonml.jobfile import changed
 from horizonml.text import human_bytes, human_seconds
@@ -27,6 +28,12 @@ from horizonml.text import human_bytes, human_seconds
 
 def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: int, repeats: int) -> list[Case]:
     """One run for each repeat, number of samples (none: all the job has) and strategy. Raises JobError."""
+    few = [size for size in samples if size < job.batch_size]
+    if few:
+        raise JobError(
+            f"--samples: {few[0]} is less than a batch, which has {job.batch_size} samples; take more samples, or "
+            f"--set batch_size={few[0]}"
+        )
     found = []
     sizes: list[int | None] = list(samples) or [None]
     for repeat in range(repeats):
@@ -141,13 +148,14 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
         texts.append("; ".join(losses) + ".")
     if best.ranks > 1 and "single" in shown:
         texts.append(
-            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone can use, "
-            "too; on devices of their own each rank would have its own."
+            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone "
+            "could use, too; on devices of their own each rank would have its own."
         )
     elif "single" in shown and len(shown) > 1:
         texts.append(
-            f"One process alone uses the same {study.environment['cores']:g} cores without sending anything: on one "
-            "machine it is hard to beat; ranks pay where each has a device of its own, or where memory is short."
+            f"One process alone could use the same {study.environment['cores']:g} cores (it used "
+            f"{shown['single'].cpu_cores:.1f}) without sending anything: on one machine it is hard to beat; ranks pay "
+            "where each has a device of its own, or where memory is short."
         )
     accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
     if len(accuracies) > 1 and len(accuracies) == len(shown):
@@ -232,11 +240,11 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         ("Gradient divergence (of the mean)", values("divergence"), style.plain_axis),
     ]
     costs = [
-        ("Compute (% of time)", values("compute"), style.percent_axis),
-        ("Transfer (% of time)", values("transfer"), style.percent_axis),
-        ("Wait (% of time)", values("wait"), style.percent_axis),
+        ("Compute (% of time)", values("compute"), style.share_axis),
+        ("Transfer (% of time)", values("transfer"), style.share_axis),
+        ("Wait (% of time)", values("wait"), style.share_axis),
         ("Idle, per rank and epoch", values("idle_seconds"), style.seconds_axis),
-        ("CPU (% of the cores)", values("cpu_utilisation"), style.percent_axis),
+        ("CPU (% of the cores)", values("cpu_utilisation"), style.share_axis),
         ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
         ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
         ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),

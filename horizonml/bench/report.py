@@ -14,10 +14,20 @@ from typing import Any
 from horizonml import __version__
 from horizonml.bench import batch_size, compare, peers, run_plots, scaling
 from horizonml.bench.results import Run, load_run, summarise, traffic
-from horizonml.bench.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_data, write_numbers
+from horizonml.bench.section import (
+    COLUMNS,
+    NOTE,
+    Picture,
+    Section,
+    Table,
+    percent,
+    rank_tables,
+    write_data,
+    write_numbers,
+)
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "compare": compare.section,
@@ -56,7 +66,8 @@ def write_report(folder: Path, page: Path | None = None) -> list[Path]:
     sections = [section for _, _, section in sorted(found, key=lambda item: item[:2])]
     files += [picture.path for section in sections for picture in section.pictures]
     target = page or folder / "report.html"
-    write_atomically(target, render(sections).encode())
+    with writing(target):
+        write_atomically(target, render(sections).encode())
     return [target, *files]
 
 
@@ -80,7 +91,8 @@ def runs_section(folder: Path, runs: dict[str, Run]) -> Section:
         if one.accuracy is not None:
             texts.append(f"held-out accuracy {one.accuracy:.1%}")
         if one.ranks > 1:
-            texts.append(f"{one.compute:.0%} of the time compute, {one.transfer:.0%} transfer, {one.wait:.0%} wait")
+            compute, transfer, wait = map(percent, (one.compute, one.transfer, one.wait))
+            texts.append(f"{compute} of the time compute, {transfer} transfer, {wait} wait")
             slowest = max(runs[name].ranks, key=lambda rank: sum(s["compute"] for s in rank.settled))
             texts.append(f"rank {slowest.run['rank']} computes longest")
         result.findings.append("; ".join(texts) + ".")

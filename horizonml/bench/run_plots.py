@@ -11,9 +11,10 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import LogFormatter
 
 from horizonml.bench.results import RankRecords, Run
-from horizonml.bench.style import KINDS, looks, percent_axis, save
+from horizonml.bench.style import KINDS, looks, percent_axis, plain_axis, save
 from horizonml.plan.plan import Plan
 from horizonml.plan.simulate import Prediction
 
@@ -23,6 +24,11 @@ _LEAST = 0.003  # of the picture's width, so that nothing is too short to be see
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
     """Training loss per step, and held-out loss and accuracy per epoch, of several runs by name."""
+    return save(draw_learning_curves(runs), path)
+
+
+def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
+    """Draw what `learning_curves` saves."""
     figure = Figure(figsize=(12, 4.1), layout="constrained")
     loss, held_out, accuracy = figure.subplots(1, 3)
     for name, look in looks(runs).items():
@@ -38,9 +44,12 @@ def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
     accuracy.set(title="Held-out accuracy (%)", xlabel="epoch")
     percent_axis(accuracy)
     for axis in (held_out, accuracy):
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for axis in (loss, held_out):
+        plain_axis(axis)
+        axis.yaxis.set_minor_formatter(LogFormatter())  # 0.3, not 3x10^-1
     figure.legend(loc="outside lower center", ncols=min(7, len(runs)))
-    return save(figure, path)
+    return figure
 
 
 def _smooth(values: list[float], window: int = 8) -> list[float]:

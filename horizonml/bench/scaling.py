@@ -80,7 +80,7 @@ def section(study: Study) -> Section:
         [
             ("Samples per second", speeds, style.plain_axis),
             ("Speed-up (times one worker)", gains, style.plain_axis),
-            ("Efficiency (% of speed-up / workers)", efficiency, style.percent_axis),
+            ("Efficiency (% of speed-up / workers)", efficiency, style.share_axis),
         ],
         study.folder / f"{mode}-scaling.png",
         x="workers",

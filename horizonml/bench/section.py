@@ -15,7 +15,7 @@ from typing import Any
 from horizonml.bench.results import Run, Summary, traffic
 from horizonml.bench.study import Result, Study, is_busy
 from horizonml.engine.clock import KINDS
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 from horizonml.text import human_bytes, human_seconds
 
 
@@ -71,7 +71,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "sent per step": lambda s: human_bytes(s.bytes_per_step),
     "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
     "energy per sample": lambda s: (
-        "not told" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
+        "not measured on this machine" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
     ),
 }
 NOTE = (
@@ -135,9 +135,13 @@ def spread(results: Sequence[Result]) -> tuple[float, float]:
     return min(speeds), max(speeds)
 
 
-def percent(share: float | None, digits: int = 0) -> str:
-    """0.125 -> "12%"."""
-    return "-" if share is None else f"{share:.{digits}%}"
+def percent(share: float | None, digits: int | None = None) -> str:
+    """0.125 -> "12%" and 0.0125 -> "1.2%", or with so many `digits` after the point."""
+    if share is None:
+        return "-"
+    if digits is None:
+        digits = 0 if share == 0 or abs(share) >= 0.0995 else 1
+    return f"{share:.{digits}%}"
 
 
 def where(study: Study) -> str:
@@ -208,13 +212,14 @@ def write_data(study: Study) -> list[Path]:
 
 
 def write_numbers(path: Path, rows: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) -> list[Path]:
-    """`path.csv` with the rows, `path.json` with the document; returns both."""
+    """`path.csv` with the rows, `path.json` with the document; returns both. Raises JobError."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n", restval="")
     writer.writeheader()
     writer.writerows(rows)
     table, data = path.with_suffix(".csv"), path.with_suffix(".json")
-    write_atomically(table, text.getvalue().encode())
-    write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
+    with writing(path.parent):
+        write_atomically(table, text.getvalue().encode())
+        write_atomically(data, (json.dumps(document, indent=2) + "\n").encode())
     return [table, data]

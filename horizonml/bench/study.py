@@ -19,7 +19,7 @@ from horizonml.bench.results import Run, Summary, load_run, summarise
 from horizonml.cluster.device import OtherWork, available_cores, machine, memory_limit, versions
 from horizonml.cluster.local import RankFailed
 from horizonml.errors import HorizonError
-from horizonml.files import write_atomically
+from horizonml.files import write_atomically, writing
 from horizonml.job import Job
 from horizonml.launch import train_here
 from horizonml.text import human_seconds
@@ -94,7 +94,8 @@ def run_study(
         "environment": environment(),
         "cases": [{"name": case.name, "factors": case.factors, "digest": case.job.digest()} for case in cases],
     }
-    write_atomically(folder / "study.json", (json.dumps(manifest, indent=2) + "\n").encode())
+    with writing(folder):
+        write_atomically(folder / "study.json", (json.dumps(manifest, indent=2) + "\n").encode())
     done: dict[str, dict[str, Any]] = {}
     for case in () if fresh else cases:
         outcome = _outcome(folder / "runs" / case.name, case.job.digest())
@@ -126,7 +127,8 @@ def run_study(
         if is_busy(taken, available_cores()):
             say(f"warning: other processes had {taken:.1f} of the {available_cores():g} cores during this run")
         outcome = {"digest": case.job.digest(), "seconds": seconds, "error": error, "cores_taken": taken}
-        write_atomically(folder / "runs" / case.name / "done.json", (json.dumps(outcome) + "\n").encode())
+        with writing(folder):
+            write_atomically(folder / "runs" / case.name / "done.json", (json.dumps(outcome) + "\n").encode())
     return load_study(folder)
 
 

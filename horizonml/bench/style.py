@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from horizonml.bench.section import percent
+from horizonml.files import writing
 from horizonml.text import human_bytes, human_seconds
 
 mpl.rcParams.update(
@@ -55,8 +57,9 @@ KINDS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#d9d9d9"}
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
     """A look for each name: the strategies have their own, always the same."""
-    others = iter(_OTHERS * 10)
-    return {name: _LOOKS.get(name) or next(others) for name in dict.fromkeys(names)}
+    others, unique = iter(_OTHERS * 10), list(dict.fromkeys(names))
+    found = {name: _LOOKS.get(name) or next(others) for name in unique}
+    return found if len(found) > 1 else {name: look._replace(line="-") for name, look in found.items()}
 
 
 class _BinaryLocator(MaxNLocator):
@@ -101,8 +104,13 @@ def seconds_axis(axis: Axes) -> None:
     axis.yaxis.set_major_formatter(lambda value, _: human_seconds(value).replace(".0 ", " "))
 
 
+def share_axis(axis: Axes) -> None:
+    """Label the y axis in percent, as tables do."""
+    axis.yaxis.set_major_formatter(lambda value, _: percent(value))
+
+
 def percent_axis(axis: Axes) -> None:
-    """Label the y axis in percent."""
+    """Label the y axis in percent, with three digits that count."""
     axis.yaxis.set_major_formatter(lambda value, _: f"{_short(100 * value)}%")
 
 
@@ -115,7 +123,8 @@ AxisFormat = Callable[[Axes], None]
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    """Write a picture. Raises JobError."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
     return path

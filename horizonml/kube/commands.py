@@ -26,6 +26,7 @@ app = typer.Typer(
 Namespace = Annotated[
     str, typer.Option("--namespace", metavar="NAME", help="The job's namespace; it is made if it is not there.")
 ]
+Submitted = Annotated[str, typer.Option("--namespace", metavar="NAME", help="The job's namespace.")]
 Context = Annotated[str | None, typer.Option(metavar="NAME", help="Context of the kubeconfig.", show_default=False)]
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _PATIENCE = 60.0  # seconds for which `submit --wait` watches a problem before it gives up
@@ -79,10 +80,10 @@ def submit(
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    namespace: Namespace = "horizonml",
+    namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
-    """Show every rank: where it runs, what it does, how fast, and what is wrong."""
+    """Show where every rank runs, how fast, and what is wrong."""
     import json
 
     rows, conditions = _connect(namespace, context).look(1.0)
@@ -98,7 +99,7 @@ def status(
 
 
 @app.command()
-def top(namespace: Namespace = "horizonml", context: Context = None) -> None:
+def top(namespace: Submitted = "horizonml", context: Context = None) -> None:
     """Show the same as `status`, live; Ctrl-C ends it."""
     if not sys.stdout.isatty():
         status(False, namespace, context)
@@ -126,7 +127,7 @@ def logs(
     tail: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Only so many last lines of each.", show_default=False)
     ] = None,
-    namespace: Namespace = "horizonml",
+    namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
     """Show the logs of all ranks, each line with its rank."""
@@ -168,7 +169,7 @@ def logs(
 @app.command()
 def scale(
     workers: Annotated[int, typer.Argument(metavar="N", min=1, help="The new world size.", show_default=False)],
-    namespace: Namespace = "horizonml",
+    namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
     """Go on with another number of workers, from the newest checkpoint."""
@@ -191,7 +192,7 @@ def scale(
 @app.command()
 def delete(
     data: Annotated[bool, typer.Option("--data", help="Delete the workers' disks, too: all checkpoints.")] = False,
-    namespace: Namespace = "horizonml",
+    namespace: Submitted = "horizonml",
     context: Context = None,
 ) -> None:
     """Delete the job from the cluster; checkpoints stay, unless --data."""

@@ -71,8 +71,8 @@ def _import(name: str) -> ModuleType:
         parent, _, last = missing.rpartition(".")
         known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
         raise ModelError(
-            f"model.name: there is no module {missing}{nearest(last, known)}; looked for it in {here}, in the folders "
-            "of PYTHONPATH, and among the installed packages"
+            f"model.name: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
+            f"packages{nearest(last, known)}"
         ) from error
     except (Exception, SystemExit) as error:  # a module's own code runs here: it may fail in any way
         raise ModelError(f"model.name: importing {name} failed: {_where(error)}") from error

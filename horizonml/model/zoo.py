@@ -68,7 +68,9 @@ def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...
                     raise
                 raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(
+            f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
+        )
     chain = Chain(model, sample_shape)
     outputs = chain.boundaries[-1].shape
     if outputs != (classes,):

@@ -161,9 +161,15 @@ def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None
     worst = max(short, key=lambda rank: short[rank])
     others = len(short) - 1
     more = f" ({count(others, 'other rank')} also {'lacks' if others == 1 else 'lack'} memory)" if others else ""
+    has = problem.memory[worst]
+    there = (
+        f"has {human_bytes(has)}"
+        if has >= 0
+        else f"its process already takes {human_bytes(-has)} more than there is for a rank"
+    )
     return (
         f"{_who(names, worst)} lacks {human_bytes(short[worst])} of memory: it needs "
-        f"{human_bytes(found.prediction.memory[worst])} and has {human_bytes(max(0.0, problem.memory[worst]))}{more}"
+        f"{human_bytes(found.prediction.memory[worst])} and {there}{more}"
     )
 
 
@@ -173,6 +179,10 @@ def remedy(problem: Problem, found: Found) -> str:
     def works(one: Found) -> bool:
         return one.prediction.fits and not one.too_few
 
+    if min(problem.memory.values()) < 0:
+        return (
+            "The processes alone take more memory than there is: fewer ranks on a machine, or more memory, are needed."
+        )
     own = found.plan.micro_batches
     for other in sorted(MICRO_BATCHES, key=lambda number: abs(number - own)):
         if other <= problem.batch_size and works(problem.judge(replace(found.plan, micro_batches=other))):
@@ -214,10 +224,16 @@ def largest_layer(profile: Profile) -> int:
 
 
 def compare(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
-    """How much faster the plan is than simpler ones."""
+    """How much faster, or slower, the plan is than simpler ones."""
     lines = []
     for name, other in alternatives(problem, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds
-        fits = "" if other.prediction.fits else ", and does not fit into memory"
-        lines.append(f"{ratio:.2f} times as fast as {name} ({human_seconds(other.prediction.seconds)} a step{fits})")
+        seconds, fits = human_seconds(other.prediction.seconds), other.prediction.fits
+        if round(ratio, 2) >= 1:
+            note = "" if fits else ", and does not fit into memory"
+            lines.append(f"{ratio:.2f} times as fast as {name} ({seconds} a step{note})")
+        else:
+            note = ": do not distribute this job" if name.endswith(" alone") else ""
+            note = note if fits else ", but does not fit into memory"
+            lines.append(f"slower than {name}, which takes {seconds} a step{note}")
     return lines

@@ -111,9 +111,12 @@ def _candidates(job: Job, profile: Profile, world_size: int) -> Iterator[Plan]:
             for shape in _shapes(parallel.strategy, world_size, layers):
                 if rows < max(shape):
                     continue
-                found = _balance(profile, rows, [1 / members for members in shape])
-                if found is not None:
-                    yield Plan(_equal_stages(shape, found, _format(parallel)), parallel.schedule, micro_batches)
+                cuts = [_balance(profile, rows, [1 / members for members in shape])]
+                if parallel.strategy == "pipeline":  # with devices unlike the first, an equal split may be better
+                    cuts.append([layers * (stage + 1) // world_size for stage in range(world_size)])
+                for cut in cuts:
+                    if cut is not None:
+                        yield Plan(_equal_stages(shape, cut, _format(parallel)), parallel.schedule, micro_batches)
 
 
 def _shapes(strategy: str, world_size: int, layers: int) -> Iterator[tuple[int, ...]]:

@@ -100,7 +100,7 @@ def test_the_report_of_a_training(folder: Path) -> None:
 MISTAKES = [
     (["bench", "compare", "job.yaml", "--strategies", "single", "ddq"], 2, "'ddq' is not one of"),
     (["bench", "compare", "--data", "digitz"], 2, "'digitz' is not one of cifar10, digits, synthetic; did you mean"),
-    (["bench", "compare", "job.yaml", "--samples", "4"], 2, "batch_size: 32 is more than data.samples (4)"),
+    (["bench", "compare", "job.yaml", "--samples", "4"], 2, "--samples: 4 is less than a batch, which has 32 samples"),
     (["bench", "scaling", "--mode", "wide"], 2, "'wide' is neither weak nor strong"),
     (["report", "nowhere"], 1, "nowhere is not a folder"),
     (
@@ -164,6 +164,7 @@ def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
         folder, "plan", "job.yaml", "--devices", "devices.yaml", "--out", "plan.yaml", "--picture", "plan.png"
     )
     assert planned.returncode == 0, planned.stderr
+    assert "whatever the job says (parallel.strategy: ddp)" in planned.stderr
     assert "plan for 3 ranks:" in planned.stdout
     assert "The bottleneck: " in planned.stdout
     assert "times as fast as ddp, equal shares" in planned.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -34,8 +35,11 @@ def test_training_here_ends_well_and_can_be_exported(folder: Path) -> None:
     assert (folder / "runs" / "test.previous" / "checkpoints").is_dir()
     exported = horizonml(folder, "export", "runs/test", "model.pt")
     assert exported.returncode == 0
-    assert "held-out accuracy" in exported.stdout
+    assert re.search(r"\(step 10, held-out accuracy [\d.]+% after epoch 1\)", exported.stdout)
     assert "conv1a.weight" in torch.load(folder / "model.pt", weights_only=True)
+    page = horizonml(folder, "report", "runs/test", "--page", "job.yaml/p.html")
+    assert page.returncode == 2
+    assert "error: cannot write job.yaml/p.html: " in page.stderr
 
 
 def test_an_exported_torchvision_model_loads_into_torchvision(folder: Path) -> None:
@@ -142,6 +146,10 @@ def test_a_rank_that_fails_by_itself_ends_all_with_its_reason(folder: Path) -> N
         (["plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--workers", "18"], 2, "at most 17 stages"),
         (["validate", "job.yaml", "--set", "sead=1"], 2, "sead: unknown key; did you mean 'seed'?"),
         (["export", "nowhere", "model.pt"], 1, "no checkpoint in nowhere"),
+        (["plan", "job.yaml", "--picture", "p.svg"], 2, "--picture: p.svg must end in .png"),
+        (["plan", "job.yaml", "--out", "job.yaml/p.yaml"], 2, "cannot write job.yaml/p.yaml: "),
+        (["plan", "job.yaml", "--picture", "job.yaml/p.png"], 2, "cannot write job.yaml/p.png: "),
+        (["bench", "compare", "job.yaml", "--out", "job.yaml"], 2, "cannot write job.yaml: File exists"),
         (
             ["train", "job.yaml", "-n", "1", "--set", "parallel.stages=[{ranks: [0], layers: [0, 3]}]"],
             2,

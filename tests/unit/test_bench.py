@@ -299,6 +299,9 @@ def test_bars_carry_their_values_and_units(tmp_path: Path) -> None:
     for form, value, shown in (
         (style.seconds_axis, 0.3904, "390.4 ms"),
         (style.percent_axis, 0.99721, "99.7%"),
+        (style.share_axis, 0.5333, "53%"),
+        (style.share_axis, 0.000563, "0.1%"),
+        (style.share_axis, 0.0996, "10%"),
         (style.bytes_axis, 330.4 * 2**20, "330 MiB"),
         (style.plain_axis, 2998.4, "2,998"),
     ):
@@ -337,6 +340,16 @@ def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp
     assert (speed.get_xscale(), speed.get_yscale(), efficiency.get_yscale()) == ("log", "log", "linear")
     assert [line.get_label() for line in speed.lines][:2] == ["ideal", "limit"]
     assert len(speed.collections) > len(efficiency.collections), "the shade"
+
+
+def test_a_run_of_one_epoch_is_drawn_with_whole_epochs_and_a_solid_line(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=12, epochs=1)
+    figure = run_plots.draw_learning_curves({"digits": load_run("ddp", tmp_path)})
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        assert [line.get_linestyle() for line in axis.lines] == ["-"]
+    for axis in figure.axes[1:]:
+        assert all(float(tick).is_integer() for tick in axis.get_xticks())
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_models_that_cannot_be_chains_are_refused(
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (ModelSpec(name="tests.models:not_a_model"), "returned a dict, not a torch.nn.Module"),
+        (ModelSpec(name="tests.models:not_a_model"), "returned an object of type dict, not a torch.nn.Module"),
         (ModelSpec(name="resnet18", options={"with": 3}), "cannot be built with options"),
         (
             ModelSpec(name="resnet18", options={"num_classes": 7}),

@@ -60,7 +60,10 @@ def test_devices_links_and_units(tmp_path: Path) -> None:
         ("devices: [{name: a}]", r"devices\.0\.memory: missing; give it a value"),
         ("devices: [{name: a, memory: 1GiB, sped: 2}]", r"devices\.0\.sped: unknown key; did you mean 'speed'\?"),
         ("devices: [{name: a, memory: 1GiB, speed: 1e999}]", r"devices\.0\.speed: inf must be a finite number"),
-        ("devices: [{name: a b, memory: 1GiB}]", r"devices\.0\.name: 'a b' must match pattern"),
+        (
+            "devices: [{name: a b, memory: 1GiB}]",
+            r"devices\.0\.name: 'a b' must begin with a letter or digit and contain only letters, digits",
+        ),
         ("devices: [{name: a, memory: 1GiB, count: 9000}, {name: b, memory: 1GiB, count: 2000}]", "11,000 of them"),
         ("- 1", r"the file: \[1\] must be a section of keys and values"),
         (
@@ -101,6 +104,9 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
         "ddp", "equal split of the layers", "laptop alone"
     ]  # fmt: skip
     assert all(float(line.split()[0]) >= 1.0 for line in lines[:2])
+    slow = made.judge(Plan((Stage(0, 1, (1,), (1.0,)), Stage(1, 6, (2, 0), (1.0, 1.0)))))
+    *_, last = compare(made, slow, names)
+    assert re.fullmatch(r"slower than laptop alone, which takes [\d.]+ ms a step: do not distribute this job", last)
 
 
 def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
@@ -142,8 +148,12 @@ def test_the_remedy_is_the_nearest_one_that_works(tmp_path: Path) -> None:
     alone = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
     assert remedy(tight, tight.judge(alone)) == "With parallel.strategy: auto there is a plan that fits."
     hopeless = replace(made, hosts=[replace(host, memory=-1e6) for host in made.hosts])
-    assert "and has 0 B" in (shortage(hopeless, hopeless.judge(alone), names) or "")
-    assert remedy(hopeless, hopeless.judge(alone)).startswith("No batch size would fit")
+    text = shortage(hopeless, hopeless.judge(alone), names) or ""
+    assert "and its process already takes 976.6 KiB more than there is for a rank" in text
+    assert "fewer ranks on a machine, or more memory, are needed" in remedy(hopeless, hopeless.judge(alone))
+    small = replace(made, hosts=[replace(host, memory=1e6) for host in made.hosts])
+    assert "and has 976.6 KiB" in (shortage(small, small.judge(alone), names) or "")
+    assert remedy(small, small.judge(alone)).startswith("No batch size would fit")
 
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")

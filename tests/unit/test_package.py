@@ -136,5 +136,5 @@ def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
 def test_help_shows_no_types_of_flags(tmp_path: Path, arguments: list[str]) -> None:
     shown = command(tmp_path, *arguments, "--help").stdout
     assert "--help" in shown
-    assert "<bool>" not in shown
+    assert not re.search(r"<\w", shown)
     assert max(map(len, shown.splitlines())) <= 80

@@ -10,7 +10,7 @@ from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile, problem_for
 from horizonml.plan.profile import LayerProfile, Profile
-from horizonml.plan.search import Found
+from horizonml.plan.search import Found, equal_split
 from horizonml.plan.simulate import predict
 
 FAST = Network(0.0, 1e12)
@@ -45,6 +45,19 @@ def pipeline(ends: list[int], micro_batches: int, schedule: str = "1f1b") -> Pla
 
 def one_host(ranks: int, cores: float, memory: float = 1e12) -> list[Host]:
     return [Host(tuple(range(ranks)), cores, memory)]
+
+
+def test_a_pipeline_is_never_predicted_to_be_slower_than_an_equal_split() -> None:
+    """The layers are cut by the profile of the first device, of which the others may be the opposite."""
+    profiles = [profile(0.003, 0.001, 0.001, 0.001), profile(0.001, 0.001, 0.001, 0.009)]
+    job = parse("parallel: {strategy: pipeline, workers: 2, micro_batches: 4}", "job.yaml")
+    hosts = [Host((rank,), 1.0, 1e12) for rank in range(2)]
+    problem = problem_for(job, profiles, hosts, FAST, 0, 1.0, 0)
+    equal = equal_split(problem, 4)
+    assert equal is not None
+    by_the_first = pipeline([1, 4], 4)
+    assert problem.judge(equal).cost < problem.judge(by_the_first).cost
+    assert choose(job, problem).plan == equal
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,17 @@ def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
     export(folder, tmp_path / "out.pt")
     assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"a", "b"}
 
+    with pytest.raises(CheckpointError, match=r"cannot write .*out\.pt/m\.pt: (File exists|Not a directory)$"):
+        export(folder, tmp_path / "out.pt" / "m.pt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # a disk with so little left
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*full\.pt: .*the disk may be full$"):
+            export(folder, tmp_path / "full.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "step-00000003"]
+
     # A tensor is gone, and the file's digest was made to fit.
     kept = load_file(folder / "stage-0.safetensors")
     del kept["model/b"]
@@ -117,6 +129,20 @@ def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has 2 tensors instead of 3"):
         export(folder, tmp_path / "second.pt")
     assert not (tmp_path / "second.pt").exists()
+
+
+def test_a_newer_checkpoint_that_is_damaged_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = checkpoint(tmp_path / "checkpoints" / "step-00000001", {"model/a": torch.ones(2)})
+    (
+        checkpoint(tmp_path / "checkpoints" / "step-00000002", {"model/a": torch.ones(2)}) / "stage-0.safetensors"
+    ).unlink()
+    assert find(tmp_path) == good
+    (message,) = caplog.messages
+    assert message.endswith(
+        "step-00000002: stage-0.safetensors is missing; an older checkpoint is taken instead: step-00000001"
+    )
 
 
 def test_only_names_of_checkpoints_are_names(tmp_path: Path) -> None:

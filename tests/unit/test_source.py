@@ -90,7 +90,7 @@ REFUSED = {
     "my_net:number": "is of type int, not a function",
     "my_net:Net.smal": r"Net.*has no 'smal'; did you mean 'small'\?",
     "my_net:exakt": r"my_net\.py has no 'exakt'; did you mean 'exact'\?",
-    "my_nett:exact": r"there is no module my_nett; did you mean 'my_net'\?; looked for it in ",
+    "my_nett:exact": r"there is no module my_nett in .*, or among the installed packages; did you mean 'my_net'\?",
     "my_net.inner:exact": "failed|there is no module my_net.inner",
 }
 
