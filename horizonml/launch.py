@@ -9,8 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TextIO
 
 import yaml
 
@@ -33,6 +35,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
 
     `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
     """
+    sys.stdout = Patient(sys.stdout)
     check_strategy(job)
     _check_world_size(job, identity)
     address = _rendezvous_address(job) if identity.world_size > 1 else None
@@ -59,6 +62,27 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
                     time.sleep(0.2)
             elif server is not None:  # or the end would look like a crash
                 server.last_look(lambda: stop.wanted)
+
+
+class Patient:
+    """A stream that goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over what was written, as far as somebody takes it."""
+        with suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def check_strategy(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,6 +104,14 @@ def obstructed(folder: Path) -> bool:
     except OSError:
         return folder.is_file()
     return True
+
+
+def test_training_goes_on_when_nobody_reads_what_it_prints(folder: Path) -> None:
+    shell = f"{shlex.quote(sys.executable)} -m horizonml train job.yaml 2>errors | head -1"
+    subprocess.run(["sh", "-c", shell], cwd=folder, env=environment(), check=True, timeout=120, capture_output=True)
+    wait_for(lambda: steps(folder) == 20, "the last step")
+    wait_for(lambda: (folder / "runs" / "test" / "checkpoints" / "step-00000020").exists(), "the last checkpoint")
+    assert (folder / "errors").read_text() == ""
 
 
 def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
