@@ -176,6 +176,8 @@ class Worker:
     ) -> Outcome:
         """Train as a member of `group`."""
         job, rank = self._job, group.rank
+        if group.world_size < self._identity.world_size:
+            self.say(f"going on with {group.world_size} of {self._identity.world_size} ranks")
         hosts = find_hosts(group)
         here = next(host for host in hosts if rank in host.ranks)
         began = group.gather_json([self._moved_away, self._begun])

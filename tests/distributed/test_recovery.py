@@ -114,6 +114,7 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     outputs = [process.communicate(timeout=30)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0, 0], outputs
     assert "rank 2 on" in outputs[0]
+    assert outputs[0].count("going on with 2 of 3 ranks") == 1
     assert "meeting the others again" in outputs[0]
     assert "Traceback" not in "".join(outputs)
     again.terminate()
