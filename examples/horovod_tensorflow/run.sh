@@ -4,4 +4,5 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${VENV:-$here/.venv}
 export PYTHONPATH=$(cd "$here/../.." && pwd) PATH=$venv/bin:$PATH
-exec horovodrun -np "${RANKS:-2}" --gloo python "$here/train.py" "$@"
+# A script whose first line names an interpreter in a path with a space cannot be run by itself.
+exec python "$venv/bin/horovodrun" -np "${RANKS:-2}" --gloo python "$here/train.py" "$@"
