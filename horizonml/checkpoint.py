@@ -96,12 +96,11 @@ class Checkpoints:
             for leftover in [*folder.glob(".step-*"), *folder.glob(".old-*")]:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, engine: Engine, step: int, details: dict[str, Any], whole: bool = False) -> list[str]:
+    def save(self, engine: Engine, step: int, details: dict[str, Any]) -> list[str]:
         """Write a checkpoint; all ranks call this after the same step.
 
-        `details` go into the metadata. With `whole`, rank 0's disk gets all shards, so that they can be exported there.
-        Return what went wrong on which rank: nothing if the checkpoint is saved. Otherwise training can go on, and the
-        checkpoints there were are kept.
+        `details` go into the metadata. Return what went wrong on which rank: nothing if the checkpoint is saved.
+        Otherwise training can go on, and the checkpoints there were are kept.
         """
         # A group that was thought dead may wake up and go on with this very step: its folder has another name.
         hidden = self._folder / f".{folder_name(step)}-{self._disks.word[:8]}"
@@ -115,7 +114,7 @@ class Checkpoints:
         reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
         shards, failed = _agreed(writers, reports)
         if not failed:
-            shards, received = self._copy(hidden, engine, shards, whole)
+            shards, received = self._copy(hidden, engine, shards)
             metadata = {
                 "format": FORMAT,
                 "horizonml": __version__,
@@ -165,9 +164,7 @@ class Checkpoints:
         except (OSError, safetensors.SafetensorError) as error:
             return {"error": str(error)}
 
-    def _copy(
-        self, hidden: Path, engine: Engine, shards: dict[str, Shard], whole: bool
-    ) -> tuple[dict[str, Shard], list[str]]:
+    def _copy(self, hidden: Path, engine: Engine, shards: dict[str, Shard]) -> tuple[dict[str, Shard], list[str]]:
         """Bring every shard to the disks that keep it.
 
         Return the shards with the names of these machines, and the names of those that this rank's disk received.
@@ -177,7 +174,7 @@ class Checkpoints:
         for number, stage in enumerate(engine.plan.stages):
             name, writers = shard_name(number), self._disks.writers(stage.ranks)
             keepers = self._disks.keepers(stage.ranks)
-            for disk in [*keepers, *([0] if whole and 0 not in keepers else [])]:
+            for disk in keepers:
                 if disk not in writers:
                     copies.append(Copy(hidden / name, shards[name].bytes, writers[max(writers)], disk))
             machines = list(dict.fromkeys(self._names[disk] for disk in keepers))

@@ -2,7 +2,8 @@
 
 Ranks may share a file system, or each machine may have its own disk. Every shard lies on the disks of its stage's
 members, and on the next one after them that is on another machine, so that a machine, and even all members of a stage,
-can vanish together with their disks.
+can vanish together with their disks. Rank 0's has all of them: a job can be scaled down to any number of ranks, and be
+exported there.
 """
 
 from __future__ import annotations
@@ -69,15 +70,16 @@ class Disks:
         return {self.leads[rank]: rank for rank in reversed(members)}
 
     def keepers(self, members: Sequence[int]) -> list[int]:
-        """Return the disks that keep a stage's shard: its members', and one more, if there is one.
+        """Return the disks that keep a stage's shard: its members', one more if there is one, and that of rank 0.
 
-        That is the next one in the ring that is on a machine of none of the members, else the next one.
+        The one more is the next in the ring that is on a machine of none of the members, else the next.
         """
         own = sorted(self.writers(members))
         start = self.ring.index(own[-1])
         others = [disk for disk in [*self.ring[start:], *self.ring[:start]] if disk not in own]
         machines = {self._machine(rank) for rank in members}
-        return own + sorted(others, key=lambda disk: self._machine(disk) in machines)[:1]
+        more = sorted(others, key=lambda disk: self._machine(disk) in machines)[:1]
+        return list(dict.fromkeys([*own, *more, 0]))
 
     def _machine(self, rank: int) -> str:
         """Return what the containers on a rank's machine have in common."""

@@ -106,7 +106,7 @@ def train(
             details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
             started = time.perf_counter()
             before = checkpoints.newest
-            problems = checkpoints.save(engine, done, {"job": job.model_dump(), **details}, whole=done == total)
+            problems = checkpoints.save(engine, done, {"job": job.model_dump(), **details})
             recorder.checkpoint(done, not problems, time.perf_counter() - started)
             engine.clock.pause()
             recorder.skip()

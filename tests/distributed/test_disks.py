@@ -33,9 +33,9 @@ def keepers_of(rank: int, world_size: int, store: Store, folder: Path, nodes: li
 
 def test_a_copy_lies_on_another_machine_where_there_is_one(pool: Pool, tmp_path: Path) -> None:
     pods = ["boot1/10.0.0.1", "boot1/10.0.0.2", "boot2/10.0.0.3", "boot2/10.0.0.4"]
-    assert pool.run(4, keepers_of, tmp_path / "a", pods)[0] == [[0, 2], [1, 2], [2, 0], [3, 0]]
+    assert pool.run(4, keepers_of, tmp_path / "a", pods)[0] == [[0, 2], [1, 2, 0], [2, 0], [3, 0]]
     one_machine = ["boot1/10.0.0.1", "boot1/10.0.0.2", "boot1/10.0.0.3"]
-    assert pool.run(3, keepers_of, tmp_path / "b", one_machine)[0] == [[0, 1], [1, 2], [2, 0]]
+    assert pool.run(3, keepers_of, tmp_path / "b", one_machine)[0] == [[0, 1], [1, 2, 0], [2, 0]]
     assert pool.run(1, keepers_of, tmp_path / "c", pods[:1]) == [[[0]]]
 
 

@@ -205,8 +205,9 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
         return sorted(path.name for path in newest.iterdir())
 
     shards = [f"stage-{stage}.safetensors" for stage in range(5)]
-    # Every machine has its own stage's shard and that of the one before.
-    for rank in range(5):
+    # Every machine has its own stage's shard and that of the one before, and the first machine has all.
+    assert files(0) == ["checkpoint.json", *shards]
+    for rank in range(1, 5):
         assert files(rank) == sorted(["checkpoint.json", shards[rank - 1], shards[rank]])
     metadata = read_metadata(tmp_path / "disk3" / "checkpoints" / "step-00000010")
     assert metadata.shards[shards[4]].machines == ["rank 4", "rank 0"]
@@ -229,8 +230,14 @@ def test_machines_with_disks_of_their_own_send_each_other_what_they_lack(pool: P
 
 @pytest.mark.parametrize(
     ("stages", "lost"),
-    [(PIPELINE5, [0]), (PIPELINE5, [3]), (HYBRID3, [0, 1]), (HYBRID3, [2])],
-    ids=["the first machine", "another machine", "both members of a stage", "a single member"],
+    [(PIPELINE5, [0]), (PIPELINE5, [3]), (PIPELINE5, [2, 3, 4]), (HYBRID3, [0, 1]), (HYBRID3, [2])],
+    ids=[
+        "the first machine",
+        "another machine",
+        "all but two",
+        "both members of a stage",
+        "one member",
+    ],
 )
 def test_machines_vanish_with_their_disks_and_the_others_go_on(
     pool: Pool, tmp_path: Path, stages: list[dict[str, Any]], lost: list[int]
