@@ -51,8 +51,8 @@ def alone(rank: int, world_size: int, store: Store, garbage: bytes) -> str:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"x", b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100],
-    ids=["a byte", "text", "a huge size", "a negative size", "binary"],
+    [b"x" * 24, struct.pack("<q", 1 << 50), struct.pack("<q", -1), bytes(range(256)) * 100],
+    ids=["text", "a huge size", "a negative size", "binary"],
 )
 def test_a_damaged_address_is_a_lost_peer_and_not_a_crash(pool: Pool, garbage: bytes) -> None:
     (text,) = pool.run(1, alone, garbage)

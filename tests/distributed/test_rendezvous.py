@@ -121,11 +121,13 @@ def test_after_a_refusal_the_right_ranks_can_meet(pool: Pool, service: int) -> N
 
 
 def test_missing_ranks_are_named_at_the_deadline(pool: Pool, service: int) -> None:
-    calls = [(join, (rank, 4), (service, None, None, "d1", 3.0)) for rank in (0, 2)]
-    for _, result in pool.run_each(calls):
-        assert "gave up after 3 s" in result["error"]
-        assert "waiting for rank 1, 3 to join" in result["error"]
-        assert 2.5 < result["seconds"] < 8
+    calls = [(join, (rank, 4), (service, None, None, "d1", 6.0)) for rank in (0, 2)]
+    results = [result for _, result in pool.run_each(calls)]
+    for result in results:
+        assert "gave up after 6 s" in result["error"]
+        assert 5.5 < result["seconds"] < 11  # at most 5 s after its deadline
+    # Who gives up last has lost the other one, if the machine was slow to start them.
+    assert any("waiting for rank 1, 3 to join" in result["error"] for result in results)
 
 
 def test_no_service_is_a_clear_error_at_the_deadline(pool: Pool) -> None:
