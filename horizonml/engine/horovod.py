@@ -54,16 +54,7 @@ class HorovodEngine(Engine):
         super().load_state(read, names)
         self._alike_everywhere = False
 
-    def step(
-        self,
-        batch: Batch,
-        lr: float,
-        number: int,
-        *,
-        measure_divergence: bool = False,
-        stop: bool = False,
-        newcomers: bool = False,
-    ) -> Step:
+    def step(self, batch: Batch, lr: float, number: int, **options: bool) -> Step:
         """As for `Engine`. Before the first step all ranks take over what rank 0 has."""
         if not self._alike_everywhere:
             assert isinstance(self.optimizer, _DistributedOptimizer)
@@ -71,7 +62,7 @@ class HorovodEngine(Engine):
             self._hvd.broadcast_optimizer_state(self.optimizer.wrapped, root_rank=0)
             self._alike_everywhere = True
             self.clock.pause()
-        return super().step(batch, lr, number, measure_divergence=measure_divergence, stop=stop, newcomers=newcomers)
+        return super().step(batch, lr, number, **options)
 
     def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
         """By Horovod. In a step the engine's own sum stays, for it also separates waiting from transfer."""
