@@ -142,12 +142,13 @@ def test_horovod_goes_on_without_a_lost_rank_and_takes_it_in_again(
     ranks = [rank(number) for number in range(3)]
     wait_for(lambda: steps(folder) > 7, "the first steps")
     rank_process(folder, 1).kill()
-    # Horovod itself may notice a lost peer only when its own connections time out.
-    wait_for(lambda: runs(folder, 0) == [3, 2], "a group of two", 180)
+    # Horovod may notice a lost peer only when its own connections time out, after 30 s. Until then the rank that has
+    # noticed goes on alone.
+    wait_for(lambda: runs(folder, 0)[-1] == 2, "a group of two", 180)
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 5, "steps of the two")
     ranks[1] = rank(1)
-    wait_for(lambda: runs(folder, 0) == [3, 2, 3], "a group of three again")
+    wait_for(lambda: runs(folder, 0)[-1] == 3, "a group of three again", 120)
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 5, "more steps")
     for process in ranks:
