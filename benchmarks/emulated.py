@@ -16,11 +16,11 @@ from types import TracebackType
 import yaml
 
 from horizonml.bench.results import Run, load_run
-from horizonml.job import Job
-from horizonml.jobfile import changed, load
-from horizonml.plan.devices import Cluster, load_cluster
+from horizonml.cli.planning import plan_values
+from horizonml.job.jobfile import changed, load
+from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
-from horizonml.planning import plan_values
+from horizonml.planner.devices import Cluster, load_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "hetero"

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from horizonml.cluster.device import available_cores, device_name
 from horizonml.files import write_atomically
+from horizonml.machine.device import available_cores, device_name
 from horizonml.plan.plan import Plan, Stage
 
 

@@ -23,20 +23,20 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
-from horizonml.agreement import describe_problem, describe_together
-from horizonml.bench.charts import draw_ranking
 from horizonml.bench.results import Run, load_run
-from horizonml.bench.run_plots import draw_timeline, legend, recorded_step
-from horizonml.bench.style import save
-from horizonml.engine.compress import WHOLE_STEPS
+from horizonml.cli.tables import print_table
 from horizonml.engine.group import Group
+from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.files import write_atomically
-from horizonml.job import Job
-from horizonml.jobfile import changed
-from horizonml.plan.devices import Cluster
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
-from horizonml.plan.search import Problem, candidates, data_parallel, equal_split
-from horizonml.tables import print_table
+from horizonml.planner.devices import Cluster
+from horizonml.planner.search import Problem, candidates, data_parallel, equal_split
+from horizonml.report.charts import draw_ranking
+from horizonml.report.run_plots import draw_timeline, legend, recorded_step
+from horizonml.report.style import save
+from horizonml.runtime.agreement import describe_problem, describe_together
 from horizonml.text import human_seconds
 
 LINKS = ("100mbit", "100mbit", "50mbit", "50mbit", "20mbit")

@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.engine.memory import keep_freed_memory
-from horizonml.job import ModelSpec, Sgd
-from horizonml.model.zoo import Model, build
+from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.machine.memory import keep_freed_memory
+from horizonml.machine.usage import rss_bytes
+from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
-from horizonml.telemetry.usage import rss_bytes
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -88,7 +88,7 @@ def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model,
     """A minimal training loop on Horovod, over gloo."""
     import horovod.torch as hvd
 
-    from horizonml.engine.horovod_connect import rendezvous
+    from horizonml.engine.sync.horovod_connect import rendezvous
 
     world_size = config["world_size"]
     os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))

@@ -1,4 +1,4 @@
-from horizonml.cli import main
+from horizonml.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -23,11 +23,11 @@ import tensorflow as tf
 
 # These need neither torch nor anything else that is heavy.
 from horizonml import __version__
-from horizonml.cluster.device import available_cores, machine
 from horizonml.engine.clock import Clock
+from horizonml.machine.device import available_cores, machine
+from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
-from horizonml.telemetry.usage import cpu_seconds, rss_bytes
 
 DIGITS = Path(__file__).resolve().parents[2] / "horizonml" / "data" / "digits.csv.gz"
 HELD_OUT = 0.2

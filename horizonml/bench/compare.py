@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from horizonml.bench import charts, run_plots, style
 from horizonml.bench.section import (
     Picture,
     Section,
@@ -21,8 +20,9 @@ from horizonml.bench.section import (
 )
 from horizonml.bench.study import Case, Result, Study
 from horizonml.errors import JobError
-from horizonml.job import Job
-from horizonml.jobfile import changed
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
+from horizonml.report import charts, run_plots, style
 from horizonml.text import human_bytes, human_seconds
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from horizonml.bench import charts
 from horizonml.bench.section import Picture, Section, Table
 from horizonml.errors import HorizonError
+from horizonml.report import charts
 from horizonml.text import human_bytes
 
 

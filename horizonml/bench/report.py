@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml import __version__
-from horizonml.bench import batch_size, compare, peers, run_plots, scaling
+from horizonml.bench import batch_size, compare, peers, scaling
 from horizonml.bench.results import Run, load_run, summarise, traffic
 from horizonml.bench.section import (
     COLUMNS,
@@ -28,6 +28,7 @@ from horizonml.bench.section import (
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
+from horizonml.report import run_plots
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "compare": compare.section,

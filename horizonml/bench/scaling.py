@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from horizonml.bench import charts, style
 from horizonml.bench.compare import strategy_changes
 from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, warnings, where
 from horizonml.bench.study import Case, Result, Study
-from horizonml.job import Job
-from horizonml.jobfile import changed
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
+from horizonml.report import charts, style
 
 
 def cases(

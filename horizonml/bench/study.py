@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.bench.results import Run, Summary, load_run, summarise
-from horizonml.cluster.device import OtherWork, available_cores, machine, memory_limit, versions
-from horizonml.cluster.local import RankFailed
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
-from horizonml.job import Job
-from horizonml.launch import train_here
+from horizonml.job.schema import Job
+from horizonml.machine.device import OtherWork, available_cores, machine, memory_limit, versions
+from horizonml.runtime.launch import train_here
+from horizonml.runtime.local import RankFailed
 from horizonml.text import human_seconds
 
 _BUSY = 0.1  # of the cores

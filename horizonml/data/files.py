@@ -13,8 +13,8 @@ from torch import Tensor
 
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError, is_out_of_memory
-from horizonml.extras import require
-from horizonml.model.vision import import_torchvision
+from horizonml.machine.extras import require
+from horizonml.models.vision import import_torchvision
 from horizonml.text import count
 
 _LOCK_SECONDS = 1800.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizonml.seeds import name_seed
+from horizonml.data.seeds import name_seed
 
 
 class Sampler:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizonml.model.chain import Boundary
+from horizonml.models.chain import Boundary
 from horizonml.plan.plan import FORMATS
 
 _SMALLEST_CHANNEL = 64  # values that share a scale, at least: its four bytes should not count

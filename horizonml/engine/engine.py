@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.engine.channels import Channels, Exchange
 from horizonml.engine.clock import Clock, Span
 from horizonml.engine.group import Group, TreeSum
 from horizonml.engine.link import Link
 from horizonml.engine.optim import Optimizer
-from horizonml.engine.reduce import GradientSum, Reducer
+from horizonml.engine.sync.allreduce import GradientSum, Reducer
+from horizonml.engine.sync.channels import Channels, Exchange
 from horizonml.errors import Diverged
-from horizonml.job import Adam, Sgd
-from horizonml.model.zoo import Model
+from horizonml.job.schema import Adam, Sgd
+from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.plan.schedule import SCHEDULES, Action, evaluation
-from horizonml.seeds import name_seed
 
 _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.

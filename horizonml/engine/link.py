@@ -20,7 +20,7 @@ from torch import Tensor
 from horizonml.engine.clock import Clock
 from horizonml.engine.codec import Codec
 from horizonml.engine.group import Group, Work
-from horizonml.model.chain import Boundary
+from horizonml.models.chain import Boundary
 from horizonml.plan.plan import Route
 
 SMALL = 64 << 10

@@ -18,8 +18,8 @@ from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import DynamicApiError
 
 from horizonml.errors import ClusterError
-from horizonml.job import Job
-from horizonml.jobfile import parse as parse_job
+from horizonml.job.jobfile import parse as parse_job
+from horizonml.job.schema import Job
 from horizonml.kube.diagnosis import Condition, Object, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
 from horizonml.kube.status import Row, Samples, parse, row

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from horizonml.job import Job
+from horizonml.job.schema import Job
 from horizonml.text import count
 
 BASE = Path(__file__).parent / "base"

@@ -17,11 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from horizonml.cluster.device import available_cores, memory_limit, memory_used, throttled_seconds
 from horizonml.engine.clock import KINDS
 from horizonml.engine.engine import Direction, Step
+from horizonml.machine.device import available_cores, memory_limit, memory_used, throttled_seconds
+from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
-from horizonml.telemetry.usage import cpu_seconds, rss_bytes
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _DIRECTIONS: tuple[Direction, ...] = ("previous", "next", "members")

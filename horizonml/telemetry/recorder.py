@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from horizonml.drift import Look
 from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Step, Totals
-from horizonml.telemetry.energy import EnergyMeter
+from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.runtime.stragglers import Look
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
-from horizonml.telemetry.usage import cpu_seconds, rss_bytes
 
 
 class Recorder:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.distributed import Store
 
-from horizonml.agreement import describe_together, make_plan
 from horizonml.engine.group import Group
 from horizonml.errors import PlanError
-from horizonml.jobfile import parse
-from horizonml.plan.hardware import Host
+from horizonml.job.jobfile import parse
+from horizonml.planner.hardware import Host
+from horizonml.runtime.agreement import describe_together, make_plan
 from tests.distributed.pool import Pool
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from horizonml.model.vision import import_torchvision
+from horizonml.models.vision import import_torchvision
 from tests.distributed.processes import environment, horizonml, ours, rank_process, steps, wait_for
 
 ENDLESS = ["--set", "epochs=10000"]
@@ -237,7 +237,8 @@ def test_a_rank_that_is_asked_to_end_makes_all_save_and_leave(
 def test_ranks_stay_light(folder: Path) -> None:
     """The compiler would cost every rank 70 MB and a second; --help must not load torch at all."""
     code = (
-        "import sys; from horizonml.cli import app\ntry: app(ARGS)\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
+        "import sys; from horizonml.cli.main import app\n"
+        "try: app(ARGS)\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
     )
     helped = subprocess.run(
         [sys.executable, "-c", code.replace("ARGS", "['--help']")], capture_output=True, text=True, check=True

@@ -11,8 +11,8 @@ from torch.distributed import Store
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job import ModelSpec, Sgd
-from horizonml.model.zoo import build
+from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from tests.distributed.pool import Pool
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.checkpoint import Checkpoints
-from horizonml.disks import Copy, Disks
 from horizonml.engine.group import Group
-from horizonml.job import ModelSpec
-from horizonml.jobfile import parse
-from horizonml.model.zoo import build
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import ModelSpec
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.shards import steps
-from horizonml.worker import engine_for
+from horizonml.runtime.worker import engine_for
+from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.disks import Copy, Disks
+from horizonml.state.shards import steps
 from tests.distributed.pool import Pool
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.cluster.local import LocalCluster, RankFailed
+from horizonml.runtime.local import LocalCluster, RankFailed
 from tests.distributed.processes import ours, wait_for
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.agreement import describe_together, make_plan
 from horizonml.data.datasets import load
-from horizonml.engine.equal import share_state
 from horizonml.engine.group import Group
-from horizonml.engine.measure import measure
-from horizonml.job import Job
-from horizonml.jobfile import parse
-from horizonml.model.zoo import build
-from horizonml.plan.hardware import Host
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.signals import StopRequest
+from horizonml.planner.hardware import Host
+from horizonml.profiling.measure import measure
+from horizonml.runtime.agreement import describe_together, make_plan
+from horizonml.runtime.signals import StopRequest
+from horizonml.runtime.trainer import train
+from horizonml.runtime.worker import engine_for, find_hosts
+from horizonml.state.equal import share_state
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
-from horizonml.trainer import train
-from horizonml.worker import engine_for, find_hosts
 from tests.distributed.pool import Pool
 
 

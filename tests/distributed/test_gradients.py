@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job import Adam, ModelSpec, Sgd
-from horizonml.model.zoo import build
+from horizonml.job.schema import Adam, ModelSpec, Sgd
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from tests.distributed.pool import Pool
 

@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, TCPStore
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost
-from horizonml.job import ModelSpec, Sgd
-from horizonml.model.zoo import build
+from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 
 RANKS, ROUNDS, PATIENCE = 4, 20, 30.0

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 from torch.distributed import TCPStore
 
-from horizonml.cluster.mailbox import peek
-from horizonml.cluster.network import can_connect, split_address
+from horizonml.machine.network import can_connect, split_address
+from horizonml.rendezvous.mailbox import peek
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.web import get
 

@@ -15,16 +15,16 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from horizonml import __version__
-from horizonml.cluster import network
-from horizonml.cluster.fingerprint import Fingerprint
-from horizonml.cluster.identity import Identity
-from horizonml.cluster.mailbox import peek, post
-from horizonml.cluster.meeting import Terms, meet
-from horizonml.cluster.network import interface_of, listen, route_to, split_address
-from horizonml.cluster.rendezvous import Service
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost, RendezvousError
-from horizonml.signals import Cancelled
+from horizonml.machine import network
+from horizonml.machine.network import interface_of, listen, route_to, split_address
+from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.identity import Identity
+from horizonml.rendezvous.mailbox import peek, post
+from horizonml.rendezvous.meeting import Terms, meet
+from horizonml.rendezvous.service import Service
+from horizonml.runtime.signals import Cancelled
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 

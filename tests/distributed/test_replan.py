@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.drift import slowdowns
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.engine.move import move, senders
-from horizonml.job import ModelSpec, Sgd
-from horizonml.model.zoo import build
+from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.runtime.stragglers import slowdowns
+from horizonml.state.move import move, senders
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import Store, TCPStore
 
-from horizonml.cluster.mailbox import peek, post
+from horizonml.rendezvous.mailbox import peek, post
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 from tests.distributed.test_rendezvous import join, service

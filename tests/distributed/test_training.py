@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.checkpoint import Checkpoints
 from horizonml.data.datasets import describe, load
 from horizonml.engine.group import Group
 from horizonml.errors import CheckpointError
-from horizonml.job import Job
-from horizonml.jobfile import parse
-from horizonml.model.zoo import build
-from horizonml.plan.planner import fixed_plan
-from horizonml.shards import export, read_metadata, steps
-from horizonml.signals import StopRequest
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
+from horizonml.models.zoo import build
+from horizonml.planner.planner import fixed_plan
+from horizonml.runtime.signals import StopRequest
+from horizonml.runtime.trainer import Progress, train
+from horizonml.runtime.worker import engine_for
+from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.shards import export, read_metadata, steps
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
-from horizonml.trainer import Progress, train
-from horizonml.worker import engine_for
 from tests.distributed.pool import Pool
 
 LAYERS = {"plain": 10, "normed": 10}
@@ -286,7 +286,7 @@ def set_aside(rank: int, world_size: int, store: Store, job: Job) -> list[str]:
 
 def lying(rank: int, world_size: int, store: Store, job: Job, report: dict[str, Any]) -> str:
     """Train, while rank 1 says that it wrote something else than it did."""
-    from horizonml.checkpoint import Checkpoints as Honest
+    from horizonml.state.checkpoint import Checkpoints as Honest
 
     original = Honest._write_shard
     if rank == 1:
@@ -414,17 +414,17 @@ def test_leftovers_of_a_crash_are_cleaned_and_a_full_disk_keeps_the_old_checkpoi
 
 
 def without_space(rank: int, world_size: int, store: Store, job: Job) -> str:
-    import horizonml.checkpoint
+    import horizonml.state.checkpoint
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    original = horizonml.checkpoint.save_file
-    horizonml.checkpoint.save_file = full
+    original = horizonml.state.checkpoint.save_file
+    horizonml.state.checkpoint.save_file = full
     try:
         return run(rank, world_size, store, job)[0]
     finally:
-        horizonml.checkpoint.save_file = original
+        horizonml.state.checkpoint.save_file = original
 
 
 def test_records_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:

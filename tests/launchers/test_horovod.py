@@ -15,9 +15,9 @@ from torch.distributed import Store
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.engine.horovod import HorovodEngine
-from horizonml.job import Adam, Job, ModelSpec, Sgd
-from horizonml.model.zoo import build
+from horizonml.engine.sync.horovod import HorovodEngine
+from horizonml.job.schema import Adam, Job, ModelSpec, Sgd
+from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for

@@ -11,7 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from horizonml.jobfile import load
+from horizonml.job.jobfile import load
 from tests.programs import need
 
 ROOT = Path(__file__).resolve().parents[2]

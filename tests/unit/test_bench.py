@@ -17,15 +17,16 @@ import pytest
 from matplotlib.figure import Figure
 from typer.main import get_command
 
-from horizonml.bench import batch_size, charts, compare, run_plots, scaling, style
-from horizonml.bench.commands import _show, app
+from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.report import write_report
 from horizonml.bench.results import load_run, summarise, traffic
 from horizonml.bench.study import is_busy, load_study
-from horizonml.cluster.device import OtherWork, available_cores
+from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
-from horizonml.job import Job
-from horizonml.jobfile import changed
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
+from horizonml.machine.device import OtherWork, available_cores
+from horizonml.report import charts, run_plots, style
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
 JOB = {

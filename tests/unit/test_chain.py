@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.job import MODELS, ModelSpec
-from horizonml.model.chain import Chain
-from horizonml.model.init import materialise, record
-from horizonml.model.vision import import_torchvision
-from horizonml.model.zoo import build
+from horizonml.job.schema import MODELS, ModelSpec
+from horizonml.models.chain import Chain
+from horizonml.models.vision import import_torchvision
+from horizonml.models.weights import materialise, record
+from horizonml.models.zoo import build
 from tests import models
 
 SHAPES = {"digits_cnn": (1, 8, 8), "vit_b_16": (3, 64, 64)}
@@ -26,7 +26,7 @@ def shape_of(name: str) -> tuple[int, ...]:
 def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> None:
     """Outputs and gradients of all layers run one by one equal the original model's, and so do the names."""
     if name == "digits_cnn":
-        from horizonml.model.small import digits_cnn
+        from horizonml.models.small import digits_cnn
 
         def constructor() -> nn.Module:
             return digits_cnn()
@@ -206,8 +206,8 @@ def test_a_stage_holds_its_own_layers_only() -> None:
 HEAVY = """
 import resource
 from torch import nn
-from horizonml.job import ModelSpec
-from horizonml.model.zoo import build
+from horizonml.job.schema import ModelSpec
+from horizonml.models.zoo import build
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 build(ModelSpec(), 0, 10, (1, 8, 8)).stage(0, 3)
 before = peak()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from horizonml.engine.codec import Codec
-from horizonml.engine.compress import compression_ratio
-from horizonml.model.chain import Boundary
+from horizonml.engine.sync.compressed import compression_ratio
+from horizonml.models.chain import Boundary
 
 SHAPES = [(8, 16, 16), (32, 4, 4), (40,), (3, 1, 1)]
 

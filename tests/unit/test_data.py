@@ -11,8 +11,8 @@ from PIL import Image
 from horizonml.data.datasets import Data, DataInfo, agree, describe, load
 from horizonml.data.sampler import Sampler
 from horizonml.errors import DataError
-from horizonml.job import DataSpec
-from horizonml.model.vision import import_torchvision
+from horizonml.job.schema import DataSpec
+from horizonml.models.vision import import_torchvision
 
 
 def loaded(spec: DataSpec, cache: Path, channels: int | None = None) -> Data:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from horizonml.cli.planning import read_plan, write_plan
 from horizonml.errors import JobError
-from horizonml.job import Job
-from horizonml.jobfile import parse
-from horizonml.plan.devices import load_cluster, write_cluster, write_profile
-from horizonml.plan.explain import bottleneck, compare, remedy, rows, shortage, why
-from horizonml.plan.hardware import Host, Network
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
-from horizonml.plan.planner import choose, fixed_plan, needs_profile, problem_for
-from horizonml.plan.profile import Profile
-from horizonml.plan.search import Found, Problem, search
-from horizonml.plan.simulate import predict
-from horizonml.planning import read_plan, write_plan
+from horizonml.planner.devices import load_cluster, write_cluster, write_profile
+from horizonml.planner.explain import bottleneck, compare, remedy, rows, shortage, why
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
+from horizonml.planner.profile import Profile
+from horizonml.planner.search import Found, Problem, search
+from horizonml.planner.simulate import predict
 from tests.unit.test_planner import profile
 
 TEXT = """

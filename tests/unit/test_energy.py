@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.telemetry import energy
-from horizonml.telemetry.energy import EnergyMeter
+from horizonml.machine import energy
+from horizonml.machine.energy import EnergyMeter
 
 
 def write(path: Path, value: object) -> Path:

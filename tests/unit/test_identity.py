@@ -1,7 +1,7 @@
 import pytest
 
-from horizonml.cluster.identity import identify
 from horizonml.errors import IdentityError
+from horizonml.rendezvous.identity import identify
 
 SOURCES = [
     ("RANK", {"RANK": "2", "WORLD_SIZE": "5"}),

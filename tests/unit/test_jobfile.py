@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import JobError
-from horizonml.jobfile import json_schema, load, parse
+from horizonml.job.jobfile import json_schema, load, parse
 
 ERRORS = [
     # job file, overrides, words of the message
@@ -121,7 +121,7 @@ def test_a_dumped_job_reads_back() -> None:
 
 
 def test_horovod_that_is_not_installed_is_named_with_the_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from horizonml import launch
+    from horizonml.runtime import launch
 
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(JobError, match=r"needs Horovod, which is not installed; `make horovod` builds it"):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.job import Job
-from horizonml.kube.commands import _table
+from horizonml.cli.cluster import _table
+from horizonml.job.schema import Job
 from horizonml.kube.diagnosis import Condition, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
 from horizonml.kube.status import Row, parse, problems, row

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from horizonml.cluster.fingerprint import MOST_RANKS, Fingerprint
-from horizonml.cluster.mailbox import parse, printable
+from horizonml.rendezvous.fingerprint import MOST_RANKS, Fingerprint
+from horizonml.rendezvous.mailbox import parse, printable
 from tests.unit.test_roster import rank
 
 

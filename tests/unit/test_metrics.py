@@ -12,16 +12,16 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.cluster.device import memory_used, throttled_seconds
-from horizonml.cluster.identity import Identity
 from horizonml.engine.engine import Step, Totals
-from horizonml.job import Job
-from horizonml.signals import StopRequest
+from horizonml.job.schema import Job
+from horizonml.machine.device import memory_used, throttled_seconds
+from horizonml.rendezvous.identity import Identity
+from horizonml.runtime.signals import StopRequest
+from horizonml.runtime.worker import Worker
 from horizonml.telemetry import server
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 from horizonml.telemetry.server import Server
-from horizonml.worker import Worker
 from tests.web import get
 
 

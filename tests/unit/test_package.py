@@ -19,7 +19,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a folder, with the package at `path`, as if one other package were not installed."""
     hide = f"import sys; sys.modules[{without!r}] = None; " if without else ""
-    start = f"{hide}from horizonml.cli import main; main()"
+    start = f"{hide}from horizonml.cli.main import main; main()"
     env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "80", **extra}
     run = [sys.executable, "-c", start, *arguments]
     return subprocess.run(run, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)

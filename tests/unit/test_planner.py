@@ -2,16 +2,16 @@ import itertools
 
 import pytest
 
-from horizonml.engine.probe import tournament
 from horizonml.errors import PlanError
-from horizonml.job import Job
-from horizonml.jobfile import parse
-from horizonml.plan.hardware import Host, Network
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
-from horizonml.plan.planner import _balance, _compositions, choose, fixed_plan, needs_profile, problem_for
-from horizonml.plan.profile import LayerProfile, Profile
-from horizonml.plan.search import Found, equal_split
-from horizonml.plan.simulate import predict
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.planner import _balance, _compositions, choose, fixed_plan, needs_profile, problem_for
+from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.search import Found, equal_split
+from horizonml.planner.simulate import predict
+from horizonml.profiling.probe import tournament
 
 FAST = Network(0.0, 1e12)
 

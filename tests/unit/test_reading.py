@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from horizonml import reading
+from horizonml.cli.planning import read_plan
 from horizonml.errors import JobError
-from horizonml.jobfile import load, parse
-from horizonml.plan.devices import load_cluster, read_profile
-from horizonml.planning import read_plan
+from horizonml.job import reading
+from horizonml.job.jobfile import load, parse
+from horizonml.planner.devices import load_cluster, read_profile
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "job": load,

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from horizonml.cluster.fingerprint import Fingerprint
-from horizonml.cluster.roster import Formed, Refused, Roster
+from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.roster import Formed, Refused, Roster
 
 
 def rank(number: int, world_size: int = 3, **changes: object) -> Fingerprint:

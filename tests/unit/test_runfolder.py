@@ -11,12 +11,12 @@ import pytest
 from filelock import FileLock
 
 from horizonml.errors import CheckpointError, JobError
-from horizonml.runfolder import MARK, RunFolder, make_run_folder
+from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from horizonml.runfolder import RunFolder
+from horizonml.state.runfolder import RunFolder
 place = RunFolder(Path(sys.argv[1]), 0, "digits", True)
 print("here", flush=True)
 sys.stdin.read()

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
-from horizonml.plan.hardware import Host, Network
 from horizonml.plan.plan import FORMATS, Plan
-from horizonml.plan.profile import LayerProfile, Profile
-from horizonml.plan.search import Problem, data_parallel, equal_split, search
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.search import Problem, data_parallel, equal_split, search
 
 
 def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from horizonml.errors import CheckpointError
-from horizonml.shards import check, describe, export, find, is_folder_name, read_metadata, steps
+from horizonml.state.shards import check, describe, export, find, is_folder_name, read_metadata, steps
 
 PATH = Path("somewhere/step-00000003")
 SHA = "0" * 64

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.model.source import find
+from horizonml.models.source import find
 
 OWN = """
 import functools
@@ -66,7 +66,7 @@ def test_models_of_ones_own_are_found_in_the_working_directory(own: Path, name: 
 def test_models_of_packages_are_found() -> None:
     assert find("torch.nn:Sequential") is nn.Sequential
     assert find("torchvision.models:resnet18").__name__ == "resnet18"
-    assert find("horizonml.model.small:digits_cnn").__name__ == "digits_cnn"
+    assert find("horizonml.models.small:digits_cnn").__name__ == "digits_cnn"
 
 
 REFUSED = {
@@ -83,7 +83,7 @@ REFUSED = {
     "torch.hub:load": "comes from torch.hub, which is not your own code",
     "torch:load": "returns Any|comes from torch",
     "numpy:load": "not your own code|is not written in Python",
-    "horizonml.cli:main": "returns NoReturn|returns typing.NoReturn",
+    "horizonml.cli.main:main": "returns NoReturn|returns typing.NoReturn",
     "my_net:text": "returns str, not a torch.nn.Module",
     "my_net:nothing": "returns NoneType, not a torch.nn.Module",
     "my_net:model": "is a model already, and every rank builds its own part",
@@ -124,7 +124,12 @@ def test_commands_find_models_in_the_working_directory_and_refuse_others(own: Pa
     )
     start = f"import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({str(Path.cwd())!r}); "
     start = start.replace(str(own), str(Path(__file__).resolve().parents[2]))
-    run = [sys.executable, "-c", start + "from horizonml.cli import main; sys.argv[0] = 'horizonml'; main()", *command]
+    run = [
+        sys.executable,
+        "-c",
+        start + "from horizonml.cli.main import main; sys.argv[0] = 'horizonml'; main()",
+        *command,
+    ]
     found = subprocess.run([*run, "job.yaml"], capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 0, found.stderr
     job = ["job.yaml", "--set", "model.name=subprocess:getoutput", "--set", "model.options={cmd: touch called}"]

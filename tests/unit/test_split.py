@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.job import ModelSpec
-from horizonml.model.chain import Chain
-from horizonml.model.split import find_pairs
-from horizonml.model.zoo import build
+from horizonml.job.schema import ModelSpec
+from horizonml.models.chain import Chain
+from horizonml.models.channels import find_pairs
+from horizonml.models.zoo import build
 
 
 def pairs(name: str, shape: tuple[int, ...] = (3, 32, 32)) -> list[tuple[str, tuple[str, ...], str]]:

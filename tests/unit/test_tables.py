@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from horizonml.tables import layout, print_table, print_text, terminal_width
+from horizonml.cli.tables import layout, print_table, print_text, terminal_width
 from horizonml.text import count
 
 BENCH = (

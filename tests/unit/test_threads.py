@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from horizonml.engine.group import Group
-from horizonml.engine.threads import choose_threads, fewest, try_threads
-from horizonml.job import Job, ModelSpec
-from horizonml.model.zoo import Model, build
-from horizonml.plan.hardware import Host
+from horizonml.job.schema import Job, ModelSpec
+from horizonml.models.zoo import Model, build
+from horizonml.planner.hardware import Host
+from horizonml.profiling.threads import choose_threads, fewest, try_threads
 
 
 @pytest.fixture

@@ -1,0 +1,269 @@
+"""Tensor parallelism: every member of the stage holds a part of each layer's channels.
+
+As in Megatron-LM (Shoeybi et al., 2019): where one convolution or linear layer is followed by another with only
+channel-wise operations between them, the first is split by its outputs and the second by its inputs, so that the pair
+needs one sum in the forward and one in the backward pass. A layer without such a partner is split by its outputs, which
+are gathered at once. Everything else (normalisation between pairs, additions) is computed by all members alike.
+
+torch's own `parallelize_module` splits linear and embedding layers only; a DTensor convolution whose weight is split by
+outputs returns one member's channels as if they were all (torch 2.13, gloo). So both are split here, alike, over the
+job's own group, where the clock sees what is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from horizonml.engine.clock import Clock
+from horizonml.engine.group import Group, TreeSum
+from horizonml.errors import ModelError
+from horizonml.models.channels import find_pairs, is_depthwise
+from horizonml.plan.plan import Stage
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the members hold of a tensor: member i has `[start, stop) = bounds[i]` along `dim`."""
+
+    dim: int
+    bounds: list[tuple[int, int]]
+    member: int  # this one
+
+    @property
+    def size(self) -> int:
+        """Of the whole."""
+        return self.bounds[-1][1]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This member's part of the whole tensor, as a copy."""
+        start, stop = self.bounds[self.member]
+        return tensor.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+
+
+class Exchange:
+    """Sums and gathers among the members in the middle of a layer.
+
+    A word along a tree comes first: until it is through, a member waits for the others; from then on bytes move.
+    """
+
+    def __init__(self, group: Group, ranks: tuple[int, ...], clock: Clock, tag: int) -> None:
+        """`tag` must be free for this stage's tree."""
+        self._group, self._ranks, self._clock = group, ranks, clock
+        self._here = TreeSum(group, ranks, tag, torch.zeros(1))
+        self.bytes = 0  # sent by this member, and as many received
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all members' tensors, in a new one."""
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        before = self._begin()
+        self._group.wait(self._group.all_reduce(total, self._ranks))
+        self._clock.switch(*before)
+        self.bytes += 2 * (len(self._ranks) - 1) * total.nbytes // len(self._ranks)
+        return total
+
+    def gather(self, own: Tensor, dim: int, parts: list[tuple[int, int]]) -> Tensor:
+        """All members' tensors side by side along `dim`; `parts[i]` is where member i's lies."""
+        front = own.detach().movedim(dim, 0)
+        longest = max(stop - start for start, stop in parts)
+        padded = front.new_zeros(longest, *front.shape[1:])
+        padded[: len(front)] = front
+        before = self._begin()
+        everyone = self._group.all_gather(padded, self._ranks)
+        self._clock.switch(*before)
+        self.bytes += (len(self._ranks) - 1) * padded.nbytes
+        rows = [tensor[: stop - start] for tensor, (start, stop) in zip(everyone, parts, strict=True)]
+        return torch.cat(rows).movedim(0, dim).contiguous()
+
+    def _begin(self) -> tuple[Any, str, int]:
+        before = self._clock.current
+        self._clock.switch("wait", "members")
+        self._here.sum(torch.zeros(1))
+        self._clock.switch("transfer", "channels")
+        return before
+
+
+class _Copy(torch.autograd.Function):
+    """Hands on what all members hold alike; its gradient is the sum of what each makes of it."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, exchange: Exchange) -> Tensor:
+        context.exchange = exchange
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return context.exchange.sum(gradients[0]), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums what the members made of their channels."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, exchange: Exchange) -> Tensor:
+        return exchange.sum(value)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Puts the members' channels side by side."""
+
+    @staticmethod
+    def forward(
+        context: Any, value: Tensor, exchange: Exchange, dim: int, parts: list[tuple[int, int]], member: int
+    ) -> Tensor:
+        context.place = (dim, *parts[member])
+        return exchange.gather(value, dim, parts)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        dim, start, stop = context.place
+        return gradients[0].narrow(dim, start, stop - start), None, None, None, None
+
+
+class _Layer(nn.Module):
+    """A part of a convolution or linear layer, under the layer's own name."""
+
+    def __init__(self, whole: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, whole.weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, whole.weight.requires_grad)
+        self._convolution: Any = None
+        if isinstance(whole, nn.Conv2d):
+            self._convolution = (whole.stride, whole.padding, whole.dilation)
+            self._depthwise = is_depthwise(whole)
+        self.dim = 1 if isinstance(whole, nn.Conv2d) else -1
+
+    def apply_to(self, value: Tensor, bias: Tensor | None) -> Tensor:
+        if self._convolution is None:
+            return functional.linear(value, self.weight, bias)
+        stride, padding, dilation = self._convolution
+        groups = value.shape[1] if self._depthwise else 1
+        return functional.conv2d(value, self.weight, bias, stride, padding, dilation, groups)
+
+
+class _Outputs(_Layer):
+    """Some output channels; all of them where `gathered` says where they lie."""
+
+    exchange: Exchange
+    gathered: Part | None = None
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = _Copy.apply(value, self.exchange)  # type: ignore[no-untyped-call]
+        if self.gathered is None:
+            return self.apply_to(value, self.bias)
+        if self._convolution is not None and self._depthwise:
+            start, stop = self.gathered.bounds[self.gathered.member]
+            value = value[:, start:stop]
+        result = self.apply_to(value, self.bias)
+        bounds, member = self.gathered.bounds, self.gathered.member
+        whole: Tensor = _Gather.apply(result, self.exchange, self.dim, bounds, member)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Between(_Layer):
+    """A depthwise convolution within a pair: it meets only this member's channels."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.apply_to(value, self.bias)
+
+
+class _Inputs(_Layer):
+    """Some input channels; the sum over the members is the layer's output."""
+
+    exchange: Exchange
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = _Sum.apply(self.apply_to(value, None), self.exchange)  # type: ignore[no-untyped-call]
+        if self.bias is None:
+            return result
+        return result + (self.bias if self.dim == -1 else self.bias[:, None, None])
+
+
+class Channels:
+    """A stage's module, of which this member keeps its part."""
+
+    def __init__(self, module: nn.Module, stage: Stage, member: int, exchange: Exchange) -> None:
+        """Change `module`, which holds the stage's layers in full, in place.
+
+        `parts[name]` tells what this member holds of a parameter or buffer; those without an entry it holds in full.
+        Raises ModelError naming a layer that cannot be split.
+        """
+        assert isinstance(module, fx.GraphModule)
+        self.parts: dict[str, Part] = {}
+        self.exchange = exchange
+        self._module, self._stage, self._member = module, stage, member
+        pairs = find_pairs(module)
+        firsts = {pair.first for pair in pairs}
+        seconds = {pair.second: pair for pair in pairs}
+        between = {name for pair in pairs for name in pair.between}
+        for name in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"):
+            layer = module.get_submodule(name)
+            if isinstance(layer, nn.BatchNorm2d) and name in between:
+                self._split_norm(name, layer)
+            elif isinstance(layer, (nn.Conv2d, nn.Linear)):
+                if name in seconds:
+                    self._split_inputs(name, layer, self.parts[f"{seconds[name].first}.weight"])
+                else:
+                    self._split_outputs(name, layer, alone=name not in firsts, between=name in between)
+
+    def _part(self, name: str, channels: int) -> Part:
+        bounds = self._stage.parts(channels)
+        if any(start == stop for start, stop in bounds):
+            raise ModelError(
+                f"layer {name} has {channels} channels, which cannot be split over {len(bounds)} ranks; use at most "
+                f"{channels} workers, or another parallel.strategy"
+            )
+        return Part(0, bounds, self._member)
+
+    def _split_outputs(self, name: str, layer: nn.Conv2d | nn.Linear, alone: bool, between: bool) -> None:
+        part = self._part(name, layer.weight.shape[0])
+        bias = None if layer.bias is None else part.of(layer.bias)
+        new: _Layer = (_Between if between else _Outputs)(layer, part.of(layer.weight), bias)
+        if isinstance(new, _Outputs):
+            new.exchange, new.gathered = self.exchange, part if alone else None
+        self._replace(name, layer, new, {"weight": part} | ({} if bias is None else {"bias": part}))
+
+    def _split_inputs(self, name: str, layer: nn.Conv2d | nn.Linear, entering: Part) -> None:
+        each = layer.weight.shape[1] // entering.size  # values per channel, where a picture was flattened
+        part = Part(1, [(start * each, stop * each) for start, stop in entering.bounds], self._member)
+        new = _Inputs(layer, part.of(layer.weight), None if layer.bias is None else layer.bias.detach().clone())
+        new.exchange = self.exchange
+        self._replace(name, layer, new, {"weight": part})
+
+    def _split_norm(self, name: str, layer: nn.BatchNorm2d) -> None:
+        part = self._part(name, layer.num_features)
+        own = {key: part.of(value) if value.dim() else value.clone() for key, value in layer.state_dict().items()}
+        start, stop = part.bounds[self._member]
+        new = nn.BatchNorm2d(
+            stop - start, layer.eps, layer.momentum, layer.affine, track_running_stats=layer.track_running_stats
+        )
+        new.load_state_dict(own)
+        self._replace(name, layer, new, {key: part for key, value in own.items() if value.dim()})
+
+    def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, Part]) -> None:
+        self._module.set_submodule(name, new)
+        self.parts |= {f"{name}.{key}": part for key, part in parts.items()}
+        old.to("meta")  # frees the whole
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """A tensor put together from the members' parts; all members must call this.
+
+        `name` is that of a parameter or buffer; `own` may also be a state of the optimizer for it.
+        """
+        part = self.parts.get(name)
+        if part is None or own.dim() == 0:
+            return own
+        return self.exchange.gather(own, part.dim, part.bounds)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The inverse of `whole`."""
+        part = self.parts.get(name)
+        return whole if part is None or whole.dim() == 0 else part.of(whole)

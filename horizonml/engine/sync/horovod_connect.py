@@ -1,0 +1,79 @@
+"""How Horovod's ranks find each other: through the group they are in, their launcher, or MPI."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from horizonml.engine.group import Group
+from horizonml.errors import JobError, PeerLost
+from horizonml.machine.network import address_of
+
+_OURS = "HORIZONML_HOROVOD"  # set where the rendezvous is this module's
+# What each MPI gives its ranks, and the library that Horovod must have been built with to be one of them.
+_MPI = {"OMPI_COMM_WORLD_RANK": b"libmpi.so", "PMI_RANK": b"libmpich.so"}
+
+
+def connect(group: Group) -> Any:
+    """Horovod, connected among the ranks of `group`.
+
+    `horovodrun` and MPI bring connections of their own; elsewhere rank 0 serves the rendezvous of Horovod's gloo.
+    """
+    import horovod.torch as hvd
+
+    given = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ and not os.environ.get(_OURS)
+    if not given and not _under_mpi():
+        os.environ.update(rendezvous(group))
+    try:
+        hvd.init()
+    except RuntimeError as error:
+        raise PeerLost(f"rank {group.rank}: Horovod could not connect the ranks: {error}") from error
+    group.at_close(hvd.shutdown)
+    if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
+        raise JobError(
+            f"Horovod's launcher made this rank {hvd.rank()} of {hvd.size()}, but the job knows it as rank "
+            f"{group.rank} of {group.world_size}; start all ranks with one launcher, or set no RANK"
+        )
+    return hvd
+
+
+def _under_mpi() -> bool:
+    """Whether this process was started by the MPI that Horovod was built with."""
+    wanted = {library for variable, library in _MPI.items() if variable in os.environ}
+    import horovod.torch
+
+    content = (
+        b"".join(path.read_bytes() for path in Path(horovod.torch.__file__).parent.glob("*.so")) if wanted else b""
+    )
+    return any(library in content for library in wanted)
+
+
+def rendezvous(group: Group) -> dict[str, str]:
+    """The environment that Horovod wants, with a rendezvous server in rank 0 that lives as long as the group."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    address: Any = None
+    if group.rank == 0:
+        from horovod.runner.http.http_server import RendezvousServer
+
+        server = RendezvousServer()
+        address = [address_of(interface), server.start()]
+        server.init([])
+        group.at_close(server.stop)
+    host, port = group.share_json(address)
+    size = str(group.world_size)
+    return {
+        _OURS: "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": interface,
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_HOSTNAME": address_of(interface),
+        "HOROVOD_RANK": str(group.rank),
+        "HOROVOD_SIZE": size,
+        "HOROVOD_LOCAL_RANK": "0",  # each rank a machine of its own: no hierarchies
+        "HOROVOD_LOCAL_SIZE": "1",
+        "HOROVOD_CROSS_RANK": str(group.rank),
+        "HOROVOD_CROSS_SIZE": size,
+    }

@@ -1,0 +1,153 @@
+"""Finding the code that a job names as `module:callable`, and judging it before it is called.
+
+A job file that names code is code: importing a module runs it. What can be prevented is that a job file calls just any
+function of the machine, `subprocess:getoutput` say, so only these are called:
+
+- subclasses of `torch.nn.Module`;
+- functions that say that they return one: `def build() -> torch.nn.Module`;
+- functions that do not say what they return, if they are your own: neither part of Python nor of an installed package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import sys
+import sysconfig
+import traceback
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from horizonml.errors import ModelError
+from horizonml.text import nearest
+
+_HOW = (
+    "name a subclass of torch.nn.Module, or a function of your own that returns one and says so: "
+    "`def build(...) -> torch.nn.Module`"
+)
+
+
+def find(name: str) -> Callable[..., nn.Module]:
+    """Return the class or function that `module:callable` names, without calling it.
+
+    Modules in the working directory are found. Raises ModelError, which names the file and the nearest name.
+    """
+    module_name, _, attribute = name.partition(":")
+    target: Any = _import(module_name)
+    place = module_name
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            file = getattr(target, "__file__", None) or place
+            raise ModelError(f"model.name: {file} has no {part!r}{nearest(part, _public(target))}")
+        target, place = getattr(target, part), f"{place}.{part}"
+    _check(name, target)
+    function: Callable[..., nn.Module] = target
+    return function
+
+
+def _import(name: str) -> ModuleType:
+    if name.split(".")[0] == "torchvision":
+        from horizonml.models.vision import import_torchvision
+
+        import_torchvision()
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.insert(0, here)  # as for `python -m`, however this command was started
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name != missing and not name.startswith(f"{missing}."):
+            raise ModelError(f"model.name: {name} needs the module {missing}, which is not installed") from error
+        parent, _, last = missing.rpartition(".")
+        known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
+        raise ModelError(
+            f"model.name: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
+            f"packages{nearest(last, known)}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a module's own code runs here: it may fail in any way
+        raise ModelError(f"model.name: importing {name} failed: {_where(error)}") from error
+
+
+def _folders(package: str) -> list[str]:
+    """Return where the modules of a package lie; without a package, the working directory."""
+    return list(getattr(sys.modules.get(package), "__path__", [])) if package else [os.getcwd()]
+
+
+def _public(owner: Any) -> list[str]:
+    """Return the names that somebody may have meant."""
+    return [name for name in dir(owner) if not name.startswith("_")]
+
+
+def _where(error: BaseException) -> str:
+    """Return the error, and the line of the user's code that it comes from."""
+    text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    outside = [frame for frame in own if Path(frame.filename) != Path(importlib.__file__)]
+    return f"{outside[-1].filename}:{outside[-1].lineno}: {text}" if outside else text
+
+
+def _check(name: str, target: Any) -> None:
+    """Raise ModelError unless this may be called for a model."""
+    if isinstance(target, type):
+        if not issubclass(target, nn.Module):
+            raise ModelError(f"model.name: {name} is a class, but not a torch.nn.Module; {_HOW}")
+        return
+    if isinstance(target, nn.Module):
+        raise ModelError(f"model.name: {name} is a model already, and every rank builds its own part; {_HOW}")
+    function = _python_function(target)
+    if function is None:
+        kind = "is not written in Python" if callable(target) else f"is of type {type(target).__name__}, not a function"
+        raise ModelError(f"model.name: {name} {kind}; {_HOW}")
+    returned = _returned(function)
+    if returned is None:
+        if not _is_own(function):
+            raise ModelError(
+                f"model.name: {name} does not say that it returns a torch.nn.Module, and comes from "
+                f"{function.__module__}, which is not your own code; {_HOW}"
+            )
+    elif not (isinstance(returned, type) and issubclass(returned, nn.Module)):
+        shown = getattr(returned, "__name__", returned)
+        raise ModelError(f"model.name: {name} returns {shown}, not a torch.nn.Module; {_HOW}")
+
+
+def _python_function(target: Any) -> FunctionType | None:
+    """Return the function that is run when `target` is called, if it is written in Python."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if callable(target) and not inspect.isroutine(target) and not hasattr(target, "__wrapped__"):
+        target = type(target).__call__
+    target = inspect.unwrap(target) if callable(target) else target
+    target = target.__func__ if inspect.ismethod(target) else target
+    return target if isinstance(target, FunctionType) else None
+
+
+def _returned(function: FunctionType) -> Any:
+    """Return what a function says that it returns; None if it does not say so, or not in words known at run time."""
+    if function.__annotations__.get("return", Any) in (Any, "Any"):
+        return None
+    try:
+        returned = typing.get_type_hints(function)["return"]
+    except Exception:  # noqa: BLE001  (the names in annotations may stand for anything, or for nothing)
+        return None
+    returned = typing.get_origin(returned) or returned
+    bound = getattr(returned, "__bound__", None)  # of a type variable
+    return bound or returned
+
+
+def _is_own(function: FunctionType) -> bool:
+    """Return whether a function is neither part of Python nor of an installed package."""
+    file = Path(function.__code__.co_filename)
+    if function.__code__.co_filename.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return not any(file.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))

@@ -1,0 +1,197 @@
+"""Build a model without memory, then make only the parameters this rank needs.
+
+`record` runs a model's constructor on the meta device and writes down every operation that gives a parameter
+its first value. `materialise` plays those operations back for one module's parameters only, each with random
+numbers seeded by the job's seed and the parameter's own name. So a rank holds the layers of its stage and never
+the whole model, and a parameter's first value depends neither on the plan nor on the other parameters.
+
+The idea is that of deferred initialisation in pytorch/torchdistx.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from horizonml.data.seeds import name_seed
+
+_aten = torch.ops.aten
+# Cheap constants that constructors like to read back (`tolist`, `item`): these stay real.
+_KEPT_REAL = frozenset((_aten.arange, _aten.linspace, _aten.eye, _aten.tril_indices, _aten.triu_indices))
+# These loop over values, so PyTorch makes them do nothing on the meta device; the tape takes them whole.
+_TAKEN_WHOLE = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor of the recording: a window on one of its storages."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    structure: Any
+    inputs: frozenset[int]
+    outputs: tuple[_View | None, ...]
+    writes: frozenset[int]
+
+
+class Tape(TorchDispatchMode):
+    """Records what a constructor does to tensors, on the meta device. Use `record`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: list[_Call] = []
+        self._storages: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # a storage's address must not be given to another while we record
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; saying so keeps torch from importing its compiler (70 MB) to switch it off."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not tensors and "device" in {a.name for a in func._schema.arguments}:
+            if func.overloadpacket in _KEPT_REAL:
+                return func(*args, **kwargs)
+            result = func(*args, **{**kwargs, "device": torch.device("meta")})
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+            leaves, structure = tree_flatten((args, kwargs))
+        elif all(tensor.device.type != "meta" for tensor in tensors):
+            return func(*args, **kwargs)
+        else:
+            on_meta = tree_map(_to_meta, (args, kwargs))
+            result = func(*on_meta[0], **on_meta[1])
+            result = _keep_identity(func, result, args, on_meta[0])
+        self.write_down(func, leaves, structure, result, bool(func._schema.is_mutable))
+        return result
+
+    def write_down(self, func: Any, leaves: list[Any], structure: Any, result: Any, mutates: bool) -> None:
+        """Add one call to the tape; `mutates` says that it changes its arguments."""
+        views = tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        inputs = frozenset(leaf.storage for leaf in views if isinstance(leaf, _View))
+        outputs = tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(result)[0])
+        made = frozenset(view.storage for view in outputs if view is not None)
+        if made - inputs or mutates:  # a plain view computes nothing
+            writes = made if not mutates else made | inputs
+            self._calls.append(_Call(func, views, structure, inputs, outputs, writes))
+
+    def _view(self, tensor: Tensor) -> Any:
+        if tensor.device.type != "meta":
+            return tensor.detach().clone()
+        address = tensor.untyped_storage()._cdata
+        if address not in self._storages:
+            self._storages[address] = len(self._storages)
+            self._alive.append(tensor.detach())
+        return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+    def replay(self, target: Tensor, seed: int) -> Tensor:
+        """A real tensor with the first value of `target`, a meta tensor of the recording."""
+        view = self._view(target)
+        needed, calls = {view.storage}, []
+        for call in reversed(self._calls):
+            if call.writes & needed:
+                calls.append(call)
+                needed |= call.inputs
+        real: dict[int, Tensor] = {}
+
+        def window(leaf: Any) -> Any:
+            if isinstance(leaf, _View):
+                return real[leaf.storage].as_strided(leaf.size, leaf.stride, leaf.offset)
+            return leaf
+
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.default_generator.manual_seed(seed)
+            for call in reversed(calls):
+                args, kwargs = tree_unflatten([window(leaf) for leaf in call.leaves], call.structure)
+                for output, made in zip(call.outputs, tree_flatten(call.function(*args, **kwargs))[0], strict=True):
+                    if output is not None:
+                        real.setdefault(output.storage, made)
+            result = window(view)
+        assert isinstance(result, Tensor)
+        return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
+
+
+def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
+    """Run a constructor without allocating its tensors; returns the model on the meta device, and the tape."""
+    tape = Tape()
+    with _initialisers_on(tape), tape:
+        model = build()
+    return model, tape
+
+
+@contextmanager
+def _initialisers_on(tape: Tape) -> Iterator[None]:
+    """Lets `tape` record the initialisers of `_TAKEN_WHOLE`, under whichever module they were imported."""
+
+    def recorder(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def record_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not tensor.is_meta:
+                return original(tensor, *args, **kwargs)
+            leaves, structure = tree_flatten(((tensor, *args), kwargs))
+            tape.write_down(original, leaves, structure, tensor, mutates=True)
+            return tensor
+
+        return record_call
+
+    replaced: list[tuple[Any, str, Any]] = []
+    for name in _TAKEN_WHOLE:
+        original = getattr(nn.init, name)
+        stand_in = recorder(original)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                replaced.append((module, name, original))
+                setattr(module, name, stand_in)
+    try:
+        yield
+    finally:
+        for module, name, original in replaced:
+            setattr(module, name, original)
+
+
+def materialise(module: nn.Module, tape: Tape, seed: int) -> nn.Module:
+    """Return a copy of `module` in which every parameter and buffer of the recording has its first value."""
+    values: dict[int, Any] = {}
+    for prefix, owner in module.named_modules():
+        for registry in (owner._parameters, owner._buffers):
+            for name, tensor in registry.items():
+                if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
+                    continue
+                value = tape.replay(tensor, name_seed(seed, f"{prefix}.{name}" if prefix else name))
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                values[id(tensor)] = value
+    return copy.deepcopy(module, values)
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) and leaf.device.type != "meta" else leaf
+
+
+def _keep_identity(func: Any, result: Any, args: tuple[Any, ...], on_meta: tuple[Any, ...]) -> Any:
+    """An in-place operation must return the very tensor it was given."""
+    if isinstance(result, Tensor) and args and result is on_meta[0]:
+        return args[0]
+    return result

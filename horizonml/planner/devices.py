@@ -1,0 +1,272 @@
+"""A cluster on paper: devices and links from a YAML file, to plan for without having them at hand.
+
+```yaml
+latency: 1ms
+bandwidth: 1Gbit
+devices:
+  - {name: laptop, memory: 8GiB}
+  - {name: pi, count: 3, speed: 0.2, memory: 1GiB, bandwidth: 100Mbit}
+links:
+  - {between: [laptop, pi], bandwidth: 20Mbit, latency: 5ms}
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from horizonml.errors import JobError
+from horizonml.files import write_atomically
+from horizonml.job.mistakes import explain
+from horizonml.job.reading import read_yaml
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.text import nearest
+
+_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_RATES = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
+_MOST_DEVICES = 10_000
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def _unit(units: dict[str, float], example: str) -> BeforeValidator:
+    def read(value: Any) -> float:
+        match = re.fullmatch(r"\s*(\d+\.?\d*(?:e[-+]?\d{1,2})?)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match[2] not in units:
+            known = ", ".join(unit for unit in units if unit)
+            raise ValueError(f"{str(value)[:80]!r} is not a number with one of {known}; write {example}")
+        return float(match[1]) * units[match[2]]
+
+    return BeforeValidator(read)
+
+
+Bytes = Annotated[float, _unit(_BYTES, "512MiB"), Field(gt=0)]
+Rate = Annotated[float, _unit(_RATES, "100Mbit"), Field(gt=0)]
+Seconds = Annotated[float, _unit(_SECONDS, "2ms"), Field(ge=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Device(_Section):
+    """One device, or several alike."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    count: int = Field(1, ge=1, le=_MOST_DEVICES)
+    speed: float = Field(1.0, gt=0, description="Of one core, relative to where the profile was measured.")
+    profile: str | None = Field(
+        None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
+    )
+    cores: float = Field(1.0, gt=0, description="That a rank may use; below 1 under a quota, e.g. a container's.")
+    machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
+    machine_cores: float = Field(0.0, ge=0, description="That the containers of this machine share.")
+    memory: Bytes = Field(
+        description="That a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
+    )
+    bandwidth: Rate | None = Field(None, description="Of the device's own link, e.g. 100Mbit.")
+
+
+class DeviceLink(_Section):
+    """Between two devices, by name."""
+
+    between: Annotated[list[str], Field(min_length=2, max_length=2)]
+    bandwidth: Rate
+    latency: Seconds = 1e-3
+
+
+class Cluster(_Section):
+    """Devices and what connects them."""
+
+    devices: Annotated[list[Device], Field(min_length=1)]
+    bandwidth: Rate = 125e6
+    latency: Seconds = 5e-4
+    links: list[DeviceLink] = Field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """The device of every rank; those of several alike are numbered."""
+        return [
+            device.name if device.count == 1 else f"{device.name}-{number}"
+            for device in self.devices
+            for number in range(device.count)
+        ]
+
+    @property
+    def ranks(self) -> list[Device]:
+        """The kind of device of every rank."""
+        return [device for device in self.devices for _ in range(device.count)]
+
+    def hosts(self) -> list[Host]:
+        """A machine for each rank."""
+        return [
+            Host((rank,), device.cores, device.memory, device.machine, device.machine_cores)
+            for rank, device in enumerate(self.ranks)
+        ]
+
+    def network(self) -> Network:
+        """Between all ranks."""
+        ranks = self.ranks
+        pairs = {}
+        for link in self.links:
+            for a, one in enumerate(ranks):
+                for b, other in enumerate(ranks):
+                    if a != b and {one.name, other.name} == set(link.between):
+                        pairs[a, b] = (link.latency, link.bandwidth)
+        access = tuple(device.bandwidth or self.bandwidth for device in ranks)
+        return Network(self.latency, self.bandwidth, access, pairs)
+
+    def profiles(self, base: Callable[[], Profile], layers: Sequence[str], folder: Path = Path()) -> list[Profile]:
+        """Every rank's profile of a model with these layers: from its file in `folder`, or that of `base` (asked for if
+        a device has none), slower or faster. Raises JobError.
+        """
+        made, here = {}, None
+        for device in self.devices:
+            if device.profile is not None:
+                own = read_profile(folder / device.profile, layers)
+            else:
+                own = here = here or base()
+            made[device.name] = own.scaled(1 / device.speed)
+        return [made[device.name] for device in self.ranks]
+
+
+def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
+    """A profile as YAML for people: seconds by micro-batch size, bytes. Raises OSError."""
+    layers = [
+        {
+            "name": layer.name,
+            "forward": dict(zip(profile.sizes, layer.forward, strict=True)),
+            "backward": dict(zip(profile.sizes, layer.backward, strict=True)),
+            "parameter_bytes": layer.parameter_bytes,
+            "saved_bytes_per_sample": layer.saved_bytes,
+            "output_bytes_per_sample": layer.output_bytes,
+        }
+        for layer in profile.layers
+    ]
+    content = {
+        "device": profile.device,
+        **about,
+        "update_seconds_per_byte": profile.update_seconds_per_byte,
+        "codec_seconds_per_byte": profile.codec_seconds_per_byte,
+        "message_seconds": profile.message_seconds,
+        "transfer_seconds_per_byte": profile.transfer_seconds_per_byte,
+        "least_rows": profile.least_rows,
+        "layers": layers,
+    }
+    text = yaml.safe_dump(content, sort_keys=False, width=120)
+    write_atomically(path, f"# Made by `horizonml profile`: seconds by micro-batch size.\n{text}".encode())
+
+
+def write_cluster(
+    folder: Path, names: Sequence[str], hosts: Sequence[Host], network: Network, profiles: Sequence[Profile]
+) -> Path:
+    """What was measured, as a file of devices in `folder`, beside a profile for each machine; returns its path.
+
+    `names[r]` is the machine of rank r; ranks that share one become devices with a part of its cores each. Raises
+    OSError.
+    """
+    machine = {rank: host for host in hosts for rank in host.ranks}
+    devices = {}
+    for rank, name in enumerate(names):
+        own = name if names.count(name) == 1 else f"{name}-rank{rank}"
+        if rank == machine[rank].ranks[0]:
+            write_profile(profiles[rank], {}, folder / f"profile-{name}.yaml")
+        devices[own] = {
+            "name": own,
+            "cores": round(machine[rank].cores / len(machine[rank].ranks), 3),
+            "memory": f"{machine[rank].memory / 2**20:.0f}MiB",
+            "profile": f"profile-{name}.yaml",
+        }
+        if machine[rank].machine:
+            devices[own] |= {"machine": machine[rank].machine, "machine_cores": machine[rank].machine_cores}
+    links = []
+    for (a, one), (b, other) in itertools.combinations(enumerate(devices), 2):
+        ways = [network.between(a, b), network.between(b, a)]
+        links.append(
+            {
+                "between": [one, other],
+                "bandwidth": f"{min(bandwidth for _, bandwidth in ways) * 8 / 1e6:.1f}Mbit",
+                "latency": f"{max(latency for latency, _ in ways) * 1e6:.0f}us",
+            }
+        )
+    lines = [f"  - {json.dumps(value)}" for value in devices.values()]
+    text = "\n".join(["# Measured at the start of a run: horizonml plan JOB --devices THIS", "devices:", *lines, ""])
+    if links:
+        text += "\n".join(["links:", *(f"  - {json.dumps(link)}" for link in links), ""])
+    path = folder / "cluster.yaml"
+    write_atomically(path, text.encode())
+    return path
+
+
+def read_profile(path: Path, names: Sequence[str]) -> Profile:
+    """A profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
+    content = read_yaml(path, "`horizonml profile JOB --out FILE` writes one", text_keys=False)
+    try:
+        layers = tuple(
+            LayerProfile(
+                str(layer["name"]),
+                tuple(map(float, layer["forward"].values())),
+                tuple(map(float, layer["backward"].values())),
+                int(layer["parameter_bytes"]),
+                int(layer["saved_bytes_per_sample"]),
+                int(layer["output_bytes_per_sample"]),
+            )
+            for layer in content["layers"]
+        )
+        sizes = tuple(map(int, content["layers"][0]["forward"]))
+        codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
+        update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
+        message, least = float(content["message_seconds"]), int(content["least_rows"])
+        found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, least)
+        _check_profile(found)
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise JobError(
+            f"{path} is not a profile of this version of HorizonML ({type(error).__name__}: {error}); "
+            "`horizonml profile JOB --out FILE` writes one"
+        ) from None
+    if [layer.name for layer in layers] != list(names):
+        raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")
+    return found
+
+
+def _check_profile(profile: Profile) -> None:
+    """Raise ValueError for values that cannot have been measured."""
+    for layer in profile.layers:
+        if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
+            raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")
+        numbers = [*layer.forward, *layer.backward, layer.parameter_bytes, layer.saved_bytes, layer.output_bytes]
+        if not all(0 <= number < math.inf for number in numbers):
+            raise ValueError(f"layer {layer.name} has a negative or infinite time or size")
+    if list(profile.sizes) != sorted({*profile.sizes}) or profile.sizes[0] < 1:
+        raise ValueError(f"sizes {list(profile.sizes)} do not grow from 1 or more")
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read a file of devices. Raises JobError, which names the field and the fix."""
+    values = read_yaml(
+        path,
+        "give a file of devices, such as `devices: [{name: pc, memory: 8GiB}, {name: pi, count: 3, memory: 1GiB}]`",
+    )
+    try:
+        cluster = Cluster.model_validate(values)
+    except ValidationError as error:
+        raise JobError(f"{path} is not a valid file of devices:\n{explain(error, Cluster)}") from None
+    total = sum(device.count for device in cluster.devices)
+    if total > _MOST_DEVICES:
+        raise JobError(f"{path}: devices: {total:,} of them are more than {_MOST_DEVICES:,}; lower their counts")
+    known = {device.name for device in cluster.devices}
+    for link in cluster.links:
+        for name in link.between:
+            if name not in known:
+                there = ", ".join(sorted(known))
+                raise JobError(f"{path}: links: {name!r} is not a device{nearest(name, known)}; there are {there}")
+    return cluster

@@ -1,0 +1,239 @@
+"""Why a plan is as it is: its stages as a table, what a step's time goes to, and how simpler plans compare."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from horizonml.plan.plan import FORMATS, Plan, Stage
+from horizonml.planner.hardware import Host
+from horizonml.planner.profile import Profile
+from horizonml.planner.search import MICRO_BATCHES, Found, Problem, data_parallel, equal_split, search
+from horizonml.text import count, human_bytes, human_seconds
+
+_MOST_OF_THE_TIME = 0.5  # a layer that takes more than this leaves little to share out
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a plan, for people."""
+
+    stage: str
+    layers: str
+    rank: str
+    rows: str  # of every micro-batch
+    sends: str  # to the next stage, and in which format
+    memory: str
+    busy: str
+
+
+def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
+    """The plan's table, a line for each rank."""
+    plan, prediction = found.plan, found.prediction
+    size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
+    table = []
+    for number, stage in enumerate(plan.stages):
+        first, last = layer_names[stage.start], layer_names[stage.stop - 1]
+        bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send]
+        last_stage = number + 1 == len(plan.stages)
+        for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
+            share = problem.crowd[rank] * prediction.busy[rank] / prediction.seconds
+            table.append(
+                Row(
+                    str(number),
+                    f"{stage.start}-{stage.stop - 1} ({first} .. {last})"
+                    if first != last
+                    else f"{stage.start} ({first})",
+                    str(rank) if names[rank] == f"rank {rank}" else f"{rank} ({names[rank]})",
+                    f"{stop - start} of {size}",
+                    "-" if last_stage else f"{human_bytes(bytes_ * (stop - start))} {stage.send}",
+                    f"{human_bytes(prediction.memory[rank])} of {human_bytes(problem.memory[rank])}",
+                    f"{min(1.0, share):.0%}",
+                )
+            )
+    return table
+
+
+def explain_parts(found: Found) -> str:
+    """What a step's time consists of, in its order."""
+    parts = {name: seconds for name, seconds in found.prediction.parts.items() if seconds >= 5e-4}
+    return ", then ".join(f"{human_seconds(seconds)} {name}" for name, seconds in parts.items())
+
+
+def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
+    """What the step waits for most, in a sentence."""
+    plan, seconds = found.plan, found.prediction.seconds
+    busiest = max(found.prediction.busy, key=lambda rank: problem.crowd[rank] * found.prediction.busy[rank])
+    shares = {f"{_who(names, busiest)} computes": problem.crowd[busiest] * found.prediction.busy[busiest] / seconds}
+    for number, stage in enumerate(plan.stages):
+        if len(stage.ranks) > 1:
+            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * problem.summed_bytes(stage.start, stage.stop)
+            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in stage.ranks if a != b)
+            words = f"the members of stage {number} sum their gradients ({human_bytes(moved)} each)"
+            shares[words] = moved / slowest / seconds
+        if number + 1 < len(plan.stages):
+            after = plan.stages[number + 1]
+            moved = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
+            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks)
+            words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}, and back)"
+            shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
+    words = max(shares, key=lambda name: shares[name])
+    return f"The bottleneck: {words} for {min(1.0, shares[words]):.0%} of a step."
+
+
+def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
+    """Why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
+    plan, lines = found.plan, []
+    everything = problem.summed_bytes(0, problem.layers)
+    if len(plan.stages) > 1:
+        each = 2 * (problem.ranks - 1) / problem.ranks * everything
+        a, b = min(itertools.combinations(range(problem.ranks), 2), key=lambda pair: problem.network.between(*pair)[1])
+        slowest = problem.network.between(a, b)[1]
+        cut = sum(
+            2 * problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
+            for stage in plan.stages[:-1]
+        )
+        lines.append(
+            f"With ddp every rank would send {human_bytes(each)} of gradients a step, which the slowest link "
+            f"({names[a]} to {names[b]}, {_mbit(slowest)}) takes {human_seconds(each / slowest)} for; between stages "
+            f"of this plan {human_bytes(cut)} travel in all."
+        )
+    compressed = [(number, stage) for number, stage in enumerate(plan.stages[:-1]) if stage.send != "fp32"]
+    for number, stage in compressed:
+        bandwidth = min(problem.network.between(a, b)[1] for a in stage.ranks for b in plan.stages[number + 1].ranks)
+        lines.append(
+            f"Stage {number} sends {stage.send}, {FORMATS[stage.send]:g} of the bytes, because its link is slow for "
+            f"what leaves it ({_mbit(bandwidth)})."
+        )
+    size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
+    idle = [
+        names[rank]
+        for stage in plan.stages
+        for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True)
+        if first == end or found.prediction.busy[rank] * problem.crowd[rank] < 0.02 * found.prediction.seconds
+    ]
+    if idle:
+        lines.append(
+            f"{', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}: as good as nothing to do, because sending "
+            "work there, or waiting for it, would take longer than doing it elsewhere."
+        )
+    return lines
+
+
+def _who(names: Sequence[str], rank: int) -> str:
+    return names[rank] if names[rank] == f"rank {rank}" else f"{names[rank]} (rank {rank})"
+
+
+def _mbit(bandwidth: float) -> str:
+    return f"{8 * bandwidth / 1e6:,.0f} Mbit/s"
+
+
+def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
+    """Simpler plans: data parallelism, an equal split of the layers, the best device alone."""
+    found = {"ddp, equal shares": problem.judge(data_parallel(problem))}
+    splits = [plan for number in problem.micro_batches if (plan := equal_split(problem, number)) is not None]
+    if splits and problem.ranks > 1:
+        best = min((problem.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
+        found[f"equal split of the layers, {count(best.plan.micro_batches, 'micro-batch')}"] = best
+    alone = []
+    host_of = {rank: host for host in problem.hosts for rank in host.ranks}
+    for rank in range(problem.ranks):
+        only = [Host((0,), host_of[rank].cores, host_of[rank].memory)]
+        single = replace(problem, profiles=[problem.profiles[rank]], hosts=only)
+        plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", number) for number in single.micro_batches[:8]]
+        alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
+    best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
+    found[f"{names[best_rank]} alone"] = alone[best_rank]
+    return found
+
+
+def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None:
+    """Return why a plan cannot be trained by: which device lacks how many bytes, or samples; None if it can."""
+    short = found.prediction.lacking
+    if not short:
+        if not found.too_few:
+            return None
+        return (
+            f"a rank would get a single sample of a micro-batch, but the model needs {problem.profiles[0].least_rows}, "
+            "as BatchNorm does"
+        )
+    worst = max(short, key=lambda rank: short[rank])
+    others = len(short) - 1
+    more = f" ({count(others, 'other rank')} also {'lacks' if others == 1 else 'lack'} memory)" if others else ""
+    has = problem.memory[worst]
+    there = (
+        f"has {human_bytes(has)}"
+        if has >= 0
+        else f"its process already takes {human_bytes(-has)} more than there is for a rank"
+    )
+    return (
+        f"{_who(names, worst)} lacks {human_bytes(short[worst])} of memory: it needs "
+        f"{human_bytes(found.prediction.memory[worst])} and {there}{more}"
+    )
+
+
+def remedy(problem: Problem, found: Found) -> str:
+    """Return the nearest change with which a plan that cannot be trained by could be."""
+
+    def works(one: Found) -> bool:
+        return one.prediction.fits and not one.too_few
+
+    if min(problem.memory.values()) < 0:
+        return (
+            "The processes alone take more memory than there is: fewer ranks on a machine, or more memory, are needed."
+        )
+    own = found.plan.micro_batches
+    for other in sorted(MICRO_BATCHES, key=lambda number: abs(number - own)):
+        if other <= problem.batch_size and works(problem.judge(replace(found.plan, micro_batches=other))):
+            return f"With parallel.micro_batches: {other} the same stages fit."
+    open_problem = replace(problem, micro_batches=list(MICRO_BATCHES))
+    if works(search(open_problem, 60)):
+        return "With parallel.strategy: auto there is a plan that fits."
+    batch = problem.batch_size
+    while batch > 1:
+        batch //= 2
+        smaller = replace(open_problem, batch_size=batch, micro_batches=list(MICRO_BATCHES))
+        if works(search(smaller, 60)):
+            return f"With a batch_size of {batch} there is a plan that fits."
+    return "No batch size would fit: more devices, or more memory, are needed."
+
+
+def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer_name: str) -> str | None:
+    """Return a sentence about the largest `layer` if it leaves little for other stages to do; else None.
+
+    `skip` is the connection within it that keeps it together, as `Chain.skip` tells it.
+    """
+    profile = problem.profiles[0]
+    times = [sum(profile.seconds(index, profile.sizes[-1])) for index in range(problem.layers)]
+    share = times[layer] / max(sum(times), 1e-12)
+    if problem.ranks == 1 or skip is None or share <= _MOST_OF_THE_TIME:
+        return None
+    start, end, skipped = skip
+    ddp = problem.judge(data_parallel(problem)).prediction.seconds
+    return (
+        f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because the connection from "
+        f"{start} to {end} skips {count(skipped, 'operation')}: stages would be unequal. With ddp a step is predicted "
+        f"to take {human_seconds(ddp)}"
+    )
+
+
+def largest_layer(profile: Profile) -> int:
+    """Return the layer that takes most time."""
+    return max(range(len(profile.layers)), key=lambda layer: sum(profile.seconds(layer, profile.sizes[-1])))
+
+
+def compare(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
+    """How much faster, or slower, the plan is than simpler ones."""
+    lines = []
+    for name, other in alternatives(problem, names).items():
+        ratio = other.prediction.seconds / found.prediction.seconds
+        seconds, fits = human_seconds(other.prediction.seconds), other.prediction.fits
+        if round(ratio, 2) >= 1:
+            note = "" if fits else ", and does not fit into memory"
+            lines.append(f"{ratio:.2f} times as fast as {name} ({seconds} a step{note})")
+        else:
+            note = ": do not distribute this job" if name.endswith(" alone") else ""
+            note = note if fits else ", but does not fit into memory"
+            lines.append(f"slower than {name}, which takes {seconds} a step{note}")
+    return lines

@@ -1,0 +1,198 @@
+"""Measures the layers of a model on this device, once, and keeps the profile.
+
+Cuts and micro-batches that fit the measured times are worth far more than any schedule, and layer counts say little
+about times.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horizonml.data.seeds import name_seed
+from horizonml.engine.backward import backward
+from horizonml.engine.codec import Codec
+from horizonml.engine.optim import Optimizer
+from horizonml.files import cache_folder, write_atomically
+from horizonml.job.schema import Sgd
+from horizonml.machine.device import available_cores, device_name
+from horizonml.models.chain import Boundary
+from horizonml.models.zoo import Model
+from horizonml.plan.plan import FORMATS
+from horizonml.planner.profile import LayerProfile, Profile
+
+_FORMAT = 5
+_SIZES = (4, 16, 64)
+_REPEATS = 3
+_COLD_BYTES = 64 << 20  # more than caches hold
+_BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
+
+
+def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Callable[[str], None]) -> Profile:
+    """The profile of a model on this device, from the cache if it was measured before.
+
+    `key` names the model and its options. Sizes above `batch_size` are of no use and are not measured. `say` is told
+    if this takes time.
+    """
+    sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
+    key = {
+        "format": _FORMAT,
+        "device": device_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "layers": model.chain.names,
+        "shapes": [boundary.shape for boundary in model.chain.boundaries],
+        "sizes": sizes,
+        **key,
+    }
+    path = cache_folder() / "profiles" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
+    try:
+        return Profile.from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError):
+        say("measuring the layers, once for this model and device ...")
+        profile = measure(model, sizes)
+    try:
+        write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
+    except OSError as error:
+        say(
+            f"warning: {path.parent} cannot be written to ({error.strerror or error}), so the layers are measured each "
+            "time; HORIZONML_CACHE names another folder"
+        )
+    return profile
+
+
+def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
+    """Run every layer forward and backward, one layer in memory at a time.
+
+    Times are medians of a few runs, with gradients accumulated as in training.
+    """
+    rows: list[list[tuple[float, float]]] = []
+    layers: list[tuple[int, int]] = []
+    update, largest, least = 0.0, 0, 1
+    for index in range(len(model.chain)):
+        module = model.stage(index, index + 1).train()
+        boundary = model.chain.boundaries[index]
+        times = []
+        for size in sizes:
+            runs = _runs(module, (size, *boundary.shape), index > 0)
+            usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
+            times.append(usual)
+            if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
+                break
+        rows.append(times)
+        size = sum(parameter.nbytes for parameter in module.parameters())
+        if size > largest:
+            largest, update = size, _update_seconds_per_byte(module)
+        least = least if _trains_on_one(module, boundary.shape) else 2
+        layers.append((size, _saved_bytes(module, boundary.shape, index > 0)))
+        del module
+    # All layers must know the same sizes.
+    known = min(len(times) for times in rows)
+    found = tuple(
+        LayerProfile(
+            model.chain.names[index],
+            tuple(forward for forward, _ in times[:known]),
+            tuple(backward for _, backward in times[:known]),
+            *layers[index],
+            model.chain.boundaries[index + 1].bytes_per_sample,
+        )
+        for index, times in enumerate(rows)
+    )
+    codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
+    return Profile(device_name(), sizes[:known], update, found, codecs, least_rows=least)
+
+
+def _clock() -> Callable[[], float]:
+    """Tells seconds; of the processor's time where a quota would stop the process in between."""
+    return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
+
+
+def _runs(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> list[tuple[float, float]]:
+    """Seconds forward and backward of a few runs.
+
+    Each has an input and an output of its own: in training, too, other micro-batches have been through the processor's
+    caches since it last saw these.
+    """
+    copies = max(1, min(_REPEATS, _COLD_BYTES // (4 * math.prod(shape))))
+    inputs = [torch.randn(shape, requires_grad=needs_gradient) for _ in range(copies)]
+    kept: list[Tensor] = []
+    runs = []
+    for number in range(2 * _REPEATS):
+        if number == _REPEATS:  # the first ones warm up, and leave their memory for the others
+            kept.clear()
+        runs.append(_once(module, inputs[number % copies], kept))
+        del kept[:-copies]
+    return runs[_REPEATS:]
+
+
+def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple[float, float]:
+    """Seconds forward and backward; the output is kept."""
+    clock = _clock()
+    start = clock()
+    left = module(entered)
+    middle = clock()
+    kept.append(left.detach())
+    if not left.requires_grad:
+        return middle - start, 0.0
+    gradient = torch.ones_like(left)
+    entered.grad = None
+    begin = clock()
+    backward(left, gradient)
+    return middle - start, clock() - begin
+
+
+@torch.no_grad()
+def _trains_on_one(module: torch.nn.Module, shape: tuple[int, ...]) -> bool:
+    try:
+        module(torch.zeros(1, *shape))
+    except ValueError:  # as BatchNorm says that it needs more than one value per channel
+        return False
+    return True
+
+
+def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> int:
+    """Bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+    samples = 2
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    entered = torch.randn(samples, *shape, requires_grad=needs_gradient)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        left = module(entered)  # keeps all saved tensors, and so their addresses, until they are counted
+    return (sum(kept.values()) + int(left.nbytes)) // samples
+
+
+def _update_seconds_per_byte(module: torch.nn.Module) -> float:
+    """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
+    optimizer = Optimizer(Sgd(), module)
+    clock, times = _clock(), []
+    for _ in range(1 + _REPEATS):
+        start = clock()
+        optimizer.step(lr=1e-9)
+        times.append(clock() - start)
+    return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _codec_seconds_per_byte(format: str) -> float:
+    """Seconds to encode or to decode a byte of float32, the mean of both."""
+    codec = Codec(Boundary((64, 32, 32), torch.float32), format)
+    tensor = torch.randn(8, 64, 32, 32)
+    clock, times = _clock(), []
+    for _ in range(1 + _REPEATS):
+        start = clock()
+        codec.decode(codec.encode(tensor))
+        times.append(clock() - start)
+    return min(times[1:]) / tensor.nbytes / 2

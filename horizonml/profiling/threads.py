@@ -1,0 +1,145 @@
+"""Chooses how many threads a rank computes with, by trying.
+
+More threads are not always faster: layers of small networks are through before all threads have begun, and where other
+programs want the same cores, every layer waits for the thread that was held up longest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from horizonml.data.seeds import name_seed
+from horizonml.engine.backward import backward
+from horizonml.engine.group import Group
+from horizonml.files import cache_folder, write_atomically
+from horizonml.job.schema import Job
+from horizonml.machine.device import OtherWork, available_cores, device_name, threads_per_rank
+from horizonml.models.chain import Boundary
+from horizonml.models.zoo import Model
+from horizonml.planner.hardware import Host
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+_REPEATS = 3
+_MOST_ROWS = 64
+_BUDGET_SECONDS = 2.5  # layers that were not tried by then do not count
+_LOOK_SECONDS = 0.2  # for which other programs are watched
+_BUSY = 0.25  # of the cores that a rank may use
+_WORTH = 0.9  # more threads must bring the time down to this part
+
+
+def choose_threads(job: Job, model: Model, group: Group, here: Host) -> int:
+    """Return the number of threads for this rank; all ranks must call this together.
+
+    The first rank of a machine decides for those beside it, while they wait, so that they all get the same. With a core
+    or less for each rank there is nothing to decide.
+    """
+    most = threads_per_rank(here.cores, len(here.ranks))
+    own = None
+    if group.rank == here.ranks[0]:
+        rows = max(2, min(_MOST_ROWS, job.batch_size // group.world_size))
+        rows = 1 << (rows.bit_length() - 1)  # so that a group that loses a rank may find an answer that it has already
+        own = 1 if most == 1 else _remembered(model, rows, most)
+    return int(group.gather_json(own)[here.ranks[0]])
+
+
+def _remembered(model: Model, rows: int, most: int) -> int:
+    """Return the choice for this model on this device, from the cache if it was made before.
+
+    Results differ in their last bits with the number of threads, so the same run must not get another one tomorrow
+    because two were equally fast. A busy device has a choice of its own.
+    """
+    others = OtherWork()
+    time.sleep(_LOOK_SECONDS)
+    key = {
+        "format": _FORMAT,
+        "device": device_name(),
+        "torch": torch.__version__,
+        "waiting": {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")},
+        "layers": model.chain.names,
+        "shapes": [boundary.shape for boundary in model.chain.boundaries],
+        "rows": rows,
+        "most": most,
+        "busy": others.cores_taken() > _BUSY * available_cores(),
+    }
+    path = cache_folder() / "threads" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
+    try:
+        threads = int(json.loads(path.read_text())["threads"])
+        if 1 <= threads <= most:
+            return threads
+    except (OSError, ValueError, KeyError, TypeError):
+        _log.debug("no choice of threads in %s yet", path)
+    seconds = try_threads(model, rows, most)
+    threads = fewest(seconds)
+    try:
+        write_atomically(path, json.dumps({"key": key, "threads": threads, "seconds": seconds}, indent=1).encode())
+    except OSError as error:
+        _log.info("the number of threads is not remembered: %s: %s", path, error.strerror or error)
+    return threads
+
+
+def fewest(seconds: Mapping[int, float]) -> int:
+    """Return the number of threads to take: the smallest from which no larger one gains much."""
+    chosen = min(seconds)
+    for threads in sorted(seconds):
+        if seconds[threads] < _WORTH * seconds[chosen]:
+            chosen = threads
+    return chosen
+
+
+def try_threads(model: Model, rows: int, most: int) -> dict[int, float]:
+    """Return the seconds of a forward and backward pass of `rows` samples with 1, 2, 4, ... `most` threads.
+
+    Layers are tried one at a time, each as a module of its own, so that what is trained stays as it is.
+    """
+    before = torch.get_num_threads()
+    candidates = sorted({*(1 << power for power in range(most.bit_length())), most})
+    totals = dict.fromkeys(candidates, 0.0)
+    deadline = time.perf_counter() + _BUDGET_SECONDS
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for index in _spread(len(model.chain)):
+                if time.perf_counter() > deadline:
+                    break
+                layer = model.stage(index, index + 1).train()
+                for threads, seconds in _try_layer(layer, model.chain.boundaries[index], rows, candidates, deadline):
+                    totals[threads] += seconds
+    finally:
+        torch.set_num_threads(before)
+    return totals
+
+
+def _try_layer(
+    layer: nn.Module, boundary: Boundary, rows: int, candidates: list[int], deadline: float
+) -> Iterator[tuple[int, float]]:
+    """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
+    shape = (rows, *boundary.shape)
+    entered = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
+    times: dict[int, list[float]] = {threads: [] for threads in candidates}
+    for turn in range(1 + _REPEATS):
+        if turn > 1 and time.perf_counter() > deadline:
+            break
+        for threads in candidates:
+            torch.set_num_threads(threads)
+            begin = time.perf_counter()
+            left = layer(entered)
+            if left.requires_grad:
+                backward(left, torch.ones_like(left))
+            if turn:  # the first one warms up
+                times[threads].append(time.perf_counter() - begin)
+    for threads, seconds in times.items():
+        yield threads, statistics.median(seconds)
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below `count`, so that the first few are spread over all: 0, 4, 2, 6, 1, 3, 5, 7."""
+    bits = max(1, (count - 1).bit_length())
+    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

@@ -1,0 +1,140 @@
+"""The rendezvous service: it holds the store through which ranks meet (see `meeting` for their side).
+
+The service is its own process, so losing any rank loses no state. It alone judges who belongs together (see
+`roster`); ranks only post what they are and wait for its verdict. The store is PyTorch's TCPStore, which has no
+authentication: keep its port inside a trusted network. Values are JSON, never pickle. Every join has an id that the
+rank draws at random, so that it stays the same when the service is started anew.
+
+    rank     -> events        a queue: join with a fingerprint, withdraw while waiting, leave with a reason, or resume
+                              (a member of a group that runs already, which a new service must learn of)
+    rank     -> beat/<id>     counts up while the rank lives
+    service  -> verdict/<id>  the group and its generation, or why not
+    service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
+    service  -> gone/<id>     why a rank left: a reason for people, and what kind of reason it is
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from horizonml.rendezvous.fingerprint import MOST_RANKS, Fingerprint, whole
+from horizonml.rendezvous.mailbox import parse, peek, printable, take
+from horizonml.rendezvous.roster import Formed, Refused, Roster
+
+_log = logging.getLogger(__name__)
+_STORE_TIMEOUT = timedelta(seconds=30)
+_LOOK_SECONDS = 0.25  # how often heartbeats are looked at
+_MOST_EVENTS = 200  # read before heartbeats and verdicts have their turn
+_MOST_DIGITS = 18  # of a heartbeat
+SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
+
+
+class Service:
+    """Holds the store and judges joins, until stopped."""
+
+    def __init__(self, listener: socket.socket, settle: float = 0.0) -> None:
+        """Serve on a listening socket, which the service takes over (see `listen`).
+
+        No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
+        """
+        self._host, self.port = listener.getsockname()[:2]
+        self._server = TCPStore(
+            self._host, self.port, None, True, _STORE_TIMEOUT, False, master_listen_fd=listener.detach()
+        )
+        self._store: Store = self._server
+        self._roster = Roster(time.monotonic() + settle)
+
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Serve until `stop` says so."""
+        beats_due = 0.0
+        while not stop():
+            try:
+                changed = self._read_events()
+                now = time.monotonic()
+                if changed or now >= beats_due:
+                    self._read_beats(now)
+                    beats_due = now + _LOOK_SECONDS
+                    self._announce(now)
+            except RuntimeError as error:
+                # The store still serves the ranks: only this process's own connection to it was dropped.
+                _log.warning("connecting to the store again (%s)", printable(str(error), 200))
+                with suppress(RuntimeError):  # then the next round comes here again
+                    self._store = TCPStore(self._host, self.port, None, False, _STORE_TIMEOUT, False)
+            time.sleep(0.05)
+
+    def _read_events(self) -> bool:
+        for count in range(_MOST_EVENTS):
+            event = take(self._store)
+            if event is None:
+                return count > 0
+            try:
+                self._handle(parse(event))
+            except ValueError as error:
+                _log.warning("ignored a malformed message: %s", error)
+        return True
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        """Do what an event asks for. Raises ValueError."""
+        number, now = whole(event, "id", 0, (1 << 63) - 1), time.monotonic()
+        if "leave" in event:
+            self._roster.leave(number)
+            said = event["leave"] if isinstance(event["leave"], dict) else {}
+            farewell = {name: printable(str(said.get(name, ""))) for name in ("reason", "kind")}
+            self._store.set(f"gone/{number}", json.dumps(farewell))
+        elif "withdraw" in event:
+            if self._roster.withdraw(number):
+                self._tell(Refused([number], "it has withdrawn"))
+        elif "resume" in event:
+            fingerprint, beside = Fingerprint.from_json(event["resume"]), event.get("beside")
+            if not isinstance(beside, list) or not all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in beside):
+                raise ValueError("beside must be a list of ranks")
+            self._roster.resume(number, fingerprint, beside, now)
+            _log.info("rank %d runs in generation %d", fingerprint.rank, fingerprint.generation)
+        else:
+            try:
+                fingerprint = Fingerprint.from_json(event.get("join"))
+                self._roster.join(number, fingerprint, now)
+            except ValueError as error:
+                self._tell(Refused([number], f"the rendezvous service cannot read its join: {error}"))
+                raise
+            _log.info("rank %d of %d joined from %s", fingerprint.rank, fingerprint.world_size, fingerprint.place)
+
+    def _read_beats(self, now: float) -> None:
+        for number in self._roster.joins():
+            beat = peek(self._store, f"beat/{number}")
+            if beat is not None and len(beat) <= _MOST_DIGITS and beat.isdigit():
+                self._roster.beat(number, int(beat), now)
+
+    def _announce(self, now: float) -> None:
+        for verdict in self._roster.decide(now):
+            if isinstance(verdict, Formed):
+                _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
+            else:
+                _log.warning("refused: %s", verdict.reason)
+            self._tell(verdict)
+        status = {
+            "missing": self._roster.missing(),
+            "running": self._roster.running(),
+            "newcomers": self._roster.newcomers(),
+            "refused": self._roster.refused(now),
+        }
+        self._store.set("status", json.dumps(status))
+
+    def _tell(self, verdict: Formed | Refused) -> None:
+        """Post a verdict for those whom it concerns."""
+        if isinstance(verdict, Formed):
+            members = [member.to_json() for member in verdict.members]
+            message = {"generation": verdict.generation, "joins": verdict.joins, "members": members}
+        else:
+            message = {"refused": verdict.reason}
+        for number in verdict.joins:
+            self._store.set(f"verdict/{number}", json.dumps(message))

@@ -1,0 +1,263 @@
+"""Charts of measured numbers: bars, lines and a radar, with the spread of repeats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.projections.polar import PolarAxes
+from matplotlib.ticker import LogLocator
+
+from horizonml.report.style import AxisFormat, label, looks, plain_axis, save
+
+Values = Mapping[str, Mapping[str, Sequence[float]]]  # series -> category -> one value per repeat
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, and how far the smallest and largest repeats lie from it."""
+    centre = statistics.median(values)
+    return centre, centre - min(values), max(values) - centre
+
+
+def bars(panels: Sequence[tuple[str, Values, AxisFormat]], path: Path, *, category: str = "", columns: int = 3) -> Path:
+    """Panels of bars, grouped by category, with error bars where there are repeats.
+
+    Each panel is (title with its unit, values, format of the axis); `category` names what the categories are.
+    """
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(4.3 * columns, 3.1 * rows + 0.5), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis, (title, values, form) in zip(axes, panels, strict=False):
+        _bar_panel(axis, title, values, form, category)
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    if any(len(_categories(values)) > 1 for _, values, _ in panels):
+        handles: dict[str, Artist] = {}
+        for axis in axes[: len(panels)]:
+            for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    return save(figure, path)
+
+
+def _categories(values: Values) -> list[str]:
+    return list(dict.fromkeys(name for series in values.values() for name in series))
+
+
+def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, category: str) -> None:
+    categories = _categories(values)
+    width = 0.8 / max(1, len(values))
+    ticks: dict[float, str] = {}
+    tops: list[tuple[float, float, float]] = []  # of each bar: where it is, its value, and where its error bar ends
+    for place, (series, look) in enumerate(looks(values).items()):
+        shown = [(index, values[series][name]) for index, name in enumerate(categories) if values[series].get(name)]
+        centres = [middle(repeats) for _, repeats in shown]
+        places = [index + (place - (len(values) - 1) / 2) * width for index, _ in shown]
+        ticks.update(dict.fromkeys(places, series))
+        tops += [(at, centre, centre + above) for at, (centre, _, above) in zip(places, centres, strict=True)]
+        axis.bar(
+            places,
+            [centre for centre, _, _ in centres],
+            width * 0.92,
+            yerr=_errors(centres),
+            capsize=2,
+            error_kw={"ecolor": "#555555", "elinewidth": 1},
+            color=look.colour,
+            edgecolor="white",
+            hatch=look.hatch,
+            linewidth=0.5,
+            label=series,
+        )
+    axis.set_xticks(range(len(categories)), categories)
+    axis.set(title=title, xlabel=category if len(categories) > 1 else "")
+    axis.grid(visible=False, axis="x")
+    if len(categories) == 1:
+        axis.set_xticks(list(ticks), list(ticks.values()), fontsize=9 if len(ticks) < 6 else 7.5)
+    form(axis)
+    axis.set_ylim(0, (1.14 if len(tops) <= 6 else 1.4) * max((top for _, _, top in tops), default=0) or 1)
+    for at, value, top in tops:
+        rotation, size = (0, 8) if len(tops) <= 6 else (90, 7)
+        _write(axis, label(axis, value), (at, top), (0, 2), "center", "bottom", fontsize=size, rotation=rotation)
+
+
+def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, own: str, unit: str) -> Path:
+    """Bars from left to right, one for each name, with error bars; those whose name begins with `own` stand out."""
+    figure = Figure(figsize=(9, 0.42 * len(values) + 1.3), layout="constrained")
+    draw_ranking(figure.subplots(), values, title=title, own=own, text=lambda value: f"{value:,.0f} {unit}")
+    return save(figure, path)
+
+
+def draw_ranking(
+    axis: Axes, values: Mapping[str, Sequence[float]], *, title: str, own: str, text: Callable[[float], str]
+) -> None:
+    """Draw bars from left to right, each with its value as `text` puts it."""
+    centres = [middle(repeats) for repeats in values.values()]
+    axis.barh(
+        list(values),
+        [centre for centre, _, _ in centres],
+        0.66,
+        xerr=_errors(centres),
+        capsize=2,
+        error_kw={"ecolor": "#555555", "elinewidth": 1},
+        color=["#0072B2" if name.startswith(own) else "#c9c9c9" for name in values],
+    )
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
+    axis.set_title(title, loc="left")
+    axis.set_xlim(0, 1.16 * max(centre + above for centre, _, above in centres))
+    axis.xaxis.set_major_formatter(lambda value, _: text(value))
+    for row, (name, (centre, _, above)) in enumerate(zip(values, centres, strict=True)):
+        weight = "bold" if name.startswith(own) else "normal"
+        _write(axis, text(centre), (centre + above, row), (5, 0), "left", "center", fontsize=9, fontweight=weight)
+
+
+def _write(
+    axis: Axes, text: str, at: tuple[float, float], off: tuple[float, float], ha: str, va: str, **looks: Any
+) -> None:
+    """Write something beside a point, `off` by so many points of print."""
+    axis.annotate(text, at, xytext=off, textcoords="offset points", ha=ha, va=va, **looks)
+
+
+def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
+    errors = np.array([(low, high) for _, low, high in centres]).T
+    return errors if errors.size and errors.max() > 0 else None
+
+
+Lines = tuple[str, Mapping[str, Mapping[int, Sequence[float]]], AxisFormat]  # title, values of each series, axis
+
+
+def lines(
+    panels: Sequence[Lines],
+    path: Path,
+    *,
+    x: str,
+    ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
+    logarithmic: int = 0,
+) -> Path:
+    """Panels of lines over numbers, with error bars; see `draw_lines`."""
+    return save(draw_lines(panels, x, ideals, logarithmic), path)
+
+
+def draw_lines(
+    panels: Sequence[Lines], x: str, ideals: Sequence[Mapping[str, Mapping[int, float]]], logarithmic: int
+) -> Figure:
+    """Draw panels of lines over numbers, with error bars.
+
+    `ideals[i]` are up to two lines of panel i, by their names: what would be ideal, and a limit, which is shaded from
+    above. The first `logarithmic` panels have a logarithmic y axis, too.
+    """
+    figure = Figure(figsize=(4.6 * len(panels), 4.0), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    handles: dict[str, Artist] = {}
+    for number, (axis, (title, values, form)) in enumerate(zip(axes, panels, strict=True)):
+        own = ideals[number] if number < len(ideals) else {}
+        for (name, points), (style, colour) in zip(own.items(), (("--", "#888888"), ("-", "#333333")), strict=False):
+            axis.plot(list(points), list(points.values()), color=colour, linestyle=style, linewidth=1.4, label=name)
+        ticks: set[float] = set()
+        for series, look in looks(values).items():
+            xs = sorted(values[series])
+            centres = [middle(values[series][at]) for at in xs]
+            axis.errorbar(
+                xs,
+                [centre for centre, _, _ in centres],
+                yerr=_errors(centres),
+                color=look.colour,
+                marker=look.marker,
+                linestyle=look.line,
+                markersize=5,
+                capsize=2,
+                label=series,
+            )
+            ticks |= set(xs)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+        axis.minorticks_off()
+        axis.set(title=title, xlabel=x)
+        form(axis)
+        if number < logarithmic:
+            axis.set_yscale("log", base=2)
+            axis.yaxis.set_major_locator(LogLocator(base=2))
+            form(axis)
+        else:
+            axis.set_ylim(bottom=0)
+        if len(own) > 1:
+            limit = list(own.values())[-1]
+            top = axis.get_ylim()[1]
+            axis.fill_between(list(limit), list(limit.values()), top, color="#000000", alpha=0.06, linewidth=0)
+            axis.set_ylim(top=top)
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(7, len(handles)))
+    return figure
+
+
+def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> Path:
+    """A radar: series -> axis -> value from 0 (centre) to 1 (rim)."""
+    axes = list(next(iter(values.values())))
+    angles = [2 * math.pi * index / len(axes) for index in range(len(axes))]
+    figure = Figure(figsize=(8.2, 6.2), layout="constrained")
+    axis = figure.subplots(subplot_kw={"projection": "polar"})
+    assert isinstance(axis, PolarAxes)
+    axis.set_theta_offset(math.pi / 2)
+    axis.set_theta_direction(-1)
+    for series, look in looks(values).items():
+        shown = [max(0.0, min(1.0, values[series][name])) for name in axes]
+        axis.plot(
+            [*angles, angles[0]], [*shown, shown[0]], color=look.colour, marker=look.marker, linestyle=look.line,
+            linewidth=1.8, markersize=5, label=series,
+        )  # fmt: skip
+        axis.fill(angles, shown, color=look.colour, alpha=0.06)
+    axis.set_xticks(angles, axes)
+    for name, angle in zip(axis.get_xticklabels(), angles, strict=True):
+        across, up = math.sin(angle), math.cos(angle)
+        name.set_horizontalalignment("center" if abs(across) < 0.1 else "left" if across > 0 else "right")
+        name.set_verticalalignment("center" if abs(up) < 0.1 else "bottom" if up > 0 else "top")
+    axis.tick_params(axis="x", pad=4)
+    axis.set_ylim(0, 1)
+    axis.set_yticks([0.25, 0.5, 0.75, 1.0], ["0.25", "0.5", "0.75", "1"], color="#777777", fontsize=8)
+    axis.set_title(title, pad=24)
+    figure.legend(loc="outside lower center", ncols=len(values))
+    return save(figure, path)
+
+
+def straight_line(points: Mapping[int, float]) -> tuple[float, float]:
+    """Slope and value at 0 of the line that fits best; flat with one point."""
+    if len(points) < 2:
+        return 0.0, next(iter(points.values()))
+    slope, base = np.polyfit(list(points), list(points.values()), 1)
+    return float(slope), float(base)
+
+
+def memory_fit(
+    points: Mapping[str, Mapping[int, float]], limit: float, path: Path, *, x: str, form: AxisFormat = plain_axis
+) -> Path:
+    """Memory over batch size with the straight line through it, up to where it would meet the limit."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axis = figure.subplots()
+    end = float(max(max(series) for series in points.values()))
+    for name, look in looks(points).items():
+        xs = sorted(points[name])
+        ys = [points[name][at] for at in xs]
+        axis.plot(xs, ys, color=look.colour, marker=look.marker, linestyle="none", label=name)
+        if len(xs) > 1:
+            slope, base = straight_line(points[name])
+            meets = (limit - base) / slope if slope > 0 else math.inf
+            end = max(end, min(meets, 8 * max(xs)))
+            reach = np.array([0, min(meets, 8 * max(xs))])
+            axis.plot(reach, base + slope * reach, color=look.colour, linewidth=1, linestyle="--")
+    axis.axhline(limit, color="#333333", linewidth=1.4, linestyle="-.")
+    axis.annotate(
+        "memory that a rank has here", (0, limit), xytext=(4, -12), textcoords="offset points", color="#333333"
+    )
+    axis.set(title="Memory of the process, and where it would end", xlabel=x, xlim=(0, end * 1.05))
+    axis.set_ylim(0, limit * 1.08)
+    form(axis)
+    axis.legend(loc="lower right")
+    return save(figure, path)

@@ -1,0 +1,182 @@
+"""What the ranks of a group agree on before they train: what the data looks like, and the plan.
+
+For the plan rank 0 measures and decides, and all follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from horizonml.data.datasets import DataInfo, agree, describe
+from horizonml.engine.group import Group
+from horizonml.engine.sync.compressed import compression_ratio
+from horizonml.errors import DataError, HorizonError, PlanError
+from horizonml.job.schema import Job, Sgd
+from horizonml.models.zoo import Model, build, channels_of
+from horizonml.plan.plan import Plan
+from horizonml.planner.devices import write_cluster
+from horizonml.planner.explain import largest_layer, shortage, uncut
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
+from horizonml.planner.profile import Profile
+from horizonml.planner.search import Found, Problem
+from horizonml.profiling.measure import cached_profile
+from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
+from horizonml.runtime.stragglers import Forecast
+from horizonml.text import human_seconds
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A plan; for an automatic one what it is predicted to take, and, on rank 0, what it was made for."""
+
+    plan: Plan
+    forecast: Forecast | None = None
+    problem: Problem | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, without the problem."""
+        return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Agreed:
+        """The inverse of `to_json`."""
+        forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
+        return cls(Plan.from_json(value["plan"]), forecast)
+
+
+def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
+    """The data as all ranks see it, and the model for it."""
+    found: list[DataInfo | None] = []
+    info: dict[str, Any] | None = None
+    problem = None
+    try:
+        described = describe(job.data)
+        if described is not None:
+            channels = channels_of(job.model, described.shape[0])
+            described = describe(job.data, channels)
+        info = vars(described) if described is not None else None
+    except HorizonError as error:
+        problem = str(error)
+    for rank, (value, trouble) in enumerate(group.gather_json([info, problem])):
+        if trouble is not None:
+            raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
+        found.append(None if value is None else DataInfo(**{**value, "shape": tuple(value["shape"])}))
+    agreed = agree(found, job.data)
+    return agreed, build(job.model, job.seed, agreed.classes, agreed.shape)
+
+
+def make_plan(
+    job: Job,
+    model: Model,
+    info: DataInfo,
+    group: Group,
+    hosts: Sequence[Host],
+    names: Sequence[str],
+    say: Callable[[str], None],
+) -> Agreed:
+    """The plan of a job, the same on all ranks; `names[r]` is what rank r's machine is called. Raises PlanError on all.
+
+    For an automatic plan, what was measured is written to the run's folder as a file of devices.
+    """
+    world_size = group.world_size
+    if not needs_profile(job.parallel, world_size):
+        return Agreed(fixed_plan(job, len(model.chain), world_size))
+    automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
+    costs = [(0.0, 0.0)] * world_size
+    if automatic and world_size <= MOST_PROBED:
+        network, costs = probe_pairs(group)
+    else:
+        network = probe_network(group)
+    # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
+    lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks)
+    own: dict[str, Any] | None = None
+    problem = None
+    if group.rank == (lead if automatic else 0):
+        try:
+            own = cached_profile(model, profile_key(job, info), job.batch_size, say).to_json()
+        except HorizonError as error:
+            problem = str(error)
+    measured = group.gather_json([own, problem])
+    answer: dict[str, Any] = next(({"error": text} for _, text in measured if text is not None), {})
+    problem_ = None
+    if group.rank == 0 and not answer:
+        try:
+            first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
+            own_profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
+            profiles = [
+                replace(profile, message_seconds=message, transfer_seconds_per_byte=byte)
+                for profile, (message, byte) in zip(own_profiles, costs, strict=True)
+            ]
+            problem_ = describe_problem(job, model, info, profiles, hosts, network)
+            choice = choose_or_say_why(job, model, problem_)
+            whole = uncut_layer(model, problem_)
+            if whole is not None:
+                taken = human_seconds(choice.prediction.seconds)
+                say(f"warning: {job.model.name}: {whole}, with this plan {taken}")
+            if automatic:
+                _write_down(job, names, problem_, say)
+                say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
+                say(choice.plan.describe(model.chain.names))
+            if not choice.prediction.fits:
+                reason = shortage(problem_, choice, names)
+                say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
+            answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
+        except HorizonError as error:
+            answer = {"error": str(error)}
+    answer = group.share_json(answer)
+    if "error" in answer:
+        raise PlanError(answer["error"])
+    agreed = Agreed.from_json(answer)
+    return replace(agreed, problem=problem_) if agreed.forecast is not None else agreed
+
+
+def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Found:
+    """Return the plan that is predicted to be fastest. Raises PlanError, which says what keeps the model from cuts."""
+    try:
+        return choose(job, problem)
+    except PlanError as error:
+        whole = uncut_layer(model, problem)
+        raise PlanError(f"{error}. {whole[0].upper()}{whole[1:]}" if whole else str(error)) from None
+
+
+def uncut_layer(model: Model, problem: Problem) -> str | None:
+    """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs; else None."""
+    layer = largest_layer(problem.profiles[0])
+    return uncut(problem, layer, model.chain.skip(layer), model.chain.names[layer])
+
+
+def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:
+    try:
+        path = write_cluster(job.run_folder, names, problem.hosts, problem.network, problem.profiles)
+    except OSError as error:
+        say(f"warning: what was measured could not be written to {job.run_folder}: {error.strerror or error}")
+    else:
+        say(f"measured devices and links: {path}")
+
+
+def profile_key(job: Job, info: DataInfo) -> dict[str, Any]:
+    """What a profile depends on, beside the device."""
+    return {"model": job.model.model_dump(), "classes": info.classes, "shape": info.shape}
+
+
+def describe_problem(
+    job: Job, model: Model, info: DataInfo, profiles: Sequence[Profile], hosts: Sequence[Host], network: Network
+) -> Problem:
+    """What the planner has to know, with a profile for every rank."""
+    last = info.train % job.batch_size
+    return problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model), last)
+
+
+def gradient_ratio(job: Job, model: Model) -> float:
+    """To what part of their bytes gradients are compressed on their way within a stage."""
+    return compression_ratio(job.parallel.gradient_compression, model.parameter_shapes())
+
+
+def optimizer_copies(job: Job) -> int:
+    """How many numbers the optimizer keeps per parameter."""
+    if isinstance(job.optimizer, Sgd):
+        return int(job.optimizer.momentum > 0)
+    return 2

@@ -1,0 +1,209 @@
+"""What the commands do, beyond parsing: one rank, all ranks here, the rendezvous service, the plan."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from horizonml.errors import JobError
+from horizonml.job.schema import Job
+from horizonml.machine.network import listen, split_address
+from horizonml.rendezvous.identity import Identity, local_rank
+from horizonml.runtime.command import Command
+from horizonml.runtime.local import TOGETHER, LocalCluster
+from horizonml.runtime.signals import StopRequest, handling, leave_at_once, stop_on_signal
+from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.text import count
+
+RENDEZVOUS = "HORIZONML_RENDEZVOUS"
+METRICS = "HORIZONML_METRICS"
+
+
+def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
+    """Be one rank of a job. Raises HorizonError.
+
+    `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
+    """
+    sys.stdout = Patient(sys.stdout)
+    check_strategy(job)
+    _check_world_size(job, identity)
+    address = _rendezvous_address(job) if identity.world_size > 1 else None
+    with stop_on_signal() as stop:
+        with handling(leave_at_once):  # PyTorch is loaded for seconds
+            from horizonml.runtime.worker import Worker
+            from horizonml.telemetry.metrics import Metrics
+            from horizonml.telemetry.server import Server
+
+        own, server = Metrics(identity.rank), None
+        if metrics is not None:
+            host, port = metrics
+            server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
+        # The launcher ends all ranks when one is lost; elsewhere something will start it again.
+        worker = Worker(job, identity, address, own, stop)
+        outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
+        prefix = f"rank {identity.rank}: " if identity.rank else ""
+        print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
+        if outcome in ("complete", "already complete"):
+            own.completed()
+            if stay and not stop.wanted:
+                print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
+                while not stop.wanted:
+                    time.sleep(0.2)
+            elif server is not None:  # or the end would look like a crash
+                server.last_look(lambda: stop.wanted)
+
+
+class Patient:
+    """A stream that goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        with suppress(BrokenPipeError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hand over what was written, as far as somebody takes it."""
+        with suppress(BrokenPipeError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def check_strategy(job: Job) -> None:
+    """Raise JobError if the job asks for something that is not installed."""
+    if job.parallel.strategy == "horovod" and job.parallel.stages is None and not find_spec("horovod"):
+        raise JobError(
+            "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
+            "about four minutes (or choose ddp, which needs nothing)"
+        )
+
+
+def _check_world_size(job: Job, identity: Identity) -> None:
+    if job.parallel.stages is not None or job.parallel.workers is not None:
+        wanted = job.parallel.world_size()
+        if wanted != identity.world_size:
+            raise JobError(
+                f"the job is for {count(wanted, 'rank')}, but {identity.source} says that the world size is "
+                f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {count(wanted, 'rank')}"
+            )
+    if job.parallel.strategy == "single" and job.parallel.stages is None and identity.world_size > 1:
+        raise JobError(
+            f"parallel.strategy: single trains on 1 rank, but {identity.source} says that the world size is "
+            f"{identity.world_size}; choose ddp, pipeline, hybrid or tensor"
+        )
+
+
+def _rendezvous_address(job: Job) -> tuple[str, int]:
+    text = job.rendezvous.address or os.environ.get(RENDEZVOUS)
+    if text is None:
+        raise JobError(
+            f"rendezvous.address: not set, and neither is ${RENDEZVOUS}; put `horizonml rendezvous --` before the "
+            "command that starts the ranks, or start `horizonml rendezvous` on a machine that all ranks reach, and "
+            "give its host:port"
+        )
+    try:
+        return split_address(text)
+    except ValueError:
+        raise JobError(f"{RENDEZVOUS}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
+
+
+def _farewell(job: Job, outcome: str, step: int | None) -> str:
+    """Return what to say at the end; `step` is that of the newest checkpoint, if there is one."""
+    if outcome == "already complete":
+        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
+    if outcome == "stopped":
+        if step is None:
+            return "stopped as asked: nothing was saved"
+        return f"stopped as asked: a checkpoint is saved (step {step}); run the same command again to continue from it"
+    if outcome == "stopped waiting":
+        return "stopped as asked, while waiting for the other ranks"
+    if step is None:
+        return f"done: records are in {job.run_folder}; nothing was saved, because checkpoint.enabled is false"
+    return f"done: records and checkpoints are in {job.run_folder} (the newest checkpoint is that of step {step})"
+
+
+def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:
+    """Run all ranks of a job on this machine. True if they came to their end, False if interrupted.
+
+    `metrics` is where rank 0 serves its metrics; the other ranks take the ports after it.
+
+    Raises RankFailed.
+    """
+    check_strategy(job)
+    world_size = job.parallel.world_size()
+    problem = foreign(job.run_folder) if fresh else None
+    if problem is not None:
+        raise JobError(problem)
+    with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+        resolved = Path(scratch) / "job.yaml"
+        resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
+        command = [sys.executable, "-m", "horizonml", "train", str(resolved)]
+        if fresh:
+            command.append("--fresh")
+        env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
+        print(f"starting {count(world_size, 'rank')} on this machine ...", flush=True)
+        logs = _log_folder(job, Path(scratch))
+        with LocalCluster(world_size, command, logs, env, kept=logs != Path(scratch)) as cluster:
+            cluster.wait()
+            return not cluster.interrupted
+
+
+def _log_folder(job: Job, otherwise: Path) -> Path:
+    """Return the run's folder, or where that cannot be written to, which the ranks tell, another one."""
+    try:
+        make_run_folder(job.run_folder)
+        with tempfile.TemporaryFile(dir=job.run_folder):
+            return job.run_folder
+    except OSError:
+        return otherwise
+
+
+def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:
+    """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT.
+
+    With a `command`, serve until it has ended: it finds the service's address, with `advertise` as the host, in
+    HORIZONML_RENDEZVOUS. A signal asks it, and all that it has started, to end. Returns its exit code. Raises
+    RendezvousError, JobError.
+    """
+    stop = StopRequest()
+    with handling(stop.note):
+        listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
+        port = listener.getsockname()[1]
+        if not command:
+            from horizonml.rendezvous.service import SETTLE_SECONDS, Service
+
+            # Where others may have met before, at a service that was here, those are waited for.
+            service = Service(listener, settle=SETTLE_SECONDS if inherited is None else 0.0)
+            print(f"rendezvous service on {host}:{port}", flush=True)
+            service.run(lambda: stop.wanted)
+            return 0
+        wildcard = host in ("0.0.0.0", "::")  # noqa: S104
+        address = f"{advertise or (socket.gethostname() if wildcard else host)}:{port}"
+        print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
+        # The socket listens already, so that the ranks need not wait until the service has loaded PyTorch.
+        with Command(command, {**os.environ, RENDEZVOUS: address}, stop) as running:
+            from horizonml.rendezvous.service import Service
+
+            service, done = Service(listener), threading.Event()
+            thread = threading.Thread(target=service.run, args=(done.is_set,), name="rendezvous", daemon=True)
+            thread.start()
+            code = running.wait()
+            done.set()
+            thread.join(5)
+            return code

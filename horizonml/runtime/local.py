@@ -1,0 +1,189 @@
+"""All ranks on this machine: starts the rendezvous service and the ranks, and sees to it that none is left behind.
+
+Every rank is the same command that a container would run. The first rank shares this terminal; what the others print,
+and all errors and warnings, goes to `rank-N.log` in the run's folder. Warnings are shown here, too, once. Ctrl-C and
+SIGTERM reach all ranks as a request to stop after the step; a rank that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.machine.network import listen
+from horizonml.runtime.command import STOP_SECONDS
+from horizonml.runtime.logs import RankLog, Warnings
+from horizonml.runtime.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
+
+_GRACE_SECONDS = 5.0  # for the others, once a rank has failed
+TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, rather than wait for another
+
+
+class RankFailed(HorizonError):
+    """A rank of a local run failed; the exit code tells whether the job was wrong (2) or something else happened."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: RankLog
+    ended: float | None = None  # when it was seen to have ended
+
+    def error(self) -> str:
+        """Why it failed, as far as it said."""
+        code = self.process.returncode
+        if code < 0:
+            return f"rank {self.number} was killed by {explain_signal(-code)}"
+        said = "\n" + self.log.text()
+        start = said.rfind("\nerror: ")  # the last line that begins so: errors of others are quoted within lines
+        text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
+        text = text or f"it ended with code {code} and said nothing"
+        return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
+
+
+class LocalCluster:
+    """The processes of one local run. Use as a context manager: leaving it ends them all."""
+
+    def __init__(
+        self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str], kept: bool = True
+    ) -> None:
+        """`command` is run once per rank, with RANK and WORLD_SIZE set; `kept` says that `logs` outlasts the run."""
+        self._kept = kept
+        self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
+        self._service: subprocess.Popen[bytes] | None = None
+        self._ranks: list[_Rank] = []
+        self._logs_of: list[RankLog] = []
+        self._warnings = Warnings()
+        self._stop = StopRequest()
+        self._handling = handling(self._stop.note)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has asked to stop."""
+        return self._stop.wanted
+
+    def __enter__(self) -> LocalCluster:
+        self._handling.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        self._logs.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), TOGETHER: "1", LAUNCHER: launcher_name()}
+        env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
+        if self._world_size > 1:
+            env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
+        for rank in range(self._world_size):
+            log = RankLog(self._logs / f"rank-{rank}.log")
+            self._logs_of.append(log)
+            process = subprocess.Popen(
+                self._command,
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else log.file,
+                stderr=log.file,
+                start_new_session=True,  # Ctrl-C comes through us, once
+            )
+            self._ranks.append(_Rank(rank, process, log))
+
+    def _start_service(self, env: dict[str, str]) -> str:
+        """Start the rendezvous service on a socket that listens already, so that nobody need wait for it."""
+        self._service_log = RankLog(self._logs / "rendezvous.log")
+        self._logs_of.append(self._service_log)
+        with listen("127.0.0.1", 0) as listener:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            self._service = subprocess.Popen(
+                [sys.executable, "-m", "horizonml", "rendezvous", "--inherited", str(listener.fileno())],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=self._service_log.file,
+                stderr=self._service_log.file,
+                start_new_session=True,
+                pass_fds=[listener.fileno()],
+            )
+        return address
+
+    def wait(self) -> None:
+        """Wait until all ranks have ended. Raises RankFailed with the reason of the one that failed first."""
+        asked = math.inf
+        while not all(rank.ended for rank in self._ranks):
+            time.sleep(0.05)
+            now = time.monotonic()
+            for rank in self._ranks:
+                if rank.ended is None and rank.process.poll() is not None:
+                    rank.ended = now
+                self._warnings.show(rank.number, rank.log.new_lines())
+            failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
+            if self._service is not None and self._service.poll() is not None:
+                code, said = self._service.returncode, self._service_log.text()
+                raise RankFailed(
+                    f"the rendezvous service, which uses PyTorch like the ranks, was killed by {explain_signal(-code)}"
+                    if code < 0
+                    else f"the rendezvous service ended with code {code}: {said[-1000:]}"
+                )
+            if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
+                break
+            if self.interrupted and asked == math.inf:
+                asked = now
+                for rank in self._ranks:
+                    _signal(rank.process, signal.SIGTERM)
+            if self._stop.at_once or now - asked > STOP_SECONDS:
+                for rank in self._ranks:
+                    _signal(rank.process, signal.SIGKILL)
+        failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
+        # Ranks that were asked to stop, or killed for not doing so, have not failed.
+        if self.interrupted:
+            by_itself = (HorizonError.exit_code, JobError.exit_code)
+            failed = [rank for rank in failed if rank.process.returncode in by_itself]
+        if failed:
+            rank = self._blame(failed)
+            where = f"\n(all that it printed is in {rank.log.path})" if self._kept else ""
+            code = JobError.exit_code if rank.process.returncode == JobError.exit_code else 1
+            raise RankFailed(rank.error() + where, code)
+
+    def _blame(self, failed: list[_Rank]) -> _Rank:
+        """The rank that failed by itself rather than for the loss of another."""
+        by_itself = [rank for rank in failed if rank.process.returncode != PeerLost.exit_code]
+        return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
+
+    def _end(self) -> None:
+        """Leave no process behind."""
+        processes = [rank.process for rank in self._ranks]
+        for process in processes:
+            _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._service is not None:
+            processes.append(self._service)
+        for process in processes:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        for log in self._logs_of:
+            log.file.close()
+        self._handling.__exit__(None, None, None)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        process.send_signal(number)

@@ -1,0 +1,145 @@
+"""How a process learns that it should end: by a signal, or because the launcher that started it is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from horizonml.machine.device import machine_id
+
+LAUNCHER = "HORIZONML_LAUNCHER"  # names the launcher that a process must not outlive (see `launcher_name`)
+_LOOK_SECONDS = 0.5  # how often a process looks whether its launcher lives
+_SAVE_SECONDS = 5.0  # for a rank whose launcher is gone to finish its step and save
+
+
+_CAUSES = {
+    signal.SIGKILL: "the machine may be out of memory (see dmesg)",
+    signal.SIGILL: "its processor lacks an instruction that this build of PyTorch uses. Arm boards with Armv8.2 "
+    "(Raspberry Pi 5, Jetson Xavier and Orin) have what the releases need; older ones (Raspberry Pi 3 and 4, Jetson "
+    "Nano) do not have it all, and PyTorch 2.10.0 for one does not run there: install another release",
+}
+
+
+class Cancelled(Exception):
+    """A wait was ended because the process was asked to end."""
+
+
+class StopRequest:
+    """Set by a signal: the run is to end after the current step.
+
+    SIGTERM only ever asks, however often it comes: one Ctrl-C reaches a rank through the terminal and through every
+    launcher above it. What must end at once is killed, or gets a second SIGINT, which only a person sends.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.at_once = False
+        self._interrupted = False
+
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Take note of a signal; this is the signal's handler."""
+        if number == signal.SIGINT:
+            self.at_once, self._interrupted = self._interrupted, True
+        self.wanted = True
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Turn SIGTERM and SIGINT into a request to stop after the current step; a second SIGINT ends the process."""
+    stop = StopRequest()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        stop.note(number)
+        if stop.at_once:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    with handling(handle):
+        yield stop
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    """End the process; the handler for as long as a rank has nothing to finish or save."""
+    print("stopped as asked, before the training began", flush=True)
+    os._exit(0)
+
+
+@contextmanager
+def handling(handle: signal._HANDLER) -> Iterator[None]:
+    """Let `handle` take SIGTERM and SIGINT."""
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def explain_signal(number: int) -> str:
+    """Return the name of the signal that ended a process, and what most likely lies behind it."""
+    try:
+        name, cause = signal.Signals(number).name, _CAUSES.get(signal.Signals(number))
+    except ValueError:  # one that has no name, such as a real-time signal
+        return f"signal {number}"
+    return f"{name}; {cause}" if cause else name
+
+
+def launcher_name() -> str:
+    """Return what names this process for those that must not outlive it: its id, its start, and where ids hold."""
+    return f"{os.getpid()} {_started(os.getpid())} {_place()}"
+
+
+def watch_launcher() -> None:
+    """End this process when the launcher above it is gone, however it went, and at once if it is gone already.
+
+    The launcher is looked up by its id and start, because it need not be the parent: a script or an mpirun may stand
+    between the two. A process on another machine or in another container cannot see it, and is not watched.
+    """
+    pid, _, rest = os.environ.get(LAUNCHER, "").partition(" ")
+    started, _, place = rest.partition(" ")
+    if not pid.isdigit() or place != _place():
+        return
+    if _started(int(pid)) != started:
+        os._exit(128 + signal.SIGTERM)
+
+    def watch() -> None:
+        while _started(int(pid)) == started:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_SAVE_SECONDS)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started, or None if there is none, or only what its parent has not collected yet.
+
+    On Linux in the kernel's ticks, which do not move when the clock of a small board is set after its start.
+    """
+    try:
+        # After the name, which is in brackets and may hold anything: the state, and as the 20th field the start.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (FileNotFoundError, ProcessLookupError):
+        if Path("/proc/self/stat").exists():
+            return None
+    try:  # not Linux
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _place() -> str:
+    """Return the machine and, on Linux, the process namespace: within these, a process id names one process."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{machine_id()} {os.readlink(namespace) if namespace.exists() else ''}".strip()

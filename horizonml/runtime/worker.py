@@ -1,0 +1,387 @@
+"""The life of one rank: meet the others, agree on a plan, train, leave; or meet again when one of them is lost."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horizonml.data.datasets import Data, DataInfo, load
+from horizonml.engine.engine import Engine
+from horizonml.engine.group import Group
+from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
+from horizonml.files import cache_folder
+from horizonml.job.schema import Job
+from horizonml.machine.device import (
+    available_cores,
+    machine,
+    machine_id,
+    memory_limit,
+    shared_machine,
+    versions,
+)
+from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.memory import keep_freed_memory
+from horizonml.machine.usage import rss_bytes
+from horizonml.models.zoo import Model
+from horizonml.plan.plan import Plan
+from horizonml.planner.hardware import Host
+from horizonml.profiling.threads import choose_threads
+from horizonml.rendezvous.identity import Identity
+from horizonml.rendezvous.meeting import Membership, Terms, meet
+from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.signals import Cancelled, StopRequest
+from horizonml.runtime.stragglers import Watch
+from horizonml.runtime.trainer import Outcome, Progress, train
+from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.disks import Disks
+from horizonml.state.equal import share_state
+from horizonml.state.move import move
+from horizonml.state.runfolder import RunFolder
+from horizonml.state.shards import completed
+from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.progress import display_for
+from horizonml.telemetry.recorder import Recorder
+from horizonml.text import count, human_bytes, human_seconds
+
+
+class Worker:
+    """One rank of a job, through all the groups it is a member of."""
+
+    def __init__(
+        self, job: Job, identity: Identity, address: tuple[str, int] | None, metrics: Metrics, stop: StopRequest
+    ) -> None:
+        """`address` is the rendezvous service's; None for a world of one."""
+        self._job, self._identity, self._address = job, identity, address
+        self._metrics, self._stop = metrics, stop
+        self._idle = rss_bytes()
+        self._steps = 0  # done by this process
+        metrics.wanted(identity.world_size)
+        self._rank = identity.rank  # in the group that there is, or was last
+        self._agreed: Agreed | None = None
+        # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+        self._moved_away = self._begun = False
+        self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
+        self.newest_checkpoint: int | None = None
+
+    def run(self, fresh: bool, rejoin: bool) -> Outcome:
+        """Train to the end. Raises HorizonError.
+
+        With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on from the newest
+        checkpoint; otherwise that ends it, too.
+        """
+        keep_freed_memory()
+        job, identity = self._job, self._identity
+        self._folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
+        if not fresh and completed(job.run_folder / "checkpoints", job):
+            return "already complete"
+        if identity.world_size == 1:
+            return self._train(None, fresh)
+        membership, fruitless = None, 0
+        terms = Terms(
+            job.name,
+            job.digest(),
+            job.rendezvous.timeout,
+            job.rendezvous.replace_timeout,
+            job.parallel.fewest(),
+        )
+        while not self._stop.wanted:
+            before = self._steps
+            assert self._address is not None
+            try:
+                membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
+            except Cancelled:
+                return "stopped waiting"
+            self._rank = membership.rank
+            try:
+                outcome = self._train(membership, fresh)
+            except PeerLost as error:
+                named = membership.name_lost(error)
+                membership.leave(f"lost a peer: {named}", "lost")
+                self._metrics.lost_peer()
+                fruitless = 0 if self._steps > before else fruitless + 1
+                if self._stop.wanted:
+                    break
+                if not rejoin or named.ends_job or fruitless >= job.rendezvous.max_attempts:
+                    raise named from error
+                self._check_recoverable(str(named))
+                print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
+            except BaseException as error:
+                # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
+                passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
+                failed = error.ends_job if isinstance(error, HorizonError) else not passing
+                membership.leave(str(error) or type(error).__name__, "failed" if failed else "other")
+                raise
+            else:
+                membership.leave("done" if outcome != "re-form" else "meets again")
+                if outcome != "re-form":
+                    return outcome
+                if not rejoin:
+                    break
+                self._check_recoverable("another rank stops")
+                self.say("another rank stops or joins; meeting again")
+            gc.collect()
+            self._metrics.waiting([])
+        return "stopped"
+
+    def _check_recoverable(self, reason: str) -> None:
+        """Raise PeerLost if there is nothing that training could go on from."""
+        if not self._job.checkpoint.enabled and self._steps:
+            raise PeerLost(
+                f"{reason}; the {self._steps} steps done so far are lost, because checkpoint.enabled is false: with "
+                "checkpoints the others would go on"
+            )
+
+    def say(self, text: str) -> None:
+        """Tell the user; only what is being waited for is told by every rank."""
+        if self._rank == 0 or text.startswith("waiting"):
+            prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
+            print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
+
+    def waiting(self, ranks: list[int]) -> None:
+        """These ranks have not come yet."""
+        self._metrics.waiting(ranks)
+
+    def _train(self, membership: Membership | None, fresh: bool) -> Outcome:
+        """Train as a member of one group."""
+        rank = membership.rank if membership else 0
+        nodes = [member.node for member in membership.members] if membership else [machine_id()]
+        names = [member.host for member in membership.members] if membership else [socket.gethostname()]
+        started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
+        store = membership.store if membership else None
+        group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
+        generation = membership.generation if membership else 0
+        self._metrics.formed(generation, group.world_size)
+
+        def newcomers() -> bool:  # who cannot be taken in without losing everything has to wait
+            return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
+
+        try:
+            return self._train_in(group, names, started_as, generation, newcomers, fresh)
+        finally:
+            group.close()
+
+    def _train_in(
+        self,
+        group: Group,
+        names: list[str],
+        started_as: list[int],
+        generation: int,
+        newcomers: Callable[[], bool],
+        fresh: bool,
+    ) -> Outcome:
+        """Train as a member of `group`."""
+        job, rank = self._job, group.rank
+        if group.world_size < self._identity.world_size:
+            self.say(f"going on with {group.world_size} of {self._identity.world_size} ranks")
+        hosts = find_hosts(group)
+        here = next(host for host in hosts if rank in host.ranks)
+        began = group.gather_json([self._moved_away, self._begun])
+        if any(group.gather_json(fresh)) and not any(moved for moved, _ in began):
+            self._set_aside(group)
+        self._moved_away = True
+        first = not any(begun for _, begun in began)  # no rank of this group has trained this run before
+        info, model = describe_together(job, group)
+        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
+        agreed = self._agree(group, model, info, hosts, names, started_as)
+        watch = None
+        if agreed.forecast is not None:
+            parallel = job.parallel
+            watch = Watch(
+                group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
+            )
+        engine = engine_for(job, agreed.plan, model, group)
+        _check_smallest_batch(job, engine, info)
+        data = load_for(job, engine, info)
+        checkpoints, start = None, None
+        if job.checkpoint.enabled:
+            checkpoints = Checkpoints(
+                job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible_with(job, info), names
+            )
+            if first and not job.checkpoint.resume:
+                checkpoints.set_aside()
+            else:
+                found = checkpoints.resume(engine)
+                start = Progress(found.step, found.metrics) if found is not None else None
+        self._begun = True
+        self._begin_equal(engine)
+        if not first and start is None:
+            self.say("no checkpoint had been saved: training begins again at step 0")
+        steps = job.epochs * -(-info.train // job.batch_size)
+        about = {
+            "rank": rank,
+            "started_as_rank": self._identity.rank,
+            "world_size": group.world_size,
+            "generation": generation,
+            "host": names[rank],
+            "node": group.hosts[rank],
+            "job": job.model_dump(),
+            "layers": model.chain.names,
+            "rss_idle_bytes": self._idle,
+            "threads": torch.get_num_threads(),
+            "cores": here.cores,
+            "memory": memory_limit(),
+            "machine": machine(),
+            "versions": versions(),
+        }
+        energy = EnergyMeter() if here.ranks[0] == rank else None
+        source = "resumed"
+        while True:
+            recorder = self._recorder(about, engine, watch, steps, start, source, energy)
+            outcome: str = "failed"
+            try:
+                result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
+                outcome = result
+            finally:
+                self._steps += recorder.steps
+                recorder.close(outcome)
+                self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
+            if result != "re-plan":
+                return result
+            assert watch is not None
+            predicted = human_seconds(watch.forecast.seconds)
+            self.say(f"step {reached.step}: a new plan, predicted to take {predicted} a step:")
+            self.say(watch.plan.describe(model.chain.names))
+            replanned = engine_for(job, watch.plan, model, group)
+            _check_smallest_batch(job, replanned, info)
+            received = move(engine, replanned, model, group)
+            moved = sum(group.gather_json(received))
+            self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
+            engine, start, source = replanned, reached, "on"
+            self._agreed = Agreed(watch.plan, watch.forecast, watch.problem)
+            data = load_for(job, engine, info)
+
+    def _set_aside(self, group: Group) -> None:
+        """Make room for a fresh run; the one before is kept beside it, on every disk. Raises JobError on all ranks."""
+        leads = Disks(self._job.run_folder, group).leads
+        problems = group.gather_json(self._folder.set_aside() if leads[group.rank] == group.rank else None)
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise JobError(problem if group.world_size == 1 else f"rank {rank}: {problem}")
+
+    def _agree(
+        self,
+        group: Group,
+        model: Model,
+        info: DataInfo,
+        hosts: list[Host],
+        names: list[str],
+        started_as: list[int],
+    ) -> Agreed:
+        """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
+
+        A rank that was replaced takes it over from one that has it.
+        """
+        kept = self._agreed if self._planned_for == started_as else None
+        known = group.gather_json(kept.to_json() if kept is not None else None)
+        agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
+        if agreed is None:
+            agreed = make_plan(self._job, model, info, group, hosts, names, self.say)
+        elif kept is not None and kept.to_json() == agreed.to_json():
+            agreed = kept  # which, on rank 0, also knows the problem
+        self._agreed, self._planned_for = agreed, started_as
+        return agreed
+
+    def _begin_equal(self, engine: Engine) -> None:
+        """See that all members of a stage begin with the same state, bit for bit."""
+        for rank, name in share_state(engine):
+            self.say(
+                f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
+                "taken over that member's; processors that round differently can be the reason"
+            )
+
+    def _recorder(
+        self,
+        about: dict[str, Any],
+        engine: Engine,
+        watch: Watch | None,
+        steps: int,
+        start: Progress | None,
+        source: str,
+        energy: EnergyMeter | None,
+    ) -> Recorder:
+        """Return what takes down all that happens from now on, by this plan."""
+        job, done = self._job, start.step if start else 0
+        display = display_for(about["rank"], job.epochs, steps, done)
+        about = {
+            **about,
+            "stage": engine.stage_number,
+            "plan": engine.plan.to_json(),
+            "forecast": watch.forecast.seconds if watch else None,
+            "resumed_at": done,
+        }
+        file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
+        recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
+        self._metrics.started(about, job.epochs, steps, done)
+        if start and done < steps:
+            recorder.message(f"{source} from step {done} of {steps}")
+        if about["rank"]:
+            stage, stages = engine.plan.stages[engine.stage_number], len(engine.plan.stages)
+            others, place = count(about["world_size"] - 1, "other rank"), engine.stage_number + 1
+            print(
+                f"rank {self._identity.rank}: connected to {others}; trains stage {place} of {stages}, layers "
+                f"{stage.start} to {stage.stop - 1}, from step {done} of {steps}",
+                flush=True,
+            )
+        return recorder
+
+
+def find_hosts(group: Group) -> list[Host]:
+    """Return the machines and containers of a group, with what each of its ranks may use there."""
+    nodes, rank = group.hosts, group.rank
+    # What the process itself takes is not there for the model.
+    own = memory_limit() / nodes.count(nodes[rank]) - rss_bytes()
+    limits = group.gather_json([available_cores(), own, *shared_machine()])
+    machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
+    hosts = []
+    for node in dict.fromkeys(nodes):
+        cores, memory, machine_, machine_cores = limits[nodes.index(node)]
+        shared = sum(other == machine_ for other in machines.values()) > 1
+        ranks = tuple(rank for rank, other in enumerate(nodes) if other == node)
+        place = (str(machine_), float(machine_cores)) if shared else ()
+        hosts.append(Host(ranks, float(cores), float(memory), *place))
+    return hosts
+
+
+def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
+    """The engine that runs a plan."""
+    kind: type[Engine] = Engine
+    if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
+        from horizonml.engine.sync.horovod import HorovodEngine
+
+        kind = HorovodEngine
+    compression = job.parallel.gradient_compression
+    return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
+
+
+def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
+    """The data for this rank: images for the first stage, labels for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", images=engine.is_first, labels=engine.is_last)
+
+
+def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
+    """What a checkpoint must agree with so that going on from it makes sense."""
+    return {
+        "model": job.model.model_dump(),
+        "data": job.data.name,
+        "samples": info.train,
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "optimizer": job.optimizer.name,
+    }
+
+
+def _check_smallest_batch(job: Job, engine: Engine, info: DataInfo) -> None:
+    """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
+    for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
+        for rank, problem in enumerate(engine.group.gather_json(engine.try_smallest(size))):
+            if problem is not None:
+                raise DataError(
+                    f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "
+                    f"which this model cannot train ({problem}); change batch_size, data.samples, or "
+                    "parallel.micro_batches"
+                )

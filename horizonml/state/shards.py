@@ -1,0 +1,292 @@
+"""Checkpoints as they lie on disk.
+
+    checkpoints/step-00000230/
+        checkpoint.json          for people: step, accuracy, job, plan, and for every shard its SHA-256 and who keeps it
+        stage-0.safetensors      parameters, buffers and optimizer state of stage 0's layers, by original name
+        stage-1.safetensors ...
+
+A checkpoint may come from a stranger or a broken disk: everything in it is checked before it is used, and nothing in
+it is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from torch import Tensor
+
+from horizonml import __version__
+from horizonml.errors import CheckpointError
+from horizonml.job.schema import Job
+
+_log = logging.getLogger(__name__)
+
+FORMAT = 1
+METADATA = "checkpoint.json"
+_MOST_METADATA = 64 << 20  # bytes
+
+
+class _Strict(BaseModel):
+    """Values have exactly the types that are written here; nothing is converted."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Shard(_Strict):
+    """One stage's file."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    tensors: int | None = Field(None, ge=0)  # how many it holds
+    machines: list[str] = []  # that keep a copy, as the hosts were called when it was saved
+
+
+class Layers(_Strict):
+    """A stage's layers: `start` to `stop - 1`."""
+
+    model_config = ConfigDict(extra="allow")
+    start: int = Field(ge=0)
+    stop: int
+
+
+class Cuts(_Strict):
+    """The part of a plan that says which layers lie in which shard."""
+
+    model_config = ConfigDict(extra="allow")
+    stages: list[Layers] = Field(min_length=1)
+
+
+class Metadata(_Strict):
+    """The content of `checkpoint.json`. Fields that are not named here are for people."""
+
+    model_config = ConfigDict(extra="allow")
+    format: int
+    step: int = Field(ge=0)
+    complete: bool = False
+    metrics: dict[str, int | float] = {}  # of the last evaluation
+    job: dict[str, Any] = {}
+    compatible: dict[str, Any]
+    plan: Cuts
+    shards: dict[str, Shard]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Metadata:
+        expected = 0
+        for number, stage in enumerate(self.plan.stages):
+            if stage.start != expected or stage.stop <= stage.start:
+                raise ValueError(f"stage {number} of its plan has layers {stage.start} to {stage.stop - 1}")
+            expected = stage.stop
+        if set(self.shards) != {shard_name(number) for number in range(len(self.plan.stages))}:
+            raise ValueError(f"it names the shards {sorted(self.shards)} for {len(self.plan.stages)} stages")
+        return self
+
+    def needed(self, start: int, stop: int) -> list[str]:
+        """Return the names of the shards that hold any of the layers `start` to `stop - 1`."""
+        stages = enumerate(self.plan.stages)
+        return [shard_name(number) for number, saved in stages if saved.start < stop and start < saved.stop]
+
+
+def shard_name(stage: int) -> str:
+    """Return the name of a stage's file."""
+    return f"stage-{stage}.safetensors"
+
+
+def folder_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def is_folder_name(name: object) -> bool:
+    """Whether this is the name of a checkpoint's folder, and nothing else that a path could be made of."""
+    return isinstance(name, str) and re.fullmatch(r"step-\d{8,18}", name, re.ASCII) is not None
+
+
+def step_of(path: Path) -> int:
+    """Return the step after which the checkpoint in this folder was saved."""
+    return int(path.name.partition("-")[2])
+
+
+def steps(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first."""
+    found = (path for path in folder.glob("step-*") if is_folder_name(path.name) and path.is_dir())
+    return sorted(found, key=step_of, reverse=True)
+
+
+def find(path: Path) -> Path:
+    """Return the newest intact checkpoint at `path`: itself one, or a run's folder.
+
+    Newer ones that are damaged are passed over by name. Raises CheckpointError.
+    """
+    if (path / METADATA).exists():
+        return path
+    problems = []
+    for folder in (path, path / "checkpoints"):
+        for step in steps(folder):
+            try:
+                verify(step, read_metadata(step))
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                for problem in problems:
+                    _log.warning("%s; an older checkpoint is taken instead: %s", problem, step.name)
+                return step
+    raise CheckpointError("; ".join(problems) or f"no checkpoint in {path}; give a run's folder or a step-* folder")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return the metadata of a checkpoint. Raises CheckpointError."""
+    try:
+        with _regular_file(path / METADATA) as file:
+            content = file.read(_MOST_METADATA + 1)
+        if len(content) > _MOST_METADATA:
+            raise ValueError(f"it is larger than {_MOST_METADATA >> 20} MiB")
+        return check(json.loads(content), path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+
+
+def check(metadata: Any, path: Path) -> Metadata:
+    """Return the metadata if it is well-formed. Raises CheckpointError."""
+    if isinstance(metadata, dict) and isinstance(metadata.get("format"), int) and metadata["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {metadata['format']} is not known to HorizonML {__version__}")
+    try:
+        return Metadata.model_validate(metadata)
+    except ValidationError as error:
+        raise _damaged(path, error) from error
+    except RecursionError as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    if isinstance(error, ValidationError):
+        details = error.errors()[0]
+        field = ".".join(map(str, details["loc"]))
+        reason = f"{field + ': ' if field else ''}{details['msg']}"
+    else:
+        reason = getattr(error, "strerror", None) or str(error)
+    return CheckpointError(f"{path}: {METADATA} is missing or damaged ({reason})")
+
+
+def completed(folder: Path, job: Job) -> bool:
+    """Whether the newest checkpoint in `folder` is the end of exactly this job."""
+    newest = next(iter(steps(folder)), None)
+    if newest is None:
+        return False
+    try:
+        metadata = read_metadata(newest)
+        return metadata.complete and Job.model_validate(metadata.job).digest() == job.digest()
+    except (CheckpointError, ValueError):
+        return False
+
+
+def describe(file: Path, tensors: int) -> Shard:
+    """Return what the metadata says of a shard that was just written. Raises OSError."""
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return Shard(bytes=os.fstat(content.fileno()).st_size, sha256=digest, tensors=tensors)
+
+
+def verify_shard(file: Path, shard: Shard, content: bool = True) -> None:
+    """Raise CheckpointError unless the file is the shard that the metadata describes.
+
+    Without `content` only the size is compared.
+    """
+    try:
+        with _regular_file(file) as opened_file:
+            size = os.fstat(opened_file.fileno()).st_size
+            if size != shard.bytes:
+                raise CheckpointError(f"{file} is damaged: it has {size} bytes instead of {shard.bytes}")
+            if content and hashlib.file_digest(opened_file, "sha256").hexdigest() != shard.sha256:
+                raise CheckpointError(f"{file} is damaged: its content does not match its SHA-256")
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def verify(path: Path, metadata: Metadata) -> None:
+    """Raise CheckpointError unless all shards are here and intact."""
+    for name, shard in metadata.shards.items():
+        if not (path / name).exists():
+            where = f"; copies are on {', '.join(shard.machines)}" if shard.machines else ""
+            raise CheckpointError(f"{path}: {name} is missing{where}")
+        verify_shard(path / name, shard)
+
+
+def intact(path: Path, metadata: Metadata) -> tuple[list[str], list[str]]:
+    """Return the names of the shards that are here and intact, and what is wrong with the others that are here."""
+    names, problems = [], []
+    for name, shard in metadata.shards.items():
+        if (path / name).exists():
+            try:
+                verify_shard(path / name, shard)
+                names.append(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+    return names, problems
+
+
+def _regular_file(path: Path) -> BufferedReader:
+    """Open a file for reading. Raises OSError for a pipe or a device, on which reading could wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+@contextmanager
+def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    """Yield the names of all tensors in some shards of a checkpoint, and a function that reads one by name.
+
+    Raises CheckpointError for a shard that cannot be read or does not hold as many tensors as it should.
+    """
+    where: dict[str, Any] = {}
+    try:
+        for name, shard in shards.items():
+            handle = safetensors.safe_open(path / name, framework="pt")
+            keys = list(handle.keys())
+            if shard.tensors is not None and len(keys) != shard.tensors:
+                raise CheckpointError(f"{path / name} has {len(keys)} tensors instead of {shard.tensors}")
+            where |= dict.fromkeys(keys, handle)
+        yield list(where), lambda name: where[name].get_tensor(name)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def export(source: Path, target: Path) -> Metadata:
+    """Write a checkpoint's parameters and buffers as a plain state dict; return the checkpoint's metadata.
+
+    The file can be read by `torch.load(target, weights_only=True)` and fits the original model. Raises
+    CheckpointError.
+    """
+    path = find(source)
+    metadata = read_metadata(path)
+    verify(path, metadata)
+    with opened(path, metadata.shards) as (names, read):
+        weights: dict[str, Tensor] = {
+            name.removeprefix("model/"): read(name) for name in names if name.startswith("model/")
+        }
+    hidden = target.with_name(f".{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        hidden.touch()  # torch does not say why it cannot open a file
+        torch.save(weights, hidden)
+        os.replace(hidden, target)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
+        with suppress(OSError):
+            hidden.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or "writing ended too early; the disk may be full"
+        raise CheckpointError(f"cannot write {target}: {reason}") from error
+    return metadata
