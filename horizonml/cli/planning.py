@@ -84,7 +84,7 @@ def show_plan(
     else:
         found = problem.judge(fixed_plan(job, len(model.chain), world_size))
     plan = found.plan
-    by_channels = any(stage.split == "channels" for stage in plan.stages)
+    by_channels = any(stage.splits_channels for stage in plan.stages)
     reason = None if by_channels else shortage(problem, found, names)  # what a split by channels needs is not known
     if reason is not None:
         raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
@@ -153,7 +153,7 @@ def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
         {
             "ranks": list(stage.ranks),
             "shares": list(stage.shares),
-            "split": stage.split,
+            "split": "channels" if stage.splits_channels else "samples",
             "send": stage.send,
             "layers": [stage.start, stage.stop - 1],
         }
@@ -216,7 +216,7 @@ def _print_plan(job: Job, problem: Problem, found: Found, names: list[str], mode
 
     plan, layer_names = found.plan, model.chain.names
     print()
-    if any(stage.split == "channels" for stage in plan.stages):
+    if any(stage.splits_channels for stage in plan.stages):
         for line in plan.describe(layer_names).splitlines():
             print_text(line)
         print()

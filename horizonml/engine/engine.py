@@ -26,8 +26,8 @@ from horizonml.engine.sync.channels import Channels, Exchange
 from horizonml.errors import Diverged
 from horizonml.job.schema import Adam, Sgd
 from horizonml.models.zoo import Model
+from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Route, routes
-from horizonml.plan.schedule import SCHEDULES, Action, evaluation
 
 _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.
@@ -132,14 +132,14 @@ class Engine:
         self.plan, self.group, self.clock = plan, group, Clock()
         self._model_seed, self._batch_size, self._smoothing = model.seed, batch_size, label_smoothing
         self._compression = gradient_compression
-        self.stage_number = plan.stage_of(group.rank)
-        self.member = plan.member_of(group.rank)
+        (self.stage_number,) = plan.stages_of(group.rank)
         self._stage = plan.stages[self.stage_number]
+        self.member = self._stage.ranks.index(group.rank)
         self.is_first = self.stage_number == 0
         self.is_last = self.stage_number == len(plan.stages) - 1
         self.module = model.stage(self._stage.start, self._stage.stop)
         self._channels = None
-        if self._stage.split == "channels" and len(self._stage.ranks) > 1:
+        if self._stage.splits_channels:
             exchange = Exchange(group, self._stage.ranks, self.clock, _TAG_CHANNELS)
             self._channels = Channels(self.module, self._stage, self.member, exchange)
         # Where members split channels, all have the same samples, which count once.
@@ -209,7 +209,8 @@ class Engine:
         micros = self._cut(batch.size)
         rows = sum(micro.rows for micro in micros)
         weight = rows / batch.size / self._alike
-        actions = SCHEDULES[self.plan.schedule](self.stage_number, len(self.plan.stages), len(micros))
+        passes = (Kind.FORWARD, Kind.BACKWARD)
+        actions = [a for a in self.plan.actions(self.group.rank, len(micros)) if a.kind in passes]
         self.module.train()
         loss, correct = self._run(batch, micros, actions, number)
         # Where a stage has several members, gradients may be on their way between them already.
@@ -273,7 +274,7 @@ class Engine:
         rank, name = next((rank, name) for rank, name in enumerate(names) if name is not None)
         hint = ", or set parallel.gradient_compression: none" if self._compression != "none" else ""
         raise Diverged(
-            f"step {number}: the gradient of {name} (stage {self.plan.stage_of(rank)}, rank {rank}) is not finite. "
+            f"step {number}: the gradient of {name} (stage {self.plan.stages_of(rank)[0]}, rank {rank}) is not finite. "
             f"{_UNCHANGED}{hint}"
         )
 
@@ -286,7 +287,7 @@ class Engine:
         loss = correct = samples = 0.0
         for batch in batches:
             micros = self._cut(batch.size)
-            batch_loss, batch_correct = self._run(batch, micros, evaluation(len(micros)), 0)
+            batch_loss, batch_correct = self._run(batch, micros, self.plan.evaluation(self.group.rank, len(micros)), 0)
             loss, correct, samples = loss + batch_loss * batch.size, correct + batch_correct, samples + batch.size
         for link in self._links:
             link.flush()

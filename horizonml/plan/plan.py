@@ -5,33 +5,54 @@ Every way of training is such a plan, and one engine runs them all. This module 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
 from horizonml.errors import PlanError
+from horizonml.plan.actions import Action, Lanes, evaluation, with_update
+from horizonml.plan.schedules import SCHEDULES
 from horizonml.text import count
 
 # What activations and their gradients may be sent as, most precise first, and the bytes compared with float32's.
 FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
 
 
+class Sync(StrEnum):
+    """How the members of a stage agree on its gradients."""
+
+    ALL_REDUCE = "all-reduce"  # sums of 32-bit floats
+    FP16 = "fp16"  # sums of 16-bit floats
+    POWERSGD = "powersgd"  # sums of thin matrices that stand for the gradients
+    CHANNELS = "channels"  # members split the layers' channels (tensor parallelism) and exchange them in each layer
+    HOROVOD = "horovod"  # sums by Horovod
+    HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
+
+
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers `start` to `stop - 1`, held by `ranks`.
 
-    `shares[i]` of every micro-batch's samples go to `ranks[i]`, each of which holds the layers; or, where `split` is
-    "channels", `shares[i]` of the layers' channels, and all samples go to all ranks (tensor parallelism). `send` is the
-    format (one of `FORMATS`) of activations on their way to the next stage, and of their gradients on the way back.
+    `shares[i]` of every micro-batch's samples go to `ranks[i]`, each of which holds the layers; or, where `sync` is
+    CHANNELS, `shares[i]` of the layers' channels, and all samples go to all ranks. `send` is the format (one of
+    `FORMATS`) of activations on their way to the next stage, and of their gradients on the way back. A rank may be a
+    member of several stages.
     """
 
     start: int
     stop: int
     ranks: tuple[int, ...]
     shares: tuple[float, ...]
-    split: str = "samples"
+    sync: Sync = Sync.ALL_REDUCE
     send: str = "fp32"
+
+    @property
+    def splits_channels(self) -> bool:
+        """Whether the members split channels instead of samples."""
+        return self.sync is Sync.CHANNELS and len(self.ranks) > 1
 
     def parts(self, things: int) -> list[tuple[int, int]]:
         """Each member's part `[first, end)` of so many `things`, in the order of `ranks`.
@@ -47,7 +68,7 @@ class Stage:
 
     def rows(self, samples: int) -> list[tuple[int, int]]:
         """The rows `[first, end)` of a micro-batch of `samples` that each member works on, in the order of `ranks`."""
-        return [(0, samples)] * len(self.ranks) if self.split == "channels" else self.parts(samples)
+        return [(0, samples)] * len(self.ranks) if self.splits_channels else self.parts(samples)
 
 
 @dataclass(frozen=True)
@@ -61,20 +82,30 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return sum(len(stage.ranks) for stage in self.stages)
+        return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def layers(self) -> int:
         """The number of layers."""
         return self.stages[-1].stop
 
-    def stage_of(self, rank: int) -> int:
-        """The number of the stage that `rank` is a member of."""
-        return next(number for number, stage in enumerate(self.stages) if rank in stage.ranks)
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the stages that `rank` is a member of, in their order."""
+        return tuple(number for number, stage in enumerate(self.stages) if rank in stage.ranks)
 
-    def member_of(self, rank: int) -> int:
-        """The place of `rank` among the members of its stage."""
-        return self.stages[self.stage_of(rank)].ranks.index(rank)
+    @functools.cached_property
+    def lanes(self) -> Lanes:
+        """The sets of stages that ranks hold, each once, in the order of their first stages."""
+        return tuple(sorted({self.stages_of(rank) for stage in self.stages for rank in stage.ranks}))
+
+    def actions(self, rank: int, micro_batches: int) -> list[Action]:
+        """What `rank` does in a training step of so many micro-batches, in order."""
+        passes = SCHEDULES[self.schedule].passes(self.lanes.index(self.stages_of(rank)), self.lanes, micro_batches)
+        return with_update(passes)
+
+    def evaluation(self, rank: int, micro_batches: int) -> list[Action]:
+        """What `rank` does in an evaluation."""
+        return evaluation(self.stages_of(rank), micro_batches)
 
     def micro_sizes(self, batch: int, full_batch: int) -> list[int]:
         """Sizes of the micro-batches of a batch, in order.
@@ -90,9 +121,11 @@ class Plan:
 
     def check(self, layers: int, world_size: int) -> None:
         """Raise PlanError unless the plan covers these layers and ranks."""
-        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        ranks = sorted({rank for stage in self.stages for rank in stage.ranks})
         if ranks != list(range(world_size)):
             raise PlanError(f"the plan is for ranks {ranks}, but the world size is {world_size}")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"the plan's schedule is {self.schedule!r}; there are {', '.join(SCHEDULES)}")
         expected = 0
         for number, stage in enumerate(self.stages):
             if stage.start != expected or stage.stop <= stage.start:
@@ -102,7 +135,9 @@ class Plan:
                 )
             if len(stage.shares) != len(stage.ranks) or min(stage.shares) <= 0:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
-            if stage.split != "samples" and len(self.stages) > 1:
+            if len(set(stage.ranks)) < len(stage.ranks):
+                raise PlanError(f"stage {number} of the plan names a rank twice")
+            if stage.sync is Sync.CHANNELS and len(self.stages) > 1:
                 raise PlanError(f"stage {number} of the plan splits channels; only a plan of one stage can")
             if stage.send not in FORMATS:
                 raise PlanError(f"stage {number} of the plan sends {stage.send!r}; there are {', '.join(FORMATS)}")
@@ -120,7 +155,7 @@ class Plan:
                 "stop": s.stop,
                 "ranks": list(s.ranks),
                 "shares": list(s.shares),
-                "split": s.split,
+                "sync": s.sync.value,
                 "send": s.send,
             }
             for s in self.stages
@@ -136,7 +171,8 @@ class Plan:
                 int(s["stop"]),
                 tuple(s["ranks"]),
                 tuple(map(float, s["shares"])),
-                str(s.get("split", "samples")),
+                # Plans in checkpoints of version 0.1 have "split" instead.
+                Sync(s["sync"]) if "sync" in s else Sync.CHANNELS if s.get("split") == "channels" else Sync.ALL_REDUCE,
                 str(s.get("send", "fp32")),
             )
             for s in value["stages"]
@@ -155,7 +191,7 @@ class Plan:
                 f"rank {rank}" + (f" (share {share:g})" if len(set(stage.shares)) > 1 else "")
                 for rank, share in zip(stage.ranks, stage.shares, strict=True)
             )
-            lines.append(f"stage {number}: {who}: {span}" + (", split by channels" * (stage.split == "channels")))
+            lines.append(f"stage {number}: {who}: {span}" + (", split by channels" * stage.splits_channels))
             if stage.send != "fp32" and number + 1 < len(self.stages):
                 lines[-1] += f", sends {stage.send}"
         if len(self.stages) > 1:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from horizonml.errors import PlanError
 from horizonml.job.schema import Job, Parallel, StageSpec
-from horizonml.plan.plan import FORMATS, Plan, Stage
+from horizonml.plan.plan import FORMATS, Plan, Stage, Sync
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import MICRO_BATCHES, Found, Problem, search
@@ -33,8 +33,8 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
     micro_batches = parallel.micro_batches or 1
     if parallel.stages is None:  # one stage, which sends nothing on
         ranks = tuple(range(world_size))
-        split = "channels" if parallel.strategy == "tensor" else "samples"
-        return Plan((Stage(0, layers, ranks, (1.0,) * world_size, split),), parallel.schedule, micro_batches)
+        sync = Sync.CHANNELS if parallel.strategy == "tensor" else Sync.ALL_REDUCE
+        return Plan((Stage(0, layers, ranks, (1.0,) * world_size, sync),), parallel.schedule, micro_batches)
     ends = [spec.layers[1] + 1 if spec.layers else layers for spec in parallel.stages]
     plan = Plan(_stages(parallel.stages, ends, _format(parallel)), parallel.schedule, micro_batches)
     plan.check(layers, world_size)
@@ -192,7 +192,7 @@ def _stages(specs: Sequence[StageSpec], ends: Sequence[int], format: str) -> tup
             end,
             tuple(spec.ranks),
             tuple(spec.shares or [1.0] * len(spec.ranks)),
-            spec.split,
+            Sync.CHANNELS if spec.split == "channels" else Sync.ALL_REDUCE,
             spec.send or format,
         )
         for spec, start, end in zip(specs, starts, ends, strict=True)

@@ -13,8 +13,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from horizonml.plan.actions import Action, Kind, most_held
 from horizonml.plan.plan import FORMATS, Plan
-from horizonml.plan.schedule import SCHEDULES, Action, in_flight
 from horizonml.planner.cores import Machine, cores_of
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
@@ -133,8 +133,9 @@ class _Simulation:
         self.tasks: dict[int, list[_Task]] = {}
         rows = [{size: stage.rows(size) for size in set(sizes)} for stage in plan.stages]
         for number, stage in enumerate(plan.stages):
-            actions = SCHEDULES[plan.schedule](number, len(plan.stages), len(sizes))
             for member, rank in enumerate(stage.ranks):
+                passes = (Kind.FORWARD, Kind.BACKWARD)
+                actions = [a for a in plan.actions(rank, len(sizes)) if a.kind in passes]
                 self.tasks[rank] = _tasks(plan, profiles[rank], number, member, sizes, actions, rows)
         self._position = dict.fromkeys(self.tasks, 0)
         self._arrived: dict[tuple[int, str, int], int] = {}
@@ -235,7 +236,7 @@ def _tasks(
 ) -> list[_Task]:
     """A rank's actions; `rows[s][size]` are the rows of the members of stage s in a micro-batch of `size`."""
     stage = plan.stages[number]
-    share = stage.shares[member] / sum(stage.shares) if stage.split == "channels" else 1.0
+    share = stage.shares[member] / sum(stage.shares) if stage.splits_channels else 1.0
     made: dict[int, dict[str, tuple[float, int, tuple[tuple[int, float], ...]]]] = {}
     for size in set(sizes):
         first, end = rows[number][size][member]
@@ -286,7 +287,7 @@ def _memory(
     stage = plan.stages[number]
     layers = profile.layers[stage.start : stage.stop]
     parameters = sum(layer.parameter_bytes for layer in layers)
-    held = in_flight(plan.schedule, number, len(plan.stages), len(sizes))
+    held = most_held(plan.actions(stage.ranks[0], len(sizes)), number)
     activations = held * (rows[1] - rows[0]) * sum(layer.saved_bytes for layer in layers)
     buckets = 1 if len(stage.ranks) > 1 else 0
     return float(parameters * (2 + optimizer_copies + buckets) + activations)

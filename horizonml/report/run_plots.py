@@ -144,7 +144,7 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
         _draw_span(axis, order.index(sender), "transfer", "send", -1, 1000 * begin, 1000 * end, lane=(0.26, 0.18))
     labels = []
     for rank in order:
-        stage = plan.stages[plan.stage_of(rank)]
+        stage = plan.stages[plan.stages_of(rank)[0]]
         layers = f"layers {stage.start} to {stage.stop - 1}" if stage.stop - stage.start > 1 else f"layer {stage.start}"
         busy = prediction.computing[rank] / prediction.seconds
         labels.append(f"{names[rank]}: {layers}\ncomputes {min(1.0, busy):.0%} of the time")

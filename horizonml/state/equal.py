@@ -59,7 +59,7 @@ def _differing(engine: Engine) -> list[tuple[int, str]]:
     every = group.gather_json(own)
     found = []
     for rank in sorted(unequal):
-        first = every[plan.stages[plan.stage_of(rank)].ranks[0]]
+        first = every[plan.stages[plan.stages_of(rank)[0]].ranks[0]]
         names = sorted(name for name in first.keys() | every[rank].keys() if first.get(name) != every[rank].get(name))
         found.append((rank, str(names[0])))
     return found
@@ -70,7 +70,7 @@ def _send(engine: Engine, differing: list[tuple[int, str]]) -> None:
     group, plan = engine.group, engine.plan
     state = engine.replicated_state()
     for rank, _ in differing:
-        source = plan.stages[plan.stage_of(rank)].ranks[0]
+        source = plan.stages[plan.stages_of(rank)[0]].ranks[0]
         for place, name in enumerate(sorted(state) if group.rank in (rank, source) else []):
             tensor = state[name].contiguous()
             if group.rank == source:

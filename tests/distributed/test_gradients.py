@@ -16,7 +16,7 @@ from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.job.schema import Adam, ModelSpec, Sgd
 from horizonml.models.zoo import build
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
 from tests.distributed.pool import Pool
 
 SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
@@ -50,7 +50,7 @@ class Case:
     model: str = "plain"
     optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
     reversed_ranks: bool = False
-    split: str = "samples"
+    sync: Sync = Sync.ALL_REDUCE
 
     def plan(self, layers: int) -> Plan:
         stages, rank = [], 0
@@ -60,7 +60,7 @@ class Case:
             if self.reversed_ranks:
                 ranks = tuple(world - 1 - r for r in ranks)
             start, stop = (layers * (number + k) // len(self.members) for k in (0, 1))
-            stages.append(Stage(start, stop, ranks, shares, self.split))
+            stages.append(Stage(start, stop, ranks, shares, self.sync))
             rank += len(shares)
         return Plan(tuple(stages), self.schedule, self.micro_batches)
 
@@ -106,11 +106,11 @@ CASES += [
 ]
 # Members that split channels see all samples, so BatchNorm, too, must be that of one process.
 TENSOR = [
-    Case(f"tensor of {model}, {name}", (shares,), model=model, split="channels")
+    Case(f"tensor of {model}, {name}", (shares,), model=model, sync=Sync.CHANNELS)
     for model in ("plain", "normed", "wide", "residual", "depthwise")
     for name, shares in (("2", (1.0, 1.0)), ("5", (1.0,) * 5), ("shares 3:1:2", (3.0, 1.0, 2.0)))
 ]
-TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), split="channels", optimizer=Sgd(nesterov=True))]
+TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), sync=Sync.CHANNELS, optimizer=Sgd(nesterov=True))]
 
 
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
@@ -186,7 +186,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("case", [*CASES, *TENSOR], ids=lambda case: case.name)
 def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, case: Case) -> None:
-    expected, losses = reference(case if case.split == "samples" else replace(case, members=(ONE,), split="samples"))
+    expected, losses = reference(
+        case if case.sync is Sync.ALL_REDUCE else replace(case, members=(ONE,), sync=Sync.ALL_REDUCE)
+    )
     results = pool.run(case.world_size, train, case)
     seen = set()
     for rank, (state, reports) in enumerate(results):
@@ -337,7 +339,7 @@ BROKEN = {
     "ddp": Plan((Stage(0, 10, (0, 1), (1.0, 1.0)),)),
     "pipeline": Plan((Stage(0, 4, (0,), (1.0,)), Stage(4, 10, (1,), (1.0,))), micro_batches=2),
     "hybrid": Plan((Stage(0, 4, (0,), (1.0,)), Stage(4, 10, (1, 2), (3.0, 1.0))), micro_batches=2),
-    "tensor": Plan((Stage(0, 10, (0, 1), (1.0, 1.0), "channels"),)),
+    "tensor": Plan((Stage(0, 10, (0, 1), (1.0, 1.0), Sync.CHANNELS),)),
 }
 
 

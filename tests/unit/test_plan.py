@@ -62,7 +62,7 @@ def test_what_one_side_sends_the_other_expects(samples: int) -> None:
 def test_a_plan_reads_back_from_json() -> None:
     plan = Plan((Stage(0, 3, (0, 1), (3.0, 1.0)), Stage(3, 5, (2,), (1.0,))), "gpipe", 4)
     assert Plan.from_json(plan.to_json()) == plan
-    assert (plan.world_size, plan.layers, plan.stage_of(1), plan.member_of(1)) == (3, 5, 0, 1)
+    assert (plan.world_size, plan.layers, plan.stages_of(1)) == (3, 5, (0,))
     assert "rank 0 (share 3)" in plan.describe()
 
 

@@ -1,47 +1,104 @@
+"""Schedules and timetables: complete, without deadlocks, and with the bubbles that they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import pytest
 
-from horizonml.plan.schedule import SCHEDULES, Action, in_flight
+from horizonml.plan.actions import Action, Kind, Lanes, most_held, with_update
+from horizonml.plan.schedules import SCHEDULES
 
 SHAPES = [(stages, micros) for stages in (1, 2, 3, 5) for micros in (1, 2, 5, 8)]
+SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+ODD_LANES: list[Lanes] = [
+    ((0, 2), (1,)),
+    ((0,), (1, 2), (3,)),
+    ((0, 1), (2, 3)),
+    ((0, 3), (1,), (2,)),
+    ((0, 2), (1, 2)),
+]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micros"), SHAPES)
-def test_every_micro_batch_goes_forward_then_backward_once(name: str, stages: int, micros: int) -> None:
-    for stage in range(stages):
-        actions = SCHEDULES[name](stage, stages, micros)
-        assert sorted(actions, key=lambda a: (a.kind, a.micro)) == sorted(
-            [Action(kind, micro) for micro in range(micros) for kind in ("forward", "backward")],  # type: ignore[arg-type]
-            key=lambda a: (a.kind, a.micro),
-        )
-        for micro in range(micros):
-            assert actions.index(Action("forward", micro)) < actions.index(Action("backward", micro))
+def lanes_of(name: str, ranks: int) -> Lanes:
+    """The lanes of a pipeline as the planner makes it for a schedule."""
+    return tuple(tuple(rank + turn * ranks for turn in range(SCHEDULES[name].stages_per_rank)) for rank in range(ranks))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micros"), SHAPES)
-def test_no_schedule_deadlocks_and_both_keep_the_bubble(name: str, stages: int, micros: int) -> None:
-    """Run the stages in unit time: forward 1, backward 1; the step must take 2 (M + P - 1)."""
-    queues = [list(SCHEDULES[name](stage, stages, micros)) for stage in range(stages)]
-    done: dict[tuple[str, int, int], int] = {}
-    for time in range(1, 10 * (stages + micros)):
-        now = {}
-        for stage, queue in enumerate(queues):
-            if not queue:
+def makespan(lanes: Lanes, lists: Sequence[Sequence[Action]]) -> float:
+    """Run the lanes' actions in unit times; fails if they wait for each other."""
+    last = max(stage for held in lanes for stage in held)
+    ends: dict[tuple[bool, int, int, int], float] = {}  # by forward or not, stage, micro-batch and lane
+    free, position = [0.0] * len(lanes), [0] * len(lanes)
+    while any(position[lane] < len(actions) for lane, actions in enumerate(lists)):
+        before = list(position)
+        for lane, actions in enumerate(lists):
+            if position[lane] == len(actions):
                 continue
-            action = queue[0]
-            before = stage - 1 if action.kind == "forward" else stage + 1
-            ready = before in (-1, stages) or done.get((action.kind, before, action.micro), time) < time
-            if ready:
-                now[action.kind, stage, action.micro] = time
-                queue.pop(0)
-        done.update(now)
-        if not any(queues):
-            assert time == 2 * (micros + stages - 1)
-            return
-    pytest.fail("deadlock")
+            action = actions[position[lane]]
+            forward = action.kind is Kind.FORWARD
+            source = action.stage - 1 if forward else action.stage + 1
+            needed: list[float | None] = []
+            if 0 <= source <= last and action.kind is not Kind.BACKWARD_WEIGHT:
+                others = [other for other, held in enumerate(lanes) if source in held]
+                needed = [ends.get((forward, source, action.micro, other)) for other in others]
+            if None in needed:
+                continue
+            free[lane] = max([free[lane], *(end for end in needed if end is not None)]) + SECONDS[action.kind]
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                ends[forward, action.stage, action.micro, lane] = free[lane]
+            position[lane] += 1
+        assert position != before, "deadlock"
+    return max(free)
+
+
+def check_complete(actions: Sequence[Action], held: Sequence[int], micros: int) -> None:
+    for stage in held:
+        for micro in range(micros):
+            kinds = [action.kind for action in actions if (action.stage, action.micro) == (stage, micro)]
+            assert kinds in (
+                [Kind.FORWARD, Kind.BACKWARD],
+                [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT],
+            )
+    assert {action.stage for action in actions} == set(held)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micros"), SHAPES)
+def test_every_schedule_is_complete_and_does_not_deadlock(name: str, ranks: int, micros: int) -> None:
+    lanes = lanes_of(name, ranks)
+    lists = [SCHEDULES[name].passes(lane, lanes, micros) for lane in range(len(lanes))]
+    for actions, held in zip(lists, lanes, strict=True):
+        check_complete(actions, held, micros)
+    makespan(lanes, lists)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lanes", ODD_LANES, ids=str)
+@pytest.mark.parametrize("micros", [1, 2, 5, 8])
+def test_every_schedule_runs_ranks_that_hold_any_stages(name: str, lanes: Lanes, micros: int) -> None:
+    lists = [SCHEDULES[name].passes(lane, lanes, micros) for lane in range(len(lanes))]
+    for actions, held in zip(lists, lanes, strict=True):
+        check_complete(actions, held, micros)
+    makespan(lanes, lists)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "micros"), SHAPES)
+def test_gpipe_and_1f1b_are_idle_as_long_as_the_formula_says(name: str, ranks: int, micros: int) -> None:
+    lanes = lanes_of(name, ranks)
+    lists = [SCHEDULES[name].passes(lane, lanes, micros) for lane in range(ranks)]
+    assert makespan(lanes, lists) == 3 * (micros + ranks - 1)
 
 
 def test_1f1b_holds_no_more_than_the_stages_behind_it() -> None:
-    assert [in_flight("1f1b", stage, 4, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [in_flight("gpipe", stage, 4, 16) for stage in range(4)] == [16] * 4
+    lanes = lanes_of("1f1b", 4)
+    assert [most_held(SCHEDULES["1f1b"].passes(lane, lanes, 16), lane) for lane in range(4)] == [4, 3, 2, 1]
+    assert [most_held(SCHEDULES["gpipe"].passes(lane, lanes, 16), lane) for lane in range(4)] == [16] * 4
+
+
+def test_a_step_ends_with_a_reduction_and_an_update_of_every_stage() -> None:
+    passes = SCHEDULES["gpipe"].passes(0, ((0, 1),), 2)
+    actions = with_update(passes)
+    assert actions[: len(passes)] == passes
+    assert actions[len(passes) :] == [Action(kind, stage) for kind in (Kind.REDUCE, Kind.UPDATE) for stage in (0, 1)]

@@ -1,0 +1,61 @@
+"""The work of a training step as data: what a rank does, in which order.
+
+The engine's interpreter runs a list of actions, and the planner's simulation predicts the same list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"  # both parts below in one
+    BACKWARD_INPUT = "backward-input"  # the gradient of what entered the stage, which the stage before waits for
+    BACKWARD_WEIGHT = "backward-weight"  # the gradients of the stage's own parameters, for which nobody waits
+    REDUCE = "reduce"  # the sum of gradients over the stage's members
+    UPDATE = "update"  # of the stage's parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work. `micro` is the number of its micro-batch; reductions and updates have none (-1)."""
+
+    kind: Kind
+    stage: int
+    micro: int = -1
+
+
+# The stages that each lane holds, in their order. A lane is a set of ranks that hold the same stages: they do the same
+# actions in the same order, each for its own rows.
+Lanes = tuple[tuple[int, ...], ...]
+
+
+def evaluation(held: Sequence[int], micro_batches: int) -> list[Action]:
+    """Return the forward passes only, for a rank that holds the stages `held`."""
+    return [Action(Kind.FORWARD, stage, micro) for stage in held for micro in range(micro_batches)]
+
+
+def with_update(passes: Sequence[Action]) -> list[Action]:
+    """Return the actions of a whole step: forward and backward `passes`, then the reductions and the updates."""
+    stages = sorted({action.stage for action in passes})
+    return [
+        *passes,
+        *(Action(Kind.REDUCE, stage) for stage in stages),
+        *(Action(Kind.UPDATE, stage) for stage in stages),
+    ]
+
+
+def most_held(actions: Sequence[Action], stage: int) -> int:
+    """Return the most micro-batches whose activations a stage holds at once."""
+    held = most = 0
+    for action in actions:
+        if action.stage == stage:
+            held += action.kind is Kind.FORWARD
+            held -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            most = max(most, held)
+    return most

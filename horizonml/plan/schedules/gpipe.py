@@ -1,0 +1,21 @@
+"""GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes.
+
+Each stage is idle for a part `(P - 1) / (M + P - 1)` of the step with P equal stages and M micro-batches, and holds the
+activations of all M.
+"""
+
+from __future__ import annotations
+
+from horizonml.plan.actions import Action, Kind, Lanes
+
+NAME = "gpipe"
+STAGES_PER_RANK = 1
+
+
+def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
+    """Return the actions of a lane; backward passes run from the last micro-batch to the first."""
+    held = lanes[lane]
+    forward = [Action(Kind.FORWARD, stage, micro) for stage in held for micro in range(micro_batches)]
+    return forward + [
+        Action(Kind.BACKWARD, stage, micro) for stage in reversed(held) for micro in reversed(range(micro_batches))
+    ]
