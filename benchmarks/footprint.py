@@ -22,10 +22,11 @@ from benchmarks.harness import machine, pipeline_plan, started, variant
 from benchmarks.peers import LR, RandomBatch
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.state.spec import Sgd
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder

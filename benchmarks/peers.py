@@ -21,11 +21,12 @@ from torch.nn import functional
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
+from horizonml.state.spec import Sgd
 
 StepFunction = Callable[[], None]
 LR = 0.05

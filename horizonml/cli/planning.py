@@ -14,7 +14,6 @@ from horizonml.cli.tables import print_table, print_text
 from horizonml.errors import JobError, PlanError
 from horizonml.files import write_atomically, writing
 from horizonml.job.jobfile import changed
-from horizonml.job.reading import read_yaml
 from horizonml.job.schema import Job
 from horizonml.machine.extras import require
 from horizonml.plan.plan import Plan
@@ -22,6 +21,7 @@ from horizonml.planner.devices import load_cluster, write_profile
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import Found, Problem
+from horizonml.spec.reading import read_yaml
 from horizonml.text import count, human_bytes, human_seconds
 
 if TYPE_CHECKING:

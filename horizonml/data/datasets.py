@@ -19,8 +19,8 @@ from torch.nn import functional
 from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
 from horizonml.data.seeds import name_seed
 from horizonml.data.source import ArraySource, Source
+from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
-from horizonml.job.schema import DataSpec
 
 _SPLIT_SEED = 1797  # the held-out samples are the same whatever the job's seed, so that runs compare
 _SYNTHETIC_SAMPLES = 10_000

@@ -24,10 +24,10 @@ from horizonml.engine.optim import Optimizer
 from horizonml.engine.sync.allreduce import GradientSum, Reducer
 from horizonml.engine.sync.channels import Channels, Exchange
 from horizonml.errors import Diverged
-from horizonml.job.schema import Adam, Sgd
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Route, routes
+from horizonml.state.spec import Adam, Sgd
 
 _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from horizonml.job.schema import Adam, LrSchedule, Sgd
+from horizonml.state.spec import Adam, LrSchedule, Sgd
 
 
 class Optimizer:

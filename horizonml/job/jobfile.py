@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from horizonml.errors import JobError
-from horizonml.job.mistakes import explain
-from horizonml.job.reading import parse_yaml, read_text
 from horizonml.job.schema import Job
+from horizonml.spec.mistakes import explain
+from horizonml.spec.reading import parse_yaml, read_text
 from horizonml.text import nearest
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.job.schema import TORCHVISION_MODELS, ModelSpec
 from horizonml.models.chain import Chain
 from horizonml.models.small import digits_cnn
 from horizonml.models.source import find
+from horizonml.models.spec import TORCHVISION_MODELS, ModelSpec
 from horizonml.models.vision import import_torchvision
 from horizonml.models.weights import Tape, materialise, record
 

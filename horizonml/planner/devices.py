@@ -26,10 +26,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
-from horizonml.job.mistakes import explain
-from horizonml.job.reading import read_yaml
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.spec.base import PlainName
+from horizonml.spec.mistakes import explain
+from horizonml.spec.reading import read_yaml
 from horizonml.text import nearest
 
 _BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -61,7 +62,7 @@ class _Section(BaseModel):
 class Device(_Section):
     """One device, or several alike."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: PlainName
     count: int = Field(1, ge=1, le=_MOST_DEVICES)
     speed: float = Field(1.0, gt=0, description="Of one core, relative to where the profile was measured.")
     profile: str | None = Field(

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from horizonml.errors import PlanError
-from horizonml.job.schema import Job, Parallel, StageSpec
+from horizonml.job.schema import Job
 from horizonml.plan.plan import FORMATS, Plan, Stage, Sync
+from horizonml.plan.spec import Parallel, StageSpec
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import MICRO_BATCHES, Found, Problem, search

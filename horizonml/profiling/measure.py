@@ -21,12 +21,12 @@ from horizonml.engine.backward import backward
 from horizonml.engine.codec import Codec
 from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
-from horizonml.job.schema import Sgd
 from horizonml.machine.device import available_cores, device_name
 from horizonml.models.chain import Boundary
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import FORMATS
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.state.spec import Sgd
 
 _FORMAT = 5
 _SIZES = (4, 16, 64)

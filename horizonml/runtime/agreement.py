@@ -13,7 +13,7 @@ from horizonml.data.datasets import DataInfo, agree, describe
 from horizonml.engine.group import Group
 from horizonml.engine.sync.compressed import compression_ratio
 from horizonml.errors import DataError, HorizonError, PlanError
-from horizonml.job.schema import Job, Sgd
+from horizonml.job.schema import Job
 from horizonml.models.zoo import Model, build, channels_of
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
@@ -25,6 +25,7 @@ from horizonml.planner.search import Found, Problem
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.runtime.stragglers import Forecast
+from horizonml.state.spec import Sgd
 from horizonml.text import human_seconds
 
 

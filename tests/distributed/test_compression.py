@@ -11,9 +11,10 @@ from torch.distributed import Store
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.state.spec import Sgd
 from tests.distributed.pool import Pool
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 

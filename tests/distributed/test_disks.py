@@ -11,7 +11,7 @@ from torch.distributed import Store
 
 from horizonml.engine.group import Group
 from horizonml.job.jobfile import parse
-from horizonml.job.schema import ModelSpec
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.worker import engine_for

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job.schema import Adam, ModelSpec, Sgd
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.state.spec import Adam, Sgd
 from tests.distributed.pool import Pool
 
 SHAPE, FULL, LR = (1, 8, 8), 24, 0.1

@@ -20,9 +20,10 @@ from torch.distributed import PrefixStore, TCPStore
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.errors import PeerLost
-from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.state.spec import Sgd
 
 RANKS, ROUNDS, PATIENCE = 4, 20, 30.0
 STEP_TIMEOUT = 300.0  # which nobody may wait for

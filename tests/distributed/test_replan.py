@@ -12,11 +12,12 @@ from torch.distributed import Store
 
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
-from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import move, senders
+from horizonml.state.spec import Sgd
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for

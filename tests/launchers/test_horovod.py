@@ -16,9 +16,11 @@ from torch.distributed import Store
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.engine.sync.horovod import HorovodEngine
-from horizonml.job.schema import Adam, Job, ModelSpec, Sgd
+from horizonml.job.schema import Job
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.state.spec import Adam, Sgd
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance

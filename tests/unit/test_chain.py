@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.job.schema import MODELS, ModelSpec
 from horizonml.models.chain import Chain
+from horizonml.models.spec import MODELS, ModelSpec
 from horizonml.models.vision import import_torchvision
 from horizonml.models.weights import materialise, record
 from horizonml.models.zoo import build
@@ -206,7 +206,7 @@ def test_a_stage_holds_its_own_layers_only() -> None:
 HEAVY = """
 import resource
 from torch import nn
-from horizonml.job.schema import ModelSpec
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 build(ModelSpec(), 0, 10, (1, 8, 8)).stage(0, 3)

@@ -10,8 +10,8 @@ from PIL import Image
 
 from horizonml.data.datasets import Data, DataInfo, agree, describe, load
 from horizonml.data.sampler import Sampler
+from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
-from horizonml.job.schema import DataSpec
 from horizonml.models.vision import import_torchvision
 
 

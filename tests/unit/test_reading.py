@@ -12,9 +12,9 @@ import pytest
 
 from horizonml.cli.planning import read_plan
 from horizonml.errors import JobError
-from horizonml.job import reading
 from horizonml.job.jobfile import load, parse
 from horizonml.planner.devices import load_cluster, read_profile
+from horizonml.spec import reading
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "job": load,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.job.schema import ModelSpec
 from horizonml.models.chain import Chain
 from horizonml.models.channels import find_pairs
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from horizonml.engine.group import Group
-from horizonml.job.schema import Job, ModelSpec
+from horizonml.job.schema import Job
+from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads, fewest, try_threads

@@ -20,9 +20,9 @@ from horizonml.engine.optim import Optimizer
 from horizonml.engine.sync.allreduce import GradientSum, float_and_other
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
-from horizonml.job.schema import Adam, Sgd
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
+from horizonml.state.spec import Adam, Sgd
 
 
 class HorovodEngine(Engine):

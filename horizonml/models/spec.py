@@ -1,0 +1,41 @@
+"""The part of a job that says which model is trained."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from horizonml.spec.base import Spec
+from horizonml.text import nearest
+
+TORCHVISION_MODELS = (
+    "resnet18",
+    "resnet50",
+    "mobilenet_v3_small",
+    "vgg11_bn",
+    "efficientnet_b0",
+    "densenet121",
+    "convnext_tiny",
+    "vit_b_16",
+)
+MODELS = ("digits_cnn", *TORCHVISION_MODELS)
+
+
+class ModelSpec(Spec):
+    """The neural network."""
+
+    name: str = Field(
+        "digits_cnn",
+        description=f"One of {', '.join(MODELS)}; or `module:callable`, a subclass of torch.nn.Module or a function "
+        "that returns one (and says so: `def build() -> torch.nn.Module`). A job file that names `module:callable` is "
+        "code, because that module is imported and called: run such job files only if you trust them.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model's constructor.")
+
+    @model_validator(mode="after")
+    def _known(self) -> ModelSpec:
+        if self.name not in MODELS and not re.fullmatch(r"[\w.]+:[\w.]+", self.name):
+            raise ValueError(f"name: {self.name!r} is not a known model{nearest(self.name, MODELS)}")
+        return self

@@ -1,0 +1,160 @@
+"""The part of a job that says how the work is spread over the ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from horizonml.spec.base import Spec
+from horizonml.text import count
+
+Strategy = Literal["single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod"]
+ScheduleName = Literal["gpipe", "1f1b"]
+
+
+class StageSpec(Spec):
+    """One stage of an explicit plan."""
+
+    ranks: Annotated[list[int], Field(min_length=1)] = Field(description="The ranks that are members of the stage.")
+    shares: list[float] | None = Field(
+        None, description="Share of every micro-batch for each member, in any unit (default: equal)."
+    )
+    split: Literal["samples", "channels"] = Field(
+        "samples",
+        description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
+        "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
+    )
+    send: Literal["fp32", "bf16", "int8"] | None = Field(
+        None, description="Format of what goes to the next stage and comes back (default: `activations`)."
+    )
+    layers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
+        None,
+        description="First and last layer of the stage (`horizonml plan` lists the layers). Name them for all "
+        "stages or for none; with none, a measured profile places the cuts.",
+    )
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> StageSpec:
+        if self.shares is not None:
+            if len(self.shares) != len(self.ranks):
+                shares, ranks = count(len(self.shares), "share"), count(len(self.ranks), "rank")
+                raise ValueError(f"shares: {shares} for {ranks}; give one for each")
+            if min(self.shares) <= 0:
+                raise ValueError(f"shares: {self.shares} must all be above 0")
+        if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
+            raise ValueError(f"layers: {self.layers} is not [first, last] with 0 <= first <= last")
+        return self
+
+
+class Parallel(Spec):
+    """How the work is spread over the ranks."""
+
+    strategy: Strategy = Field(
+        "single",
+        description="Which kind of plan to make, if `stages` does not give one: `ddp` splits the batch, `pipeline` the "
+        "layers, `hybrid` both; `auto` measures the devices and the links between them, and takes what is predicted to "
+        "be fastest; `tensor` splits the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
+    )
+    workers: int | None = Field(
+        None, ge=1, le=10_000, description="World size. Default: what the environment says, else 5 (1 for `single`)."
+    )
+    schedule: ScheduleName = Field("1f1b", description="Order of forward and backward passes in a pipeline.")
+    micro_batches: int | None = Field(
+        None, ge=1, description="Micro-batches per batch. Default: from a measured profile of the layers."
+    )
+    threads: int | None = Field(
+        None, ge=1, description="Threads per rank. Default: the machine's cores, divided by its ranks."
+    )
+    activations: Literal["auto", "fp32", "bf16", "int8"] = Field(
+        "auto",
+        description="What travels between stages, forward and back: 32-bit floats, 16-bit ones, or 8-bit integers with "
+        "a scale for each channel or sample. `auto` is fp32, except where strategy auto finds that a link is slow.",
+    )
+    gradient_compression: Literal["none", "fp16", "powersgd"] = Field(
+        "none",
+        description="Within stages send gradients as they are, as 16-bit floats, or as products of thin matrices "
+        "(PowerSGD of rank 4, after ten whole steps). Both cost precision.",
+    )
+    replan: bool = Field(
+        False,
+        description="Where a device turns out slower or faster than planned, make a new plan, and move the layers that "
+        "change hands (strategy `auto`).",
+    )
+    replan_threshold: float = Field(
+        1.5,
+        gt=1,
+        description="A rank whose computing takes so many times as long as planned, compared with the others, is a "
+        "straggler.",
+    )
+    stages: Annotated[list[StageSpec], Field(min_length=1)] | None = Field(
+        None, description="An explicit plan; it overrides `strategy`."
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_strategy(self) -> Parallel:
+        strategy = self._kind()
+        unable = {"fp16": ("single", "pipeline", "tensor"), "powersgd": ("single", "pipeline", "tensor", "horovod")}
+        if strategy in unable.get(self.gradient_compression, ()):
+            raise ValueError(
+                f"gradient_compression: strategy {strategy} cannot use {self.gradient_compression}; set it to none"
+            )
+        if self.activations != "auto" and strategy in ("single", "ddp", "tensor", "horovod"):
+            raise ValueError(
+                f"activations: strategy {strategy} sends none between stages, so leave out {self.activations}"
+            )
+        if self.replan and strategy != "auto":
+            raise ValueError(f"replan: only strategy auto makes new plans, not {strategy}; leave it out")
+        if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
+            raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
+        return self
+
+    def _kind(self) -> str:
+        """Return what the strategy, or the explicit plan that overrides it, amounts to."""
+        if self.stages is None:
+            return self.strategy
+        return "tensor" if any(stage.split == "channels" for stage in self.stages) else "explicit stages"
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Parallel:
+        if self.stages is None:
+            if self.strategy == "single" and (self.workers or 1) > 1:
+                raise ValueError(
+                    f"workers: strategy single trains on 1 rank, not {self.workers}; "
+                    "choose parallel.strategy ddp, pipeline or hybrid, or 1 worker (--workers 1)"
+                )
+            if self.strategy == "hybrid" and self.workers is not None and self.workers < 3:
+                raise ValueError("workers: strategy hybrid needs at least 3 ranks; use ddp or pipeline for 2")
+            return self
+        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, each exactly once")
+        if self.workers is not None and self.workers != len(ranks):
+            raise ValueError(f"workers: {self.workers}, but stages names {count(len(ranks), 'rank')}; make them agree")
+        if len(self.stages) > 1 and any(stage.split == "channels" for stage in self.stages):
+            raise ValueError(f"stages: only a plan of one stage can split channels; this one has {len(self.stages)}")
+        given = [stage.layers for stage in self.stages]
+        if any(given) and not all(given):
+            raise ValueError("stages: name the layers of all stages, or of none")
+        if all(given):
+            expected = 0
+            for number, layers in enumerate(given):
+                assert layers is not None
+                if layers[0] != expected:
+                    raise ValueError(
+                        f"stages: stage {number} starts at layer {layers[0]}, but layer {expected} comes next"
+                    )
+                expected = layers[1] + 1
+        return self
+
+    def fewest(self) -> int:
+        """With how many ranks at least the job can go on when others are lost."""
+        if self.stages is not None:
+            return self.world_size()
+        return 3 if self.strategy == "hybrid" else 1
+
+    def world_size(self) -> int:
+        """The number of ranks this job asks for when the environment does not say."""
+        if self.stages is not None:
+            return sum(len(stage.ranks) for stage in self.stages)
+        return self.workers or (1 if self.strategy == "single" else 5)

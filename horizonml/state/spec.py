@@ -1,0 +1,63 @@
+"""The parts of a job that say how parameters are updated, and when the state of the training is saved."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from horizonml.spec.base import Spec
+
+
+class Sgd(Spec):
+    """Stochastic gradient descent with momentum."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: float = Field(0.05, gt=0, description="Peak learning rate.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum.")
+    nesterov: bool = Field(False, description="Use Nesterov momentum.")
+    weight_decay: float = Field(5e-4, ge=0, description="L2 penalty.")
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Sgd:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov: true needs momentum above 0")
+        return self
+
+
+class Adam(Spec):
+    """Adam (L2 penalty) or AdamW (decoupled weight decay)."""
+
+    name: Literal["adam", "adamw"]
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
+        [0.9, 0.999], description="Decay rates of the two moments, each in [0, 1)."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> Adam:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas: {self.betas} must both lie in [0, 1)")
+        return self
+
+
+class LrSchedule(Spec):
+    """How the learning rate changes over the run."""
+
+    name: Literal["constant", "cosine", "linear", "step"] = Field(
+        "cosine", description="Shape of the decay after the warm-up."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly to its peak.")
+    final: float = Field(0.0, ge=0, le=1, description="Share of the peak at the end (cosine, linear).")
+    every_epochs: int = Field(30, ge=1, description="Epochs between two drops (step).")
+    factor: float = Field(0.1, gt=0, le=1, description="Factor of each drop (step).")
+
+
+class CheckpointSpec(Spec):
+    """When the state of the training is saved."""
+
+    every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
+    keep: int = Field(2, ge=1, description="How many checkpoints to keep.")
+    resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
+    enabled: bool = Field(True, description="Whether to save checkpoints at all.")
