@@ -22,7 +22,8 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from horizonml.files import write_atomically
-from horizonml.machine.device import available_cores, device_name
+from horizonml.machine.host import processor_name
+from horizonml.machine.resources import available_cores
 from horizonml.plan.plan import Plan, Stage
 
 
@@ -196,9 +197,7 @@ def machine() -> str:
     """What this was measured on."""
     import torch
 
-    return (
-        f"{device_name()}, {available_cores():g} usable; Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    return f"{processor_name()}, {available_cores():g} usable; Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def _line(process: subprocess.Popen[str]) -> str:

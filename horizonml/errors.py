@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The errors that are meant for the user, as one tree.
 
     HorizonError                 exit code 1
     ├── JobError                 2   the job file, or an option, is wrong
@@ -110,7 +110,8 @@ class OutOfMemory(HorizonError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory could not be had, as Python or as PyTorch says it."""
+    """Return whether an error says that memory could not be had."""
+    # PyTorch has no error class for this on the CPU: its text is all that there is.
     text = str(error)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)

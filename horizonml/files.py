@@ -1,4 +1,4 @@
-"""Files on disk, written so that a crash leaves the old or the new, never half of one."""
+"""Writes files so that a crash leaves the old content or the new, and never half of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horizonml.errors import JobError
 
 
 def cache_folder() -> Path:
-    """Return where downloads and profiles are kept: $HORIZONML_CACHE, else the user's cache directory."""
+    """Return the folder for downloads and profiles: $HORIZONML_CACHE, or else one in the user's cache directory."""
     if os.environ.get("HORIZONML_CACHE"):
         return Path(os.environ["HORIZONML_CACHE"])
     if os.environ.get("XDG_CACHE_HOME"):
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its place, make it durable, and move it there. Raises OSError."""
+    """Write a file beside its place, make it durable, and move it into place. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -42,7 +42,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what keeps the file or folder that the user named from being written into a JobError that says so."""
+    """Turn an OSError while the file or folder that the user named is written into a JobError that names it."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
+    """Make the renames in a folder durable. Raises OSError."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

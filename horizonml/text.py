@@ -1,4 +1,4 @@
-"""Small helpers for what people read."""
+"""Puts numbers, units and suggestions into words."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of an error message that suggests the known word nearest to a mistyped one, or nothing."""
+    """Return the end of an error message that suggests the known word nearest to a mistyped one, or nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
+    """Return a number of bytes with its unit: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -22,7 +22,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"; 75 -> "1 min 15 s"."""
+    """Return a time with its unit: 0.0123 becomes "12.3 ms", and 75 becomes "1 min 15 s"."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 60:
@@ -32,6 +32,15 @@ def human_seconds(seconds: float) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """1, "epoch" -> "1 epoch"; 1000, "epoch" -> "1,000 epochs"; the plural of the last word is regular."""
+    """Return a number of things, such as "1 epoch" or "1,000 epochs"; the last word must have a regular plural."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def percent(share: float | None, digits: int | None = None) -> str:
+    """Return a share as "12%" or "1.2%", with so many `digits` after the point if given, and "-" for None."""
+    if share is None:
+        return "-"
+    if digits is None:
+        digits = 0 if share == 0 or abs(share) >= 0.0995 else 1
+    return f"{share:.{digits}%}"

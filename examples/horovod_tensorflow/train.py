@@ -24,7 +24,8 @@ import tensorflow as tf
 # These need neither torch nor anything else that is heavy.
 from horizonml import __version__
 from horizonml.engine.clock import Clock
-from horizonml.machine.device import available_cores, machine
+from horizonml.machine.host import machine_info
+from horizonml.machine.resources import available_cores
 from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
@@ -188,7 +189,7 @@ def about(options: argparse.Namespace, model: Any, idle: int) -> dict[str, Any]:
         "plan": {"stages": [stage | {"split": "samples"}], "schedule": "gpipe", "micro_batches": 1},
         "layers": [layer.name for layer in model.layers],
         "cores": available_cores(),
-        "machine": machine(),
+        "machine": machine_info().to_json(),
         "rss_idle_bytes": idle,
         "versions": {"horizonml": __version__, "tensorflow": tf.__version__},
     }

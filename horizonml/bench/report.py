@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml import __version__
-from horizonml.bench import batch_size, compare, peers, scaling
+from horizonml.bench import batch_size, compare, libraries, scaling
 from horizonml.bench.results import Run, load_run, summarise, traffic
 from horizonml.bench.section import (
     COLUMNS,
@@ -56,7 +56,7 @@ def write_report(folder: Path, page: Path | None = None) -> list[Path]:
         if study.succeeded:
             files += write_data(study)
     for path in sorted(folder.rglob("peers.json")):
-        found.append((_ORDER.index("peers"), str(path), peers.section(path)))
+        found.append((_ORDER.index("peers"), str(path), libraries.section(path)))
         files.append(path)
     runs = dict(_other_runs(folder, studies))
     if runs:

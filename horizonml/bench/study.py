@@ -19,7 +19,8 @@ from horizonml.bench.results import Run, Summary, load_run, summarise
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
 from horizonml.job.schema import Job
-from horizonml.machine.device import OtherWork, available_cores, machine, memory_limit, versions
+from horizonml.machine.host import machine_info, versions
+from horizonml.machine.resources import OtherWork, available_cores, memory_limit
 from horizonml.runtime.launch import train_here
 from horizonml.runtime.local import RankFailed
 from horizonml.text import human_seconds
@@ -156,7 +157,7 @@ def is_busy(cores_taken: float, cores: float) -> bool:
 def environment() -> dict[str, Any]:
     """Where a study runs."""
     return {
-        "machine": machine(),
+        "machine": machine_info().to_json(),
         "cores": available_cores(),
         "memory_limit": memory_limit(),
         "versions": versions(),

@@ -18,7 +18,7 @@ from horizonml.cli.bench import app as bench
 from horizonml.cli.cluster import app as cluster
 from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
 from horizonml.machine.extras import require
-from horizonml.runtime.signals import watch_launcher
+from horizonml.machine.signals import watch_launcher
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job

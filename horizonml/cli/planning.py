@@ -43,8 +43,8 @@ def show_plan(
     import torch
 
     from horizonml.engine.group import Group
-    from horizonml.machine.device import available_cores, memory_limit, threads_per_rank
     from horizonml.machine.memory import keep_freed_memory
+    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
     from horizonml.machine.usage import rss_bytes
     from horizonml.planner.explain import remedy, shortage
     from horizonml.planner.planner import fixed_plan, needs_profile
@@ -120,8 +120,9 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     import torch
 
     from horizonml.engine.group import Group
-    from horizonml.machine.device import available_cores, memory_limit, threads_per_rank, versions
+    from horizonml.machine.host import versions
     from horizonml.machine.memory import keep_freed_memory
+    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
     from horizonml.profiling.measure import cached_profile
     from horizonml.runtime.agreement import describe_together, profile_key
 

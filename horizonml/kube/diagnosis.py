@@ -10,7 +10,7 @@ from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from horizonml.runtime.signals import explain_signal
+from horizonml.machine.signals import explain_signal
 
 Object = dict[str, Any]
 _UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))

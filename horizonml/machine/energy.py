@@ -1,4 +1,4 @@
-"""Energy of this machine, where its hardware tells it: Intel and AMD processors (RAPL), Jetson boards (INA sensors).
+"""Measures this machine's energy where its hardware can: Intel and AMD processors (RAPL), Jetson boards (INA sensors).
 
 Nothing is estimated: a machine without such counters has no energy figure. Reading RAPL usually needs root.
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 class EnergyMeter:
-    """Joules that this machine has used since the meter was made."""
+    """Counts the joules that this machine has used since the meter was made."""
 
     def __init__(self, root: Path = Path("/sys")) -> None:
-        """`root` is where sysfs is mounted."""
+        """Find the counters below `root`, where sysfs is mounted."""
         self._counters = [
             _Rapl(zone)
             for zone in sorted(root.glob("class/powercap/*-rapl:*"))
@@ -25,11 +25,14 @@ class EnergyMeter:
 
     @property
     def available(self) -> bool:
-        """Whether this machine tells its energy."""
+        """Return whether this machine measures its energy."""
         return bool(self._counters or self._sensors)
 
     def joules(self) -> float | None:
-        """Joules so far; None where the machine does not tell. A sensor of power is integrated from call to call."""
+        """Return the joules so far, or None where the machine does not measure them.
+
+        The power that a sensor reports is integrated from call to call.
+        """
         if self._counters:
             self._joules += sum(counter.more() for counter in self._counters)
         elif self._sensors:
@@ -43,14 +46,14 @@ class EnergyMeter:
 
 
 class _Rapl:
-    """A counter of microjoules that starts over at `max_energy_range_uj`."""
+    """Reads a counter of microjoules that starts over at `max_energy_range_uj`."""
 
     def __init__(self, zone: Path) -> None:
         self._file, self._range = zone / "energy_uj", _number(zone / "max_energy_range_uj") or 0.0
         self._last = _number(self._file) or 0.0
 
     def more(self) -> float:
-        """Joules since the last call."""
+        """Return the joules since the last call."""
         value = _number(self._file)
         if value is None:
             return 0.0
@@ -60,7 +63,7 @@ class _Rapl:
 
 
 def _ina_sensors(root: Path) -> list[tuple[Path, Path]]:
-    """Voltage and current of the board's whole input: the first channel of each INA3221."""
+    """Return the files of voltage and current of the board's whole input: the first channel of each INA3221."""
     found = []
     for sensor in sorted(root.glob("class/hwmon/hwmon*")):
         name = sensor / "name"

@@ -1,4 +1,4 @@
-"""Packages that workers do without, and the one command that installs each."""
+"""The packages that workers do without, and the command that installs each of them."""
 
 from __future__ import annotations
 

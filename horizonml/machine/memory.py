@@ -1,4 +1,4 @@
-"""Keep memory that training frees: the next step needs the same again.
+"""Keeps the memory that training frees, because the next step needs the same amount again.
 
 glibc hands large blocks back to the kernel when they are freed, and every step then pays for thousands of page
 faults to get them again. Telling it to keep them makes ResNet-18 steps about a tenth faster on one core; the process
@@ -15,7 +15,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> bool:
-    """Set it for this process; False where the C library is not glibc (nothing changes then)."""
+    """Keep freed memory in this process, and return whether that is possible: only glibc can be told so."""
     if platform.libc_ver()[0] != "glibc":
         return False
     libc = ctypes.CDLL(None)

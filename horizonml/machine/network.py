@@ -1,4 +1,4 @@
-"""Addresses and interfaces: which of this machine's networks leads to the rendezvous service."""
+"""Finds the addresses and interfaces of this machine, and which of its networks leads to the rendezvous service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _chosen: str | None = None  # what this process has set it to
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" or "[::1]:port" -> (host, port)."""
+    """Return the host and the port of "host:port" or "[::1]:port". Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket (port 0: any free one). Raises RendezvousError if the address cannot be had."""
+    """Return a listening socket; port 0 takes any free port. Raises RendezvousError if the address cannot be had."""
     listener = None
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def route_to(host: str, port: int) -> tuple[str, str]:
-    """This machine's address, and the name of its interface, from which packets to `host` leave.
+    """Return the address and the interface of this machine from which packets to `host` leave.
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route. Raises OSError.
     """
@@ -49,7 +49,7 @@ def route_to(host: str, port: int) -> tuple[str, str]:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an address. Raises OSError if none has."""
+    """Return the name of the interface that has an address. Raises OSError if none has."""
     wanted = address.partition("%")[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == wanted for entry in addresses):
@@ -58,7 +58,7 @@ def interface_of(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The first address of an interface, IPv4 if it has one. Raises OSError if it has none."""
+    """Return the first address of an interface, preferably IPv4. Raises OSError if it has none."""
     entries = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in entries:
@@ -68,7 +68,7 @@ def address_of(interface: str) -> str:
 
 
 def use_interface(name: str) -> str:
-    """Have gloo use an interface, unless the user's GLOO_SOCKET_IFNAME names one, and return the one it uses.
+    """Make gloo use an interface, unless the user's GLOO_SOCKET_IFNAME names one, and return the one that it uses.
 
     Each call chooses anew: a device may have moved from a cable to a wireless network since the last one.
     """
@@ -79,7 +79,7 @@ def use_interface(name: str) -> str:
 
 
 def can_connect(host: str, port: int, timeout: float) -> str | None:
-    """None if something listens there; else why not, in words."""
+    """Return None if something listens there, or else the reason why nothing can be reached."""
     try:
         with socket.create_connection((host, port), timeout=timeout):
             return None

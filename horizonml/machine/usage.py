@@ -1,4 +1,4 @@
-"""CPU time and memory of this process."""
+"""Measures the CPU time and the memory of this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process so far, over all its threads."""
+    """Return the seconds of CPU time of this process so far, over all its threads."""
     return time.process_time()
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the bytes of memory that this process has resident."""
     statm = _open_statm()
     if statm is None:
         return int(psutil.Process().memory_info().rss)
@@ -26,7 +26,7 @@ def rss_bytes() -> int:
 
 @functools.cache
 def _open_statm() -> int | None:
-    """The kernel's account of this process, kept open because it is read after every step; None if not on Linux."""
+    """Return the kernel's account of this process, kept open for every step to read; None if this is not Linux."""
     try:
         return os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:

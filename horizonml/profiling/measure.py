@@ -21,7 +21,8 @@ from horizonml.engine.backward import backward
 from horizonml.engine.codec import Codec
 from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
-from horizonml.machine.device import available_cores, device_name
+from horizonml.machine.host import processor_name
+from horizonml.machine.resources import available_cores
 from horizonml.models.chain import Boundary
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import FORMATS
@@ -44,7 +45,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
     key = {
         "format": _FORMAT,
-        "device": device_name(),
+        "device": processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "layers": model.chain.names,
@@ -106,7 +107,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         for index, times in enumerate(rows)
     )
     codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
-    return Profile(device_name(), sizes[:known], update, found, codecs, least_rows=least)
+    return Profile(processor_name(), sizes[:known], update, found, codecs, least_rows=least)
 
 
 def _clock() -> Callable[[], float]:

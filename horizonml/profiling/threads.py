@@ -21,7 +21,8 @@ from horizonml.engine.backward import backward
 from horizonml.engine.group import Group
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
-from horizonml.machine.device import OtherWork, available_cores, device_name, threads_per_rank
+from horizonml.machine.host import processor_name
+from horizonml.machine.resources import OtherWork, available_cores, threads_per_rank
 from horizonml.models.chain import Boundary
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Host
@@ -61,7 +62,7 @@ def _remembered(model: Model, rows: int, most: int) -> int:
     time.sleep(_LOOK_SECONDS)
     key = {
         "format": _FORMAT,
-        "device": device_name(),
+        "device": processor_name(),
         "torch": torch.__version__,
         "waiting": {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")},
         "layers": model.chain.names,

@@ -24,7 +24,7 @@ class Fingerprint:
     code: str  # version of HorizonML
     torch: str  # version of PyTorch, without the local part
     host: str  # the machine's name, for people: two machines may have the same
-    machine: str  # what no other machine has (see `device.machine_id`)
+    machine: str  # what no other machine has (see `host.machine_id`)
     address: str  # where its peers reach it
     pid: int
     generation: int = 0  # of the group in which this process was before; 0: in none

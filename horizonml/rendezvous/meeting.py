@@ -19,13 +19,13 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml import __version__
 from horizonml.errors import PeerLost, RendezvousError
-from horizonml.machine.device import machine_id
+from horizonml.machine.host import machine_id
 from horizonml.machine.network import can_connect, route_to, use_interface
+from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, first_line, ranks_in, read_status
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.mailbox import parse, peek, post, printable
-from horizonml.runtime.signals import Cancelled
 
 _log = logging.getLogger(__name__)
 _BEAT_WAITING = 0.5

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from horizonml.errors import JobError
-from horizonml.runtime.signals import LAUNCHER, StopRequest, launcher_name
+from horizonml.machine.signals import LAUNCHER, StopRequest, launcher_name
 
 STOP_SECONDS = 60.0  # for ranks that were asked to stop: they finish their step and save a checkpoint
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)

@@ -19,10 +19,10 @@ import yaml
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
+from horizonml.machine.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalCluster
-from horizonml.runtime.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.machine.network import listen
+from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.logs import RankLog, Warnings
-from horizonml.runtime.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 
 _GRACE_SECONDS = 5.0  # for the others, once a rank has failed
 TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, rather than wait for another

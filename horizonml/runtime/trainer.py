@@ -17,7 +17,7 @@ from horizonml.engine.engine import Batch, Engine, Step
 from horizonml.engine.optim import learning_rate
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
-from horizonml.runtime.signals import StopRequest
+from horizonml.machine.signals import StopRequest
 from horizonml.runtime.stragglers import Watch
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.telemetry.recorder import Recorder

@@ -16,16 +16,11 @@ from horizonml.engine.group import Group
 from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
-from horizonml.machine.device import (
-    available_cores,
-    machine,
-    machine_id,
-    memory_limit,
-    shared_machine,
-    versions,
-)
 from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.host import machine_id, machine_info, shared_machine, versions
 from horizonml.machine.memory import keep_freed_memory
+from horizonml.machine.resources import available_cores, memory_limit
+from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
@@ -34,7 +29,6 @@ from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import Membership, Terms, meet
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
-from horizonml.runtime.signals import Cancelled, StopRequest
 from horizonml.runtime.stragglers import Watch
 from horizonml.runtime.trainer import Outcome, Progress, train
 from horizonml.state.checkpoint import Checkpoints
@@ -225,7 +219,7 @@ class Worker:
             "threads": torch.get_num_threads(),
             "cores": here.cores,
             "memory": memory_limit(),
-            "machine": machine(),
+            "machine": machine_info().to_json(),
             "versions": versions(),
         }
         energy = EnergyMeter() if here.ranks[0] == rank else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.machine.device import available_cores
+from horizonml.machine.resources import available_cores
 from tests.distributed.processes import horizonml, wait_for
 
 SMALL = ["job.yaml", "--samples", "64", "--epochs", "1", "--workers", "2"]

@@ -15,12 +15,12 @@ from horizonml.data.datasets import load
 from horizonml.engine.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
-from horizonml.runtime.signals import StopRequest
 from horizonml.runtime.trainer import train
 from horizonml.runtime.worker import engine_for, find_hosts
 from horizonml.state.equal import share_state

@@ -19,12 +19,12 @@ from horizonml.engine.group import Group
 from horizonml.errors import PeerLost, RendezvousError
 from horizonml.machine import network
 from horizonml.machine.network import interface_of, listen, route_to, split_address
+from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.meeting import Terms, meet
 from horizonml.rendezvous.service import Service
-from horizonml.runtime.signals import Cancelled
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 

@@ -18,9 +18,9 @@ from horizonml.engine.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
 from horizonml.models.zoo import build
 from horizonml.planner.planner import fixed_plan
-from horizonml.runtime.signals import StopRequest
 from horizonml.runtime.trainer import Progress, train
 from horizonml.runtime.worker import engine_for
 from horizonml.state.checkpoint import Checkpoints

@@ -25,7 +25,7 @@ from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.machine.device import OtherWork, available_cores
+from horizonml.machine.resources import OtherWork, available_cores
 from horizonml.report import charts, run_plots, style
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 

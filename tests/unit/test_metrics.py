@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.engine.engine import Step, Totals
 from horizonml.job.schema import Job
-from horizonml.machine.device import memory_used, throttled_seconds
+from horizonml.machine.resources import memory_used, throttled_seconds
+from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
-from horizonml.runtime.signals import StopRequest
 from horizonml.runtime.worker import Worker
 from horizonml.telemetry import server
 from horizonml.telemetry.metrics import Metrics

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from horizonml.runtime.signals import LAUNCHER, StopRequest, explain_signal, launcher_name
+from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, launcher_name
 
-WATCH = "from horizonml.runtime.signals import watch_launcher; watch_launcher(); print('alive')"
+WATCH = "from horizonml.machine.signals import watch_launcher; watch_launcher(); print('alive')"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_launcher_that_nobody_has_collected_yet_is_gone() -> None:
     command = [
         sys.executable,
         "-c",
-        "from horizonml.runtime.signals import launcher_name; print(launcher_name(), flush=True)",
+        "from horizonml.machine.signals import launcher_name; print(launcher_name(), flush=True)",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None

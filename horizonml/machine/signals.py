@@ -13,7 +13,7 @@ from types import FrameType
 
 import psutil
 
-from horizonml.machine.device import machine_id
+from horizonml.machine.host import machine_id
 
 LAUNCHER = "HORIZONML_LAUNCHER"  # names the launcher that a process must not outlive (see `launcher_name`)
 _LOOK_SECONDS = 0.5  # how often a process looks whether its launcher lives
@@ -29,11 +29,11 @@ _CAUSES = {
 
 
 class Cancelled(Exception):
-    """A wait was ended because the process was asked to end."""
+    """Raised where a wait ends because the process was asked to end."""
 
 
 class StopRequest:
-    """Set by a signal: the run is to end after the current step.
+    """Notes that a signal asked for the run to end after the current step.
 
     SIGTERM only ever asks, however often it comes: one Ctrl-C reaches a rank through the terminal and through every
     launcher above it. What must end at once is killed, or gets a second SIGINT, which only a person sends.
@@ -67,7 +67,7 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process; the handler for as long as a rank has nothing to finish or save."""
+    """End the process: the signal handler for as long as a rank has nothing to finish or to save."""
     print("stopped as asked, before the training began", flush=True)
     os._exit(0)
 

@@ -1,0 +1,88 @@
+"""What this host is: its identity, its processor, and the software on it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import subprocess
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from horizonml import __version__
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return what tells this machine from every other: its boot id, which all its containers share.
+
+    On systems other than Linux it is the address of the first network card. A hostname would not do, because two
+    boards that were set up from the same image have the same one.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{uuid.getnode():012x}"
+
+
+def shared_machine() -> tuple[str, int]:
+    """Return what tells whether two containers run on one machine, and how many cores that machine has."""
+    return machine_id()[:8], os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """Return the processor's name and its cores, for people and for the keys of caches."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model\t", "Hardware")):
+                return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+    except OSError:
+        pass  # not Linux
+    return f"{platform.processor() or platform.machine()} ({os.cpu_count()} cores)"
+
+
+@dataclass(frozen=True)
+class MachineInfo:
+    """What is recorded of a machine."""
+
+    processor: str
+    architecture: str = ""
+    system: str = ""
+    memory: int = 0  # bytes
+
+    def to_json(self) -> dict[str, str | int]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+def machine_info() -> MachineInfo:
+    """Return what is recorded of this machine."""
+    return MachineInfo(processor_name(), platform.machine(), platform.platform(), psutil.virtual_memory().total)
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of the software that trains here, by name.
+
+    The revision is that of the source tree, or the one that the image was built from.
+    """
+    import torch  # heavy, and not needed by everyone who asks about the host
+
+    found = {"horizonml": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    revision = os.environ.get("HORIZONML_REVISION") or _git_revision(Path(__file__).resolve().parents[2])
+    return found | ({"revision": revision} if revision else {})
+
+
+def _git_revision(tree: Path) -> str | None:
+    """Return the commit of a source tree, marked if files have changed since, or None where there is no repository."""
+    if not (tree / ".git").exists():
+        return None
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None

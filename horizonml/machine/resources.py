@@ -1,0 +1,96 @@
+"""What this process may use of its machine: cores and memory, within the limits of its container."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+
+def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the cores that this process may use: its CPU affinity, cut by the container's quota (cgroup v2 or v1)."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota, period = _words(root / "cpu.max", 2) or (None, None)
+    if quota is None:
+        quota = (_words(root / "cpu/cpu.cfs_quota_us", 1) or (None,))[0]
+        period = (_words(root / "cpu/cpu.cfs_period_us", 1) or (None,))[0]
+    if quota is not None and period is not None and quota.isdigit() and int(period) > 0:
+        cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the bytes that this process may use: the container's limit (cgroup v2 or v1), or the machine's memory."""
+    total = float(psutil.virtual_memory().total)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = (_words(root / name, 1) or ("max",))[0]
+        if limit.isdigit():
+            return min(total, float(limit))
+    return total
+
+
+def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the bytes that count against the container's limit, including its file cache; None without a cgroup."""
+    for name in ("memory.current", "memory/memory.usage_in_bytes"):
+        used = _words(root / name, 1)
+        if used is not None:
+            return float(used[0])
+    return None
+
+
+def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Return the seconds for which the container's CPU quota has held it up so far; None without a cgroup."""
+    for name, field, unit in (("cpu.stat", "throttled_usec", 1e-6), ("cpu/cpu.stat", "throttled_time", 1e-9)):
+        try:
+            lines = (root / name).read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            key, _, value = line.partition(" ")
+            if key == field:
+                return float(value) * unit
+    return None
+
+
+class OtherWork:
+    """Measures how much of the machine other processes use, from the moment at which it is made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def cores_taken(self) -> float:
+        """Return how many of the cores that this process may use others had, on average since the start.
+
+        Others are all processes but this one and those of its children that have ended. They are taken to use the cores
+        that this process may not use before any of its own.
+        """
+        wall, busy, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
+        if wall <= 0:
+            return 0.0
+        cores = available_cores()
+        spare = (os.cpu_count() or 1) - cores
+        return min(cores, max(0.0, (busy - own) / wall - spare))
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Return the seconds on the clock, the seconds that all processors worked, and those for this process."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        own = os.times()
+        return time.monotonic(), busy, own.user + own.system + own.children_user + own.children_system
+
+
+def threads_per_rank(cores: float, ranks_here: int) -> int:
+    """Return the threads for each rank on a machine: contended threads are several times slower than one."""
+    return max(1, math.floor(cores / ranks_here))
+
+
+def _words(path: Path, count: int) -> tuple[str, ...] | None:
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return None
+    return tuple(words[:count]) if len(words) >= count else None
