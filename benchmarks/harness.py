@@ -197,7 +197,8 @@ def machine() -> str:
     """What this was measured on."""
     import torch
 
-    return f"{processor_name()}, {available_cores():g} usable; Python {platform.python_version()}, torch {torch.__version__}"
+    software = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{processor_name()}, {available_cores():g} usable; {software}"
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -147,14 +147,14 @@ class Parallel(Spec):
                 expected = layers[1] + 1
         return self
 
-    def fewest(self) -> int:
-        """With how many ranks at least the job can go on when others are lost."""
+    def min_world_size(self) -> int:
+        """Return the number of ranks without which the job cannot go on when others are lost."""
         if self.stages is not None:
             return self.world_size()
         return 3 if self.strategy == "hybrid" else 1
 
     def world_size(self) -> int:
-        """The number of ranks this job asks for when the environment does not say."""
+        """Return the number of ranks that this job asks for when the environment does not say."""
         if self.stages is not None:
             return sum(len(stage.ranks) for stage in self.stages)
         return self.workers or (1 if self.strategy == "single" else 5)

@@ -1,4 +1,4 @@
-"""Who am I? A rank and a world size, from whatever started this process.
+"""Finds out which rank this process is, and of how many, from whatever started it.
 
 Each source is a pure function of environment variables; the first that knows wins, in the order of `SOURCES`.
 A launcher inside another's job must come first: an `mpirun` in a Slurm batch job inherits SLURM_PROCID=0.
@@ -17,7 +17,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Identity:
-    """This process's place in the job, and which source said so."""
+    """The rank of this process and the world size, and the source that gave them."""
 
     rank: int
     world_size: int
@@ -25,12 +25,12 @@ class Identity:
 
 
 def from_rank(env: Environment) -> Identity | None:
-    """`RANK` and `WORLD_SIZE`: torchrun, Compose, and our own launcher."""
+    """Read `RANK` and `WORLD_SIZE`, which torchrun, Compose and our own launcher set."""
     return _pair(env, "RANK", "WORLD_SIZE", "RANK")
 
 
 def from_stateful_set(env: Environment) -> Identity | None:
-    """A StatefulSet's pod: its ordinal and `WORLD_SIZE`.
+    """Read the ordinal of a StatefulSet's pod, and `WORLD_SIZE`.
 
     The ordinal is POD_INDEX (the label apps.kubernetes.io/pod-index through the downward API), else the number at the
     end of the pod's HOSTNAME.
@@ -46,22 +46,22 @@ def from_stateful_set(env: Environment) -> Identity | None:
 
 
 def from_horovod(env: Environment) -> Identity | None:
-    """horovodrun over gloo."""
+    """Read what horovodrun sets when it runs over gloo."""
     return _pair(env, "HOROVOD_RANK", "HOROVOD_SIZE", "horovodrun")
 
 
 def from_open_mpi(env: Environment) -> Identity | None:
-    """Open MPI's mpirun."""
+    """Read what Open MPI's mpirun sets."""
     return _pair(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI")
 
 
 def from_mvapich(env: Environment) -> Identity | None:
-    """MVAPICH's mpirun_rsh."""
+    """Read what MVAPICH's mpirun_rsh sets."""
     return _pair(env, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MVAPICH")
 
 
 def from_pmi(env: Environment) -> Identity | None:
-    """MPICH and Intel MPI (`PMI_RANK`, `PMI_SIZE`), or PMIx, whose world size comes from Slurm."""
+    """Read what MPICH and Intel MPI set (`PMI_RANK`, `PMI_SIZE`), or PMIx, whose world size comes from Slurm."""
     if "PMI_RANK" in env:
         return _pair(env, "PMI_RANK", "PMI_SIZE", "PMI")
     if "PMIX_RANK" in env:
@@ -71,7 +71,7 @@ def from_pmi(env: Environment) -> Identity | None:
 
 
 def from_slurm(env: Environment) -> Identity | None:
-    """srun."""
+    """Read what Slurm's srun sets."""
     # A batch script itself has SLURM_PROCID too; only a step has SLURM_STEP_ID beside it.
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
         return None
@@ -90,7 +90,7 @@ SOURCES: tuple[Callable[[Environment], Identity | None], ...] = (
 
 
 def identify(env: Environment) -> Identity | None:
-    """This process's identity, or None: alone on this machine, with no launcher. Raises IdentityError."""
+    """Return this process's identity, or None if no launcher started it. Raises IdentityError."""
     for source in SOURCES:
         found = source(env)
         if found is not None:
@@ -99,7 +99,10 @@ def identify(env: Environment) -> Identity | None:
 
 
 def local_rank(env: Environment) -> int:
-    """This process's place among the ranks on its machine, as far as the launcher says; 0 if it does not."""
+    """Return this process's place among the ranks on its machine, or 0 if the launcher does not say.
+
+    Raises IdentityError.
+    """
     names = (
         "LOCAL_RANK",
         "HOROVOD_LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""Who is in the group: the judgement on joins, as plain data without sockets.
+"""Decides who is in the group: the judgement on joins, as plain data without sockets.
 
 The rendezvous service keeps one `Roster`. Ranks join with a fingerprint; when every rank of the world is there and
 they belong together, a generation is formed. A duplicate rank, a different world size, another job or other software
@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from horizonml.rendezvous.fingerprint import MOST_RANKS, Fingerprint, Kind, difference
+from horizonml.rendezvous.checks import MOST_RANKS
+from horizonml.rendezvous.fingerprint import Fingerprint, GroupKey, difference
+from horizonml.rendezvous.messages import Formed, Refused, Verdict
 
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
@@ -25,23 +27,6 @@ _GONE_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is for
 _REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
 _DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused
 _NOTE_SECONDS = 120.0  # ranks that wait learn for this long who was refused beside them
-
-
-@dataclass(frozen=True)
-class Formed:
-    """A complete group: its generation, and its joins and members in the order of ranks."""
-
-    generation: int
-    joins: list[int]
-    members: list[Fingerprint]
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Why some joins were refused."""
-
-    joins: list[int]
-    reason: str
 
 
 @dataclass
@@ -58,10 +43,10 @@ Members = dict[int, _Member]
 
 
 class Roster:
-    """Who waits, who is in the group formed last, and what was refused lately. Times are seconds of any clock."""
+    """Knows who waits, who is in the newest group, and what was refused lately. Times are seconds of any clock."""
 
     def __init__(self, settled: float = float("-inf")) -> None:
-        """Until `settled`, no first meeting is held: a group that runs already may have to report first."""
+        """Hold no first meeting until `settled`, because a group that runs already may have to report first."""
         self.generation = 0
         self._formed_here = 0  # the generation that this roster formed last
         self._settled = settled
@@ -88,7 +73,7 @@ class Roster:
         self._members[number] = _Member(fingerprint, now, now, formed=True, beside=frozenset(beside))
 
     def leave(self, number: int) -> None:
-        """Let a rank go in peace."""
+        """Forget a rank that leaves."""
         self._members.pop(number, None)
 
     def withdraw(self, number: int) -> bool:
@@ -108,10 +93,10 @@ class Roster:
         """Return the joins whose heartbeats matter."""
         return list(self._members)
 
-    def decide(self, now: float) -> list[Formed | Refused]:
+    def decide(self, now: float) -> list[Verdict]:
         """Return what has become clear since the last call."""
         self._forget(now)
-        verdicts: list[Formed | Refused] = [*self._refuse_latecomers(now), *self._judge_duplicates(now)]
+        verdicts: list[Verdict] = [*self._refuse_latecomers(now), *self._judge_duplicates(now)]
         if self.running():
             return [*verdicts, *self._refuse_others()]  # there is no second group beside it
         verdicts += self._judge_differences(now)
@@ -126,7 +111,7 @@ class Roster:
         return sorted({member.fingerprint.rank for party in self._parties()[:1] for member in party.values()})
 
     def missing(self) -> list[int]:
-        """Return the ranks that those wait for."""
+        """Return the ranks that those who are present wait for."""
         sizes = (member.fingerprint.world_size for party in self._parties()[:1] for member in party.values())
         return sorted(set(range(max(sizes, default=0))) - set(self.present()))
 
@@ -143,7 +128,7 @@ class Roster:
             for member in self._waiting().values()
             if running
             and member.fingerprint.rank not in inside
-            and member.fingerprint.kind == running[0].fingerprint.kind
+            and member.fingerprint.group_key == running[0].fingerprint.group_key
         )
 
     def refused(self, now: float) -> list[str]:
@@ -151,35 +136,37 @@ class Roster:
         return [reason for at, reason in self._notes if now - at < _NOTE_SECONDS]
 
     def _check(self, number: int) -> None:
+        """Raise ValueError unless there is room for a join of this number."""
         if number in self._members:
             raise ValueError("its join has another's number")
         if len(self._members) >= _MOST_JOINS:
             raise ValueError(f"{_MOST_JOINS} ranks wait already")
 
     def _waiting(self) -> Members:
+        """Return those who have not been taken into a group."""
         return {number: member for number, member in self._members.items() if not member.formed}
 
     def _parties(self) -> list[Members]:
         """Return those who wait, sorted by what they have in common: the most first, else the earliest."""
-        parties: dict[Kind, Members] = {}
+        parties: dict[GroupKey, Members] = {}
         for number, member in self._waiting().items():
-            parties.setdefault(member.fingerprint.kind, {})[number] = member
+            parties.setdefault(member.fingerprint.group_key, {})[number] = member
         return sorted(parties.values(), key=len, reverse=True)
 
     def _complete(self, party: Members, now: float) -> bool:
-        """Whether all ranks of a world are there, and may begin."""
+        """Return whether all ranks of a world are there and may begin."""
         members = [member.fingerprint for member in party.values()]
         return len(members) == members[0].world_size and (
             now >= self._settled or any(member.generation > 0 for member in members)
         )
 
     def _may_shrink(self, party: Members, now: float) -> bool:
-        """Whether the survivors of a group may go on without those that do not come back."""
+        """Return whether the survivors of a group may go on without those that do not come back."""
         survivors = [member.fingerprint for member in party.values() if member.fingerprint.generation > 0]
         if not survivors:
             return False  # a first meeting needs everyone
         last = max(survivors, key=lambda fingerprint: fingerprint.generation)
-        if last.replace_timeout <= 0 or len(party) < last.fewest:
+        if last.replace_timeout <= 0 or len(party) < last.min_world_size:
             return False
         if last.generation != self._formed_here and 2 * len(survivors) <= last.group_size:
             return False  # this service did not see that group form: only its majority may go on
@@ -239,7 +226,7 @@ class Roster:
                 continue  # perhaps it is dead
             if old.formed:  # a running group is not disturbed
                 refused.append(self._refuse([newer], _clash(old.fingerprint, new.fingerprint)))
-            elif old.fingerprint.kind == new.fingerprint.kind:
+            elif old.fingerprint.group_key == new.fingerprint.group_key:
                 refused.append(self._refuse_all(_clash(old.fingerprint, new.fingerprint), new.fingerprint.job, now))
         return refused
 
@@ -264,6 +251,7 @@ class Roster:
         return refused
 
     def _form(self, party: Members) -> Formed:
+        """Make a party the group that runs, and return the verdict."""
         # A service that was started anew goes on where the one before was.
         self.generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
         self._formed_here = self.generation
@@ -274,6 +262,7 @@ class Roster:
         return Formed(self.generation, joins, [party[number].fingerprint for number in joins])
 
     def _refuse(self, joins: list[int], reason: str) -> Refused:
+        """Forget some joins, and return the verdict on them."""
         for number in joins:
             del self._members[number]
         return Refused(joins, reason)
@@ -285,7 +274,7 @@ class Roster:
 
 
 def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
-    """Whether a rank that differs from others cannot be one of theirs that was started wrongly."""
+    """Return whether a rank that differs from others cannot be one of theirs that was started wrongly."""
     return (
         one.job != others[0].job
         or (one.digest != others[0].digest and one.world_size != others[0].world_size)
@@ -294,6 +283,7 @@ def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
 
 
 def _clash(older: Fingerprint, newer: Fingerprint) -> str:
+    """Return in words why two processes cannot be the same rank."""
     return (
         f"rank {newer.rank} is there twice: {older.place} and {newer.place}; "
         "give every process its own rank, or end the one that is left over"

@@ -22,13 +22,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from horizonml.rendezvous.fingerprint import MOST_RANKS, Fingerprint, whole
-from horizonml.rendezvous.mailbox import parse, peek, printable, take
-from horizonml.rendezvous.roster import Formed, Refused, Roster
+from horizonml.rendezvous.checks import printable
+from horizonml.rendezvous.mailbox import peek, take
+from horizonml.rendezvous.messages import (
+    Event,
+    Formed,
+    Join,
+    Leave,
+    Refused,
+    Resume,
+    Status,
+    UnreadableJoin,
+    Verdict,
+    Withdraw,
+    read_event,
+)
+from horizonml.rendezvous.roster import Roster
 
 _log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(seconds=30)
@@ -39,7 +51,7 @@ SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started
 
 
 class Service:
-    """Holds the store and judges joins, until stopped."""
+    """Holds the store and judges joins until it is stopped."""
 
     def __init__(self, listener: socket.socket, settle: float = 0.0) -> None:
         """Serve on a listening socket, which the service takes over (see `listen`).
@@ -72,69 +84,62 @@ class Service:
             time.sleep(0.05)
 
     def _read_events(self) -> bool:
+        """Handle the events that have come, and return whether there were any."""
         for count in range(_MOST_EVENTS):
-            event = take(self._store)
-            if event is None:
+            message = take(self._store)
+            if message is None:
                 return count > 0
             try:
-                self._handle(parse(event))
+                self._handle(read_event(message))
             except ValueError as error:
                 _log.warning("ignored a malformed message: %s", error)
+                if isinstance(error, UnreadableJoin):
+                    reason = f"the rendezvous service cannot read its join: {error}"
+                    self._tell(Refused([error.number], reason))
         return True
 
-    def _handle(self, event: dict[str, Any]) -> None:
+    def _handle(self, event: Event) -> None:
         """Do what an event asks for. Raises ValueError."""
-        number, now = whole(event, "id", 0, (1 << 63) - 1), time.monotonic()
-        if "leave" in event:
-            self._roster.leave(number)
-            said = event["leave"] if isinstance(event["leave"], dict) else {}
-            farewell = {name: printable(str(said.get(name, ""))) for name in ("reason", "kind")}
-            self._store.set(f"gone/{number}", json.dumps(farewell))
-        elif "withdraw" in event:
-            if self._roster.withdraw(number):
-                self._tell(Refused([number], "it has withdrawn"))
-        elif "resume" in event:
-            fingerprint, beside = Fingerprint.from_json(event["resume"]), event.get("beside")
-            if not isinstance(beside, list) or not all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in beside):
-                raise ValueError("beside must be a list of ranks")
-            self._roster.resume(number, fingerprint, beside, now)
-            _log.info("rank %d runs in generation %d", fingerprint.rank, fingerprint.generation)
-        else:
-            try:
-                fingerprint = Fingerprint.from_json(event.get("join"))
-                self._roster.join(number, fingerprint, now)
-            except ValueError as error:
-                self._tell(Refused([number], f"the rendezvous service cannot read its join: {error}"))
-                raise
-            _log.info("rank %d of %d joined from %s", fingerprint.rank, fingerprint.world_size, fingerprint.place)
+        now = time.monotonic()
+        match event:
+            case Leave(number, farewell):
+                self._roster.leave(number)
+                self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+            case Withdraw(number):
+                if self._roster.withdraw(number):
+                    self._tell(Refused([number], "it has withdrawn"))
+            case Resume(number, fingerprint, beside):
+                self._roster.resume(number, fingerprint, beside, now)
+                _log.info("rank %d runs in generation %d", fingerprint.rank, fingerprint.generation)
+            case Join(number, fingerprint):
+                try:
+                    self._roster.join(number, fingerprint, now)
+                except ValueError as error:
+                    raise UnreadableJoin(number, str(error)) from None
+                _log.info("rank %d of %d joined from %s", fingerprint.rank, fingerprint.world_size, fingerprint.place)
 
     def _read_beats(self, now: float) -> None:
+        """Let the roster know which heartbeats have moved."""
         for number in self._roster.joins():
             beat = peek(self._store, f"beat/{number}")
             if beat is not None and len(beat) <= _MOST_DIGITS and beat.isdigit():
                 self._roster.beat(number, int(beat), now)
 
     def _announce(self, now: float) -> None:
+        """Post what has been decided, and the status."""
         for verdict in self._roster.decide(now):
             if isinstance(verdict, Formed):
                 _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
             else:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
-        status = {
-            "missing": self._roster.missing(),
-            "running": self._roster.running(),
-            "newcomers": self._roster.newcomers(),
-            "refused": self._roster.refused(now),
-        }
-        self._store.set("status", json.dumps(status))
+        status = Status(
+            self._roster.missing(), self._roster.running(), self._roster.newcomers(), self._roster.refused(now)
+        )
+        self._store.set("status", json.dumps(status.to_json()))
 
-    def _tell(self, verdict: Formed | Refused) -> None:
+    def _tell(self, verdict: Verdict) -> None:
         """Post a verdict for those whom it concerns."""
-        if isinstance(verdict, Formed):
-            members = [member.to_json() for member in verdict.members]
-            message = {"generation": verdict.generation, "joins": verdict.joins, "members": members}
-        else:
-            message = {"refused": verdict.reason}
+        message = json.dumps(verdict.to_json())
         for number in verdict.joins:
-            self._store.set(f"verdict/{number}", json.dumps(message))
+            self._store.set(f"verdict/{number}", message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from horizonml.engine.optim import learning_rate
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import Watch
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.telemetry.recorder import Recorder
-
-Outcome = Literal["complete", "already complete", "stopped", "stopped waiting", "re-form", "re-plan"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def train(
     done = start.step if start else 0
     history = dict(start.metrics) if start else {}
     if done >= total:
-        return "already complete", Progress(done, history)
+        return Outcome.ALREADY_COMPLETE, Progress(done, history)
     unsaved = False  # whether the last checkpoint could not be saved
     while done < total:
         epoch, within = divmod(done, per_epoch)
@@ -119,9 +118,9 @@ def train(
             if unsaved and not step.totals.stop:
                 stopping = False  # newcomers wait, for forming again would cost all steps since the last checkpoint
         if stopping or replan:
-            outcome: Outcome = "re-plan" if not stopping else "stopped" if stop.wanted else "re-form"
+            outcome = Outcome.REPLAN if not stopping else Outcome.STOPPED if stop.wanted else Outcome.REFORM
             return outcome, Progress(done, history)
-    return "complete", Progress(done, history)
+    return Outcome.COMPLETE, Progress(done, history)
 
 
 def _look(watch: Watch, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,13 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
-from horizonml.rendezvous.meeting import Membership, Terms, meet
+from horizonml.rendezvous.meeting import RendezvousSettings, meet
+from horizonml.rendezvous.membership import Membership
+from horizonml.rendezvous.messages import Departure
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import Watch
-from horizonml.runtime.trainer import Outcome, Progress, train
+from horizonml.runtime.trainer import Progress, train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
@@ -72,30 +75,30 @@ class Worker:
         job, identity = self._job, self._identity
         self._folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         if not fresh and completed(job.run_folder / "checkpoints", job):
-            return "already complete"
+            return Outcome.ALREADY_COMPLETE
         if identity.world_size == 1:
             return self._train(None, fresh)
         membership, fruitless = None, 0
-        terms = Terms(
+        settings = RendezvousSettings(
             job.name,
             job.digest(),
             job.rendezvous.timeout,
             job.rendezvous.replace_timeout,
-            job.parallel.fewest(),
+            job.parallel.min_world_size(),
         )
         while not self._stop.wanted:
             before = self._steps
             assert self._address is not None
             try:
-                membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
+                membership = meet(identity, settings, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
-                return "stopped waiting"
+                return Outcome.STOPPED_WAITING
             self._rank = membership.rank
             try:
                 outcome = self._train(membership, fresh)
             except PeerLost as error:
                 named = membership.name_lost(error)
-                membership.leave(f"lost a peer: {named}", "lost")
+                membership.leave(f"lost a peer: {named}", Departure.LOST_PEER)
                 self._metrics.lost_peer()
                 fruitless = 0 if self._steps > before else fruitless + 1
                 if self._stop.wanted:
@@ -108,11 +111,11 @@ class Worker:
                 # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
                 passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
                 failed = error.ends_job if isinstance(error, HorizonError) else not passing
-                membership.leave(str(error) or type(error).__name__, "failed" if failed else "other")
+                membership.leave(str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER)
                 raise
             else:
-                membership.leave("done" if outcome != "re-form" else "meets again")
-                if outcome != "re-form":
+                membership.leave("done" if outcome is not Outcome.REFORM else "meets again")
+                if outcome is not Outcome.REFORM:
                     return outcome
                 if not rejoin:
                     break
@@ -120,7 +123,7 @@ class Worker:
                 self.say("another rank stops or joins; meeting again")
             gc.collect()
             self._metrics.waiting([])
-        return "stopped"
+        return Outcome.STOPPED
 
     def _check_recoverable(self, reason: str) -> None:
         """Raise PeerLost if there is nothing that training could go on from."""
@@ -131,20 +134,24 @@ class Worker:
             )
 
     def say(self, text: str) -> None:
-        """Tell the user; only what is being waited for is told by every rank."""
-        if self._rank == 0 or text.startswith("waiting"):
-            prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
-            print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
+        """Tell the user, as rank 0 of the group."""
+        if self._rank == 0:
+            self.say_waiting(text)
 
-    def waiting(self, ranks: list[int]) -> None:
-        """These ranks have not come yet."""
+    def say_waiting(self, text: str) -> None:
+        """Tell the user, as every rank does about what it waits for."""
+        prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
+        print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
+
+    def waiting(self, ranks: Sequence[int]) -> None:
+        """Show that these ranks have not come yet."""
         self._metrics.waiting(ranks)
 
     def _train(self, membership: Membership | None, fresh: bool) -> Outcome:
         """Train as a member of one group."""
         rank = membership.rank if membership else 0
-        nodes = [member.node for member in membership.members] if membership else [machine_id()]
-        names = [member.host for member in membership.members] if membership else [socket.gethostname()]
+        nodes = [member.host_id for member in membership.members] if membership else [machine_id()]
+        names = [member.hostname for member in membership.members] if membership else [socket.gethostname()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
         store = membership.store if membership else None
         group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
@@ -226,7 +233,7 @@ class Worker:
         source = "resumed"
         while True:
             recorder = self._recorder(about, engine, watch, steps, start, source, energy)
-            outcome: str = "failed"
+            outcome = Outcome.FAILED
             try:
                 result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
                 outcome = result
@@ -234,7 +241,7 @@ class Worker:
                 self._steps += recorder.steps
                 recorder.close(outcome)
                 self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
-            if result != "re-plan":
+            if result is not Outcome.REPLAN:
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)

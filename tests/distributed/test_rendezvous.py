@@ -23,7 +23,7 @@ from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.meeting import Terms, meet
+from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.service import Service
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
@@ -47,11 +47,15 @@ class Listener:
         self.said: list[str] = []
         self.missing: list[int] = []
 
-    def say(self, text: str) -> None:
+    def say_waiting(self, text: str) -> None:
         self.said.append(text)
 
     def waiting(self, ranks: list[int]) -> None:
         self.missing = ranks
+
+
+def settings(timeout: float, digest: str = "d1") -> RendezvousSettings:
+    return RendezvousSettings("digits", digest, timeout)
 
 
 def join(
@@ -70,7 +74,7 @@ def join(
     identity = Identity(rank if me is None else me, world_size if size is None else size, "test")
     started, listener = time.monotonic(), Listener()
     try:
-        membership = meet(identity, Terms("digits", digest, timeout), ("127.0.0.1", port), listener)
+        membership = meet(identity, settings(timeout, digest), ("127.0.0.1", port), listener)
     except RendezvousError as error:
         return {"error": str(error), "seconds": time.monotonic() - started, "said": listener.said}
     group = Group(membership.store, membership.rank, membership.world_size, 20.0)
@@ -141,7 +145,7 @@ def test_no_service_is_a_clear_error_at_the_deadline(pool: Pool) -> None:
 
 def test_a_name_that_does_not_resolve_is_told() -> None:
     with pytest.raises(RendezvousError, match=r"the name no-such-host\.invalid does not resolve"):
-        meet(Identity(0, 2, "test"), Terms("digits", "d1", 1.0), ("no-such-host.invalid", 29400), Listener())
+        meet(Identity(0, 2, "test"), settings(1.0), ("no-such-host.invalid", 29400), Listener())
 
 
 def test_a_mute_listener_does_not_hang_a_rank(pool: Pool) -> None:
@@ -204,7 +208,7 @@ class Running:
 
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
     """Rank 1 stops without a word; the others must learn its name."""
-    membership = meet(Identity(rank, world_size, "test"), Terms("digits", "d1", 20.0), ("127.0.0.1", port), Listener())
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
     group = Group(membership.store, rank, world_size, 5.0)
     try:
         group.gather_json(None)  # all are connected
@@ -254,7 +258,7 @@ def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all
     threads: list[threading.Thread] = []
     identity = Identity(0, 2, "test")
     try:
-        membership = meet(identity, Terms("digits", "d1", 30.0), ("127.0.0.1", service.port), Listener(), None, stopped)
+        membership = meet(identity, settings(30.0), ("127.0.0.1", service.port), Listener(), None, stopped)
     except Cancelled:
         assert not formed
     else:

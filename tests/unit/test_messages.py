@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.fingerprint import MOST_RANKS, Fingerprint
-from horizonml.rendezvous.mailbox import parse, printable
+from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
+from horizonml.rendezvous.fingerprint import Fingerprint
 from tests.unit.test_roster import rank
 
 
 def test_a_fingerprint_survives_the_way_through_json() -> None:
-    fingerprint = rank(2, generation=3, group_size=3, replace_timeout=7.5, fewest=2, host="pi-küche")
+    fingerprint = rank(2, generation=3, group_size=3, replace_timeout=7.5, min_world_size=2, hostname="pi-küche")
     assert Fingerprint.from_json(parse(json.dumps(fingerprint.to_json()).encode())) == fingerprint
 
 
@@ -34,12 +34,15 @@ def test_a_fingerprint_survives_the_way_through_json() -> None:
         ({"replace_timeout": float("inf")}, "replace_timeout must be seconds from 0 to 1e+09, not inf"),
         ({"replace_timeout": float("nan")}, "not nan"),
         ({"replace_timeout": -1}, "not -1"),
-        ({"host": "pi\nERROR: forged"}, r"host must be at most 255 printable characters, not 'pi\nERROR: forged'"),
-        ({"host": "\x1b[2J"}, "not '\\x1b[2J'"),
+        (
+            {"hostname": "pi\nERROR: forged"},
+            r"must be at most 255 printable characters, not 'pi\nERROR: forged'",
+        ),
+        ({"hostname": "\x1b[2J"}, "not '\\x1b[2J'"),
         ({"job": "x" * 256}, "job must be at most 255"),
         ({"machine": ["m"]}, "machine must be at most 255 printable characters, not list"),
         ({"pid": 0}, "pid must be"),
-        ({"fewest": 0}, "fewest must be"),
+        ({"min_world_size": 0}, "min_world_size must be"),
     ],
 )
 def test_what_no_rank_says_of_itself_is_refused(changes: dict[str, Any], words: str) -> None:

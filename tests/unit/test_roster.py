@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.roster import Formed, Refused, Roster
+from horizonml.rendezvous.messages import Formed, Refused
+from horizonml.rendezvous.roster import Roster
 
 
 def rank(number: int, world_size: int = 3, **changes: object) -> Fingerprint:
@@ -56,7 +57,7 @@ def test_other_world_sizes_jobs_and_versions_are_refused_for_all_naming_both() -
 def test_a_duplicate_of_a_living_rank_is_refused_for_all_within_seconds() -> None:
     roster = Roster()
     assert (
-        gather(roster, rank(0), rank(1), rank(1, host="elsewhere", machine="elsewhere")) == []
+        gather(roster, rank(0), rank(1), rank(1, hostname="elsewhere", machine="elsewhere")) == []
     )  # perhaps the first one is dead
     roster.beat(2, 1, 0.5)
     (verdict,) = roster.decide(0.6)
@@ -85,7 +86,7 @@ def test_a_running_group_is_not_disturbed_by_a_newcomer() -> None:
     roster = Roster()
     gather(roster, rank(0), rank(1), rank(2))
     beat(roster, 1, 2, 3, count=5, at=9.0)
-    roster.join(4, rank(1, host="elsewhere", machine="elsewhere"), 10.0)
+    roster.join(4, rank(1, hostname="elsewhere", machine="elsewhere"), 10.0)
     beat(roster, 1, 2, 3, count=6, at=10.2)
     (verdict,) = roster.decide(10.3)
     assert isinstance(verdict, Refused)
@@ -193,7 +194,7 @@ def test_who_may_not_go_on_without_the_others() -> None:
     roster.join(4, survivor(1), 1.0)
     assert long_after(roster, 1, 3, 4, start=1) == []
     # A job that cannot run with fewer, or that does not want to.
-    for changes in ({"fewest": 3}, {"replace_timeout": 0.0}):
+    for changes in ({"min_world_size": 3}, {"replace_timeout": 0.0}):
         roster = Roster()
         formed(roster, rank(0), rank(1), rank(2))
         gather(roster, replace(survivor(0), **changes), replace(survivor(2), **changes), at=6.0, first=4)  # type: ignore[arg-type]

@@ -1,0 +1,200 @@
+"""The messages of the rendezvous, checked when they are read.
+
+An event goes from a rank to the service, and a verdict, the status and a farewell from the service to ranks. All travel
+as JSON objects through the store (see `mailbox`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, parse, printable, ranks, whole
+from horizonml.rendezvous.fingerprint import Fingerprint
+
+_MOST_JOIN = (1 << 63) - 1
+_MOST_STATUS = 1 << 18  # bytes, which the ranks of the largest world take
+_MOST_VERDICT = 1 << 23  # bytes, which the fingerprints of the largest world take
+_MOST_REASON = 2000  # characters
+
+
+class Departure(StrEnum):
+    """Why a rank leaves its group."""
+
+    LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame
+    FAILED = "failed"  # it failed for a reason that holds for all ranks
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """What a rank says when it leaves."""
+
+    reason: str  # for people
+    departure: Departure = Departure.OTHER
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"reason": self.reason, "kind": self.departure.value}
+
+    @classmethod
+    def from_json(cls, value: object) -> Farewell:
+        """Return the farewell that a value stands for, whatever it is: a rank that leaves is never held back."""
+        said = value if isinstance(value, dict) else {}
+        departure = next((one for one in Departure if one == said.get("kind")), Departure.OTHER)
+        return cls(printable(str(said.get("reason", ""))), departure)
+
+
+@dataclass(frozen=True)
+class Join:
+    """A rank asks to take part; `number` names this join, and is drawn at random."""
+
+    number: int
+    fingerprint: Fingerprint
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"id": self.number, "join": self.fingerprint.to_json()}
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """A rank that waits takes its join back."""
+
+    number: int
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"id": self.number, "withdraw": True}
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A member leaves its group."""
+
+    number: int
+    farewell: Farewell
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"id": self.number, "leave": self.farewell.to_json()}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A member of a group that runs already reports to a service that does not know it."""
+
+    number: int
+    fingerprint: Fingerprint
+    beside: tuple[int, ...]  # the ranks of its group
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"id": self.number, "resume": self.fingerprint.to_json(), "beside": list(self.beside)}
+
+
+Event = Join | Withdraw | Leave | Resume
+
+
+class UnreadableJoin(ValueError):
+    """A join whose fingerprint is damaged, although its number is known, so that its sender can be told."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+def read_event(message: bytes) -> Event:
+    """Return the event that a message stands for. Raises ValueError, and UnreadableJoin if it may be answered."""
+    values = parse(message)
+    number = whole(values, "id", 0, _MOST_JOIN)
+    if "leave" in values:
+        return Leave(number, Farewell.from_json(values["leave"]))
+    if "withdraw" in values:
+        return Withdraw(number)
+    if "resume" in values:
+        return Resume(number, Fingerprint.from_json(values["resume"]), ranks(values, "beside"))
+    try:
+        return Join(number, Fingerprint.from_json(values.get("join")))
+    except ValueError as error:
+        raise UnreadableJoin(number, str(error)) from None
+
+
+@dataclass(frozen=True)
+class Formed:
+    """The verdict on a complete group: its generation, and its joins and members in the order of ranks."""
+
+    generation: int
+    joins: list[int]
+    members: list[Fingerprint]
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        members = [member.to_json() for member in self.members]
+        return {"generation": self.generation, "joins": self.joins, "members": members}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The verdict on joins that were refused, and why."""
+
+    joins: list[int]
+    reason: str
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"refused": self.reason}
+
+
+Verdict = Formed | Refused
+
+
+def read_verdict(message: bytes, number: int) -> Verdict:
+    """Return the verdict on the join `number`. Raises ValueError."""
+    values = parse(message, _MOST_VERDICT)
+    if "refused" in values:
+        return Refused([number], printable(str(values["refused"]), _MOST_REASON))
+    joins, members = values.get("joins"), values.get("members")
+    if not isinstance(joins, list) or not isinstance(members, list) or not 0 < len(members) <= MOST_RANKS:
+        raise ValueError("a verdict must have joins and members")
+    if len(joins) != len(members) or not all(type(join) is int for join in joins) or number not in joins:
+        raise ValueError("a verdict must have a join for each member, and this rank among them")
+    generation = whole(values, "generation", 1, MOST_GENERATION)
+    return Formed(generation, joins, [Fingerprint.from_json(member) for member in members])
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the service says to everyone, four times a second."""
+
+    missing: Sequence[int] = ()  # ranks that the others wait for
+    running: Sequence[int] | None = None  # the joins of the group that runs; None if the service has not said yet
+    newcomers: Sequence[int] = ()  # ranks that wait to be taken in by the group that runs
+    refused: Sequence[str] = ()  # why ranks were refused lately
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        lists = {"missing": self.missing, "running": self.running or (), "newcomers": self.newcomers}
+        return {**{name: list(values) for name, values in lists.items()}, "refused": list(self.refused)}
+
+
+def read_status(message: bytes | None) -> Status:
+    """Return the status that a message stands for, empty where there is none or a stranger has written over it."""
+    try:
+        values = parse(message or b"{}", _MOST_STATUS)
+    except ValueError:
+        return Status()
+    running, refused = values.get("running"), values.get("refused")
+    return Status(
+        _ranks_among(values.get("missing")),
+        [join for join in running if type(join) is int] if isinstance(running, list) else None,
+        _ranks_among(values.get("newcomers")),
+        [printable(str(reason)) for reason in refused[-1:]] if isinstance(refused, list) else [],
+    )
+
+
+def _ranks_among(value: object) -> list[int]:
+    """Return the ranks in a list, and leave out whatever else it holds."""
+    found = value if isinstance(value, list) else []
+    return [rank for rank in found[:MOST_RANKS] if type(rank) is int and 0 <= rank < MOST_RANKS]
