@@ -15,12 +15,12 @@ from types import TracebackType
 
 import yaml
 
-from horizonml.bench.results import Run, load_run
-from horizonml.cli.planning import plan_values
 from horizonml.job.jobfile import changed, load
+from horizonml.job.planfile import plan_values
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import Cluster, load_cluster
+from horizonml.report.records import Run, load_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "hetero"
@@ -44,11 +44,11 @@ class Measured:
     def of(cls, run: Run, unlike: int = 0) -> Measured:
         """From a run's records, of which the first steps are `unlike` the others."""
         steps = run.lead.steps[_WARM_UP + unlike :]
-        seconds = statistics.median(step["wall"] for step in steps)
+        seconds = statistics.median(step.wall for step in steps)
         evaluations = run.lead.evaluations
-        accuracy = evaluations[-1]["accuracy"] if evaluations else None
-        plan = Plan.from_json(run.lead.run["plan"])
-        return cls(run, seconds, steps[0]["batch"] / seconds, accuracy, plan, run.lead.run["forecast"])
+        accuracy = evaluations[-1].accuracy if evaluations else None
+        plan = Plan.from_json(run.lead.run.plan.model_dump())
+        return cls(run, seconds, steps[0].batch / seconds, accuracy, plan, run.lead.run.forecast)
 
 
 class EmulatedCluster:

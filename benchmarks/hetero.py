@@ -23,7 +23,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
-from horizonml.bench.results import Run, load_run
 from horizonml.cli.tables import print_table
 from horizonml.engine.group import Group
 from horizonml.engine.sync.compressed import WHOLE_STEPS
@@ -34,6 +33,7 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.devices import Cluster
 from horizonml.planner.search import Problem, candidates, data_parallel, equal_split
 from horizonml.report.charts import draw_ranking
+from horizonml.report.records import Run, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step
 from horizonml.report.style import save
 from horizonml.runtime.agreement import describe_problem, describe_together
@@ -95,7 +95,7 @@ class Trial:
             "samples_per_second": job.batch_size / seconds,
             "predicted": predicted,
             "error": None if predicted is None else predicted / seconds - 1,
-            "bytes_sent": sum(rank.steps[-1]["bytes_sent"] for rank in found.run.ranks),
+            "bytes_sent": sum(rank.steps[-1].bytes_sent for rank in found.run.ranks),
             "plan_json": found.plan.to_json(),
         }
         print(f"    {human_seconds(found.seconds)} a step, predicted {human_seconds(predicted or 0)}", flush=True)
@@ -204,7 +204,7 @@ def accuracies(out: Path) -> dict[str, list[float]]:
             command = [sys.executable, "-m", "horizonml", "train", str(ROOT / "jobs" / "digits.yaml"), "-n", "3"]
             print(f"digits, {name}, seed {seed} ...", flush=True)
             subprocess.run([*command, "--fresh", *sets], check=True, capture_output=True, timeout=300)
-            found[name].append(load_run(name, folder).lead.evaluations[-1]["accuracy"])
+            found[name].append(load_run(name, folder).lead.evaluations[-1].accuracy)
     return found
 
 
@@ -228,15 +228,15 @@ def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Pa
     times = {row["name"]: row["times"] for row in sorted(rows, key=lambda row: float(row["seconds"]))}
     title = f"Time of a step: {job.model.name}, {job.batch_size} samples, five unequal devices with slow links"
     draw_ranking(top, times, title=title, own="auto", text=_seconds)
-    by_rank = {int(rank.run["rank"]): rank for rank in run.ranks}
-    order = [rank for stage in run.stages for rank in stage["ranks"]]
+    by_rank = {rank.run.rank: rank for rank in run.ranks}
+    order = [rank for stage in run.stages for rank in stage.ranks]
     labels = []
     for stage in run.stages:
-        layers = f"layers {stage['start']} to {stage['stop'] - 1}"
-        layers = layers if stage["stop"] - stage["start"] > 1 else f"layer {stage['start']}"
-        for rank in stage["ranks"]:
+        layers = f"layers {stage.start} to {stage.stop - 1}"
+        layers = layers if stage.stop - stage.start > 1 else f"layer {stage.start}"
+        for rank in stage.ranks:
             rate = links[rank].replace("mbit", " Mbit/s")
-            labels.append(f"device {rank}: {layers}\n{by_rank[rank].run['cores']:g} cores, {rate}")
+            labels.append(f"device {rank}: {layers}\n{by_rank[rank].run.cores:g} cores, {rate}")
     draw_timeline(bottom, replace(run, ranks=[by_rank[rank] for rank in order]), number, labels)
     bottom.set_title("One step of auto, as measured; numbers are micro-batches")
     handles = legend(("forward", "backward", "update", "prepare"))

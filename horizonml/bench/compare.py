@@ -1,33 +1,27 @@
-"""Ways of training compared on the same samples, updates and seeds."""
+"""Compares ways of training on the same samples, updates and seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from horizonml.bench.section import (
-    Picture,
-    Section,
-    Table,
-    failures,
-    percent,
-    rank_tables,
-    spread,
-    summary_table,
-    typical,
-    warnings,
-    where,
-)
+from horizonml.bench.findings import failures, spread, summary_table, typical, warnings, where
+from horizonml.bench.manifest import Factors
 from horizonml.bench.study import Case, Result, Study
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.report import charts, run_plots, style
-from horizonml.text import human_bytes, human_seconds
+from horizonml.report.section import Picture, Section, Table, rank_tables
+from horizonml.report.summary import Summary
+from horizonml.text import human_bytes, human_seconds, percent
 
 
 def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: int, repeats: int) -> list[Case]:
-    """One run for each repeat, number of samples (none: all the job has) and strategy. Raises JobError."""
+    """Return a run for each repeat, number of samples and strategy. Raises JobError.
+
+    Without numbers of samples, all that the job has are used.
+    """
     few = [size for size in samples if size < job.batch_size]
     if few:
         raise JobError(
@@ -46,19 +40,17 @@ def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: 
                     "checkpoint.enabled": False,
                     "telemetry.timeline_every": 10,
                 }
-                factors = {"strategy": strategy, "samples": size, "repeat": repeat}
+                factors = Factors(strategy=strategy, samples=size, repeat=repeat)
                 name = "-".join(
                     [strategy, *([str(size)] if size else []), *([f"repeat{repeat}"] if repeats > 1 else [])]
                 )
                 work = float((size or 1) * job.epochs)
-                found.append(
-                    Case(name, changed(job, changes), {k: v for k, v in factors.items() if v is not None}, work)
-                )
+                found.append(Case(name, changed(job, changes), factors, work))
     return found
 
 
 def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
-    """What makes a job one of another strategy, with nothing else changed that matters to the result."""
+    """Return the changes that give a job another strategy, and change nothing else that matters to the result."""
     changes: dict[str, object] = {
         "parallel.strategy": strategy,
         "parallel.workers": 1 if strategy == "single" else workers,
@@ -70,16 +62,16 @@ def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
 
 
 def section(study: Study) -> Section:
-    """What came out; pictures are written to the study's folder."""
+    """Return what came out. Pictures are written to the study's folder."""
     by_size: dict[str, dict[str, list[Result]]] = {}
     for result in study.succeeded:
-        size = f"{result.factors['samples']:,}" if "samples" in result.factors else "all"
-        by_size.setdefault(size, {}).setdefault(result.factors["strategy"], []).append(result)
-    job = study.settings["job"]
-    title = f"Ways of training {job['model']['name']} on {job['data']['name']}"
-    repeats = f", {study.settings['repeats']} repeats with seeds of their own" if study.settings["repeats"] > 1 else ""
+        size = f"{result.factors.samples:,}" if result.factors.samples is not None else "all"
+        by_size.setdefault(size, {}).setdefault(result.factors.strategy or result.name, []).append(result)
+    settings, job = study.settings, study.settings.job
+    title = f"Ways of training {job.model.name} on {job.data.name}"
+    repeats = f", {settings.repeats} repeats with seeds of their own" if settings.repeats > 1 else ""
     setting = (
-        f"Batch size {job['batch_size']}, {job['epochs']} epochs, {study.settings['workers']} ranks{repeats}; every "
+        f"Batch size {job.batch_size}, {job.epochs} epochs, {settings.workers} ranks{repeats}; every "
         f"strategy trains on the same samples in the same order, and makes the same number of updates. All ranks share "
         f"one machine: {where(study)}"
     )
@@ -122,59 +114,16 @@ def _brief(title: str, by_size: dict[str, dict[str, list[Result]]]) -> Table:
 
 
 def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
-    """Who wins where, and why, in sentences made from the numbers."""
+    """Return who wins where, and why, in sentences made from the numbers."""
     shown = {name: typical(results).summary for name, results in runs.items()}
     ranking = sorted(shown, key=lambda name: -shown[name].samples_per_second)
-    best = shown[ranking[0]]
     texts = []
     if len(ranking) > 1:
-        others = ", ".join(
-            f"{best.samples_per_second / shown[name].samples_per_second:.2f} times {name}" for name in ranking[1:]
-        )
-        slowest, fastest = spread(runs[ranking[0]])
-        speed = f"{best.samples_per_second:,.0f} samples/s ({slowest:,.0f} to {fastest:,.0f})"
-        near = [name for name in ranking[1:] if spread(runs[name])[1] >= slowest]
-        doubt = f" The ranges of {ranking[0]} and of {', '.join(near)} overlap, so their order is not certain."
-        texts.append(f"{ranking[0]} is fastest with {speed}: {others}.{doubt if near else ''}")
-    losses = []
-    for name, one in shown.items():
-        if one.ranks > 1:
-            kind = "transfer" if one.transfer > one.wait else "waiting for other ranks"
-            losses.append(
-                f"{name} computes for {percent(one.compute)} of its time and loses most to {kind} "
-                f"({percent(max(one.transfer, one.wait))}), sending {human_bytes(one.bytes_per_step)} a step"
-            )
+        texts.append(_fastest(ranking, shown, runs))
+    losses = [_loss(name, one) for name, one in shown.items() if one.ranks > 1]
     if losses:
         texts.append("; ".join(losses) + ".")
-    if best.ranks > 1 and "single" in shown:
-        texts.append(
-            f"The {best.ranks} ranks share {study.environment['cores']:g} cores here, which one process alone "
-            "could use, too; on devices of their own each rank would have its own."
-        )
-    elif "single" in shown and len(shown) > 1:
-        texts.append(
-            f"One process alone could use the same {study.environment['cores']:g} cores (it used "
-            f"{shown['single'].cpu_cores:.1f}) without sending anything: on one machine it is hard to beat; ranks pay "
-            "where each has a device of its own, or where memory is short."
-        )
-    accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
-    if len(accuracies) > 1 and len(accuracies) == len(shown):
-        high, low = max(accuracies, key=accuracies.__getitem__), min(accuracies, key=accuracies.__getitem__)
-        repeats = [
-            [r.summary.accuracy for r in results if r.summary.accuracy is not None]
-            for results in runs.values()
-            if len(results) > 1
-        ]
-        apart = max((max(values) - min(values) for values in repeats), default=None)
-        text = (
-            f"Held-out accuracy lies between {percent(accuracies[low], 1)} ({low}) and {percent(accuracies[high], 1)} "
-            f"({high})"
-        )
-        if apart is not None:
-            difference = accuracies[high] - accuracies[low]
-            verdict = "no more than" if difference <= apart else "more than"
-            text += f", {verdict} the {100 * apart:.1f} points by which repeats of one strategy differ"
-        texts.append(text + ".")
+    texts += [*_alone(shown[ranking[0]], shown, study.environment.cores), *_accuracies(shown, runs)]
     least = min(shown, key=lambda name: shown[name].rss_peak_bytes)
     most = max(shown, key=lambda name: shown[name].rss_peak_bytes)
     if least != most:
@@ -185,8 +134,70 @@ def findings(runs: dict[str, list[Result]], study: Study) -> list[str]:
     return texts
 
 
+def _fastest(ranking: list[str], shown: dict[str, Summary], runs: dict[str, list[Result]]) -> str:
+    """Return which strategy is fastest, by how much, and whether that is certain."""
+    first, best = ranking[0], shown[ranking[0]]
+    others = ", ".join(
+        f"{best.samples_per_second / shown[name].samples_per_second:.2f} times {name}" for name in ranking[1:]
+    )
+    slowest, fastest = spread(runs[first])
+    speed = f"{best.samples_per_second:,.0f} samples/s ({slowest:,.0f} to {fastest:,.0f})"
+    near = [name for name in ranking[1:] if spread(runs[name])[1] >= slowest]
+    doubt = f" The ranges of {first} and of {', '.join(near)} overlap, so their order is not certain."
+    return f"{first} is fastest with {speed}: {others}.{doubt if near else ''}"
+
+
+def _loss(name: str, one: Summary) -> str:
+    """Return where a strategy of several ranks loses its time."""
+    kind = "transfer" if one.transfer > one.wait else "waiting for other ranks"
+    return (
+        f"{name} computes for {percent(one.compute)} of its time and loses most to {kind} "
+        f"({percent(max(one.transfer, one.wait))}), sending {human_bytes(one.bytes_per_step)} a step"
+    )
+
+
+def _alone(best: Summary, shown: dict[str, Summary], cores: float) -> list[str]:
+    """Return what the comparison with a single process means on one machine, if there is one."""
+    if "single" not in shown:
+        return []
+    if best.ranks > 1:
+        return [
+            f"The {best.ranks} ranks share {cores:g} cores here, which one process alone could use, too; on devices of "
+            "their own each rank would have its own."
+        ]
+    if len(shown) == 1:
+        return []
+    return [
+        f"One process alone could use the same {cores:g} cores (it used {shown['single'].cpu_cores:.1f}) without "
+        "sending anything: on one machine it is hard to beat; ranks pay where each has a device of its own, or where "
+        "memory is short."
+    ]
+
+
+def _accuracies(shown: dict[str, Summary], runs: dict[str, list[Result]]) -> list[str]:
+    """Return how far the strategies' accuracies differ, and whether that is more than their repeats do."""
+    accuracies = {name: one.accuracy for name, one in shown.items() if one.accuracy is not None}
+    if len(accuracies) < 2 or len(accuracies) < len(shown):
+        return []
+    high, low = max(accuracies, key=accuracies.__getitem__), min(accuracies, key=accuracies.__getitem__)
+    text = (
+        f"Held-out accuracy lies between {percent(accuracies[low], 1)} ({low}) and {percent(accuracies[high], 1)} "
+        f"({high})"
+    )
+    repeats = [
+        [r.summary.accuracy for r in results if r.summary.accuracy is not None]
+        for results in runs.values()
+        if len(results) > 1
+    ]
+    apart = max((max(values) - min(values) for values in repeats), default=None)
+    if apart is not None:
+        verdict = "no more than" if accuracies[high] - accuracies[low] <= apart else "more than"
+        text += f", {verdict} the {100 * apart:.1f} points by which repeats of one strategy differ"
+    return [f"{text}."]
+
+
 def radar_values(runs: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
-    """Each run from 0 to 1 on every axis; none is 0 for being the last.
+    """Return each run's values from 0 to 1 on every axis; none is 0 for being the last.
 
     Shares and accuracy stand for themselves. Speed, memory and work per processor second are ratios to the best of the
     runs shown, so that half as good is 0.5.

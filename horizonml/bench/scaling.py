@@ -1,21 +1,29 @@
-"""How speed grows with the number of workers: strong scaling (the same batch) and weak scaling (a batch each)."""
+"""Measures how speed grows with the number of workers.
+
+In strong scaling they share one batch, in weak scaling each has as many samples as one worker alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from horizonml.bench.compare import strategy_changes
-from horizonml.bench.section import Picture, Section, Table, failures, percent, typical, warnings, where
+from horizonml.bench.findings import failures, typical, warnings, where
+from horizonml.bench.manifest import Factors, ScalingMode
 from horizonml.bench.study import Case, Result, Study
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.report import charts, style
+from horizonml.report.section import Picture, Section, Table
+from horizonml.text import percent
+
+Points = dict[int, list[float]]  # number of workers -> a value for each repeat
 
 
 def cases(
-    job: Job, mode: str, strategies: Sequence[str], workers: Sequence[int], steps: int, repeats: int
+    job: Job, mode: ScalingMode, strategies: Sequence[str], workers: Sequence[int], steps: int, repeats: int
 ) -> list[Case]:
-    """One worker alone, then each strategy with each number of workers that it can have. Raises JobError.
+    """Return a run of one worker alone, then of each strategy with each number of workers it can have. Raises JobError.
 
     Every rank has one thread, as a small device has one core for it. Weak scaling gives every worker
     `job.batch_size` samples of the batch, strong scaling shares `job.batch_size` among them.
@@ -26,7 +34,7 @@ def cases(
             for strategy in ["single"] if count == 1 else strategies:
                 if strategy == "hybrid" and count < 3:
                     continue  # nothing to be hybrid with
-                batch = job.batch_size * (count if mode == "weak" else 1)
+                batch = job.batch_size * (count if mode is ScalingMode.WEAK else 1)
                 changes = {
                     **strategy_changes(strategy, count),
                     "batch_size": batch,
@@ -36,64 +44,37 @@ def cases(
                     "parallel.threads": 1,
                     "checkpoint.enabled": False,
                 }
-                factors = {"strategy": strategy, "workers": count, "repeat": repeat}
+                factors = Factors(strategy=strategy, workers=count, repeat=repeat)
                 name = f"{strategy}-{count}" + (f"-repeat{repeat}" if repeats > 1 else "")
                 found.append(Case(name, changed(job, changes), factors, float(batch * steps)))
     return found
 
 
 def section(study: Study) -> Section:
-    """What came out; pictures are written to the study's folder."""
-    mode, job = study.settings["mode"], study.settings["job"]
-    batch = f"{job['batch_size']} samples per batch" + (
-        " and worker" if mode == "weak" else ", shared among the workers"
-    )
+    """Return what came out. A picture is written to the study's folder."""
+    settings, job = study.settings, study.settings.job
+    mode = settings.mode or ScalingMode.STRONG
+    part = " and worker" if mode is ScalingMode.WEAK else ", shared among the workers"
     setting = (
-        f"{job['model']['name']} on {job['data']['name']}, {batch}, {study.settings['steps']} steps; every worker has "
-        f"one "
-        f"thread. All share one machine: {where(study)}"
+        f"{job.model.name} on {job.data.name}, {job.batch_size} samples per batch{part}, {settings.steps} steps; every "
+        f"worker has one thread. All share one machine: {where(study)}"
     )
     result = Section(f"{mode.capitalize()} scaling", setting, failures(study) + warnings(study))
-    speeds: dict[str, dict[int, list[float]]] = {}
+    speeds: dict[str, Points] = {}
     runs: dict[str, dict[int, list[Result]]] = {}
     for one in study.succeeded:
-        name, count = one.factors["strategy"], one.factors["workers"]
+        name, count = one.factors.strategy or one.name, one.factors.workers or 1
         speeds.setdefault(name, {}).setdefault(count, []).append(one.summary.samples_per_second)
         runs.setdefault(name, {}).setdefault(count, []).append(one)
     alone = speeds.pop("single", {}).get(1)
     if alone is None or not speeds:
         return result
-    base = charts.middle(alone)[0]
-    cores = float(study.environment["cores"])
+    base, cores = charts.middle(alone)[0], study.environment.cores
     for points in speeds.values():
         points[1] = alone
-    counts = sorted({count for points in speeds.values() for count in points})
     gains = {name: {n: [v / base for v in points[n]] for n in points} for name, points in speeds.items()}
     efficiency = {name: {n: [v / n for v in points[n]] for n in points} for name, points in gains.items()}
-    here = f"limit: {cores:g} cores on this machine"
-    ideals = [
-        {"a core for each worker": {n: base * n for n in counts}, here: {n: base * min(n, cores) for n in counts}},
-        {"a core for each worker": {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
-        {"a core for each worker": dict.fromkeys(counts, 1.0), here: {n: min(n, cores) / n for n in counts}},
-    ]
-    picture = charts.lines(
-        [
-            ("Samples per second", speeds, style.plain_axis),
-            ("Speed-up (times one worker)", gains, style.plain_axis),
-            ("Efficiency (% of speed-up / workers)", efficiency, style.share_axis),
-        ],
-        study.folder / f"{mode}-scaling.png",
-        x="workers",
-        ideals=ideals,
-        logarithmic=2,
-    )
-    result.pictures.append(
-        Picture(
-            picture,
-            f"{mode.capitalize()} scaling. Dashed: the ideal. The shaded part cannot be reached with the "
-            f"{cores:g} cores of this machine.",
-        )
-    )
+    result.pictures.append(_picture(study, mode, base, speeds, gains, efficiency))
     result.findings += _findings(gains, runs, cores)
     rows = [
         [name, str(n), f"{charts.middle(speeds[name][n])[0]:,.0f}", f"{charts.middle(gains[name][n])[0]:.2f}",
@@ -105,9 +86,43 @@ def section(study: Study) -> Section:
     return result
 
 
-def _findings(
-    gains: dict[str, dict[int, list[float]]], runs: dict[str, dict[int, list[Result]]], cores: float
-) -> list[str]:
+def _picture(
+    study: Study,
+    mode: ScalingMode,
+    base: float,
+    speeds: dict[str, Points],
+    gains: dict[str, Points],
+    efficiency: dict[str, Points],
+) -> Picture:
+    """Draw speed, speed-up and efficiency over the workers, and their ideals; `base` is one worker's speed."""
+    cores = study.environment.cores
+    counts = sorted({count for points in speeds.values() for count in points})
+    own, here = "a core for each worker", f"limit: {cores:g} cores on this machine"
+    ideals = [
+        {own: {n: base * n for n in counts}, here: {n: base * min(n, cores) for n in counts}},
+        {own: {n: float(n) for n in counts}, here: {n: min(n, cores) for n in counts}},
+        {own: dict.fromkeys(counts, 1.0), here: {n: min(n, cores) / n for n in counts}},
+    ]
+    path = charts.lines(
+        [
+            ("Samples per second", speeds, style.plain_axis),
+            ("Speed-up (times one worker)", gains, style.plain_axis),
+            ("Efficiency (% of speed-up / workers)", efficiency, style.share_axis),
+        ],
+        study.folder / f"{mode}-scaling.png",
+        x="workers",
+        ideals=ideals,
+        logarithmic=2,
+    )
+    return Picture(
+        path,
+        f"{mode.capitalize()} scaling. The dashed line is the ideal. The shaded part cannot be reached with the "
+        f"{cores:g} cores of this machine.",
+    )
+
+
+def _findings(gains: dict[str, Points], runs: dict[str, dict[int, list[Result]]], cores: float) -> list[str]:
+    """Return how fast the most workers of each strategy are, and where they lose their time."""
     texts = []
     for name, points in gains.items():
         most = max(points)
@@ -123,7 +138,6 @@ def _findings(
     if any(n > cores for points in gains.values() for n in points):
         texts.append(
             f"This machine has {cores:g} cores: with more workers they share them, and speed-up beyond {cores:g} "
-            f"cannot be "
-            "seen here. Workers on devices of their own are not held up by that."
+            "cannot be seen here. Workers on devices of their own are not held up by that."
         )
     return texts

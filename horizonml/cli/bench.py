@@ -1,4 +1,4 @@
-"""`horizonml bench`: the studies, on this machine."""
+"""`horizonml bench`: studies on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typer.core import TyperCommand
 from horizonml.machine.extras import require
 
 if TYPE_CHECKING:
-    from horizonml.bench.section import Section
+    from horizonml.bench.manifest import StudySettings
     from horizonml.bench.study import Case
     from horizonml.job.schema import Job
+    from horizonml.report.section import Section
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
 BUILT_IN = {
@@ -29,13 +30,13 @@ BUILT_IN = {
 
 
 class _Many(TyperCommand):
-    """A command whose options that can be repeated also take several values at once: `--workers 1 2 4`."""
+    """A command whose repeatable options also take several values at once: `--workers 1 2 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self.spread(args))
 
     def spread(self, args: list[str]) -> list[str]:
-        """`--workers 1 2 4` as `--workers 1 --workers 2 --workers 4`; a word with a dot or slash is a file."""
+        """Return `--workers 1 2 4` as `--workers 1 --workers 2 --workers 4`; a word with a dot or slash is a file."""
         many = {name for option in self.params if getattr(option, "multiple", False) for name in option.opts}
         many.discard("--set")
         spread: list[str] = []
@@ -118,11 +119,12 @@ def compare(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import compare as study
+    from horizonml.bench.manifest import StudySettings
 
-    job = _job(job_file, data, data_folder, overrides, {} if epochs is None else {"epochs": epochs})
+    job = _job(job_file, data, data_folder, [*(overrides or []), *([] if epochs is None else [f"epochs={epochs}"])])
     chosen = _strategies(strategies, ("single", "ddp", "pipeline", "hybrid"))
     sizes = samples or ([] if job_file is not None or data == "digits" else [1000, 10000, 50000])
-    settings = {"workers": workers, "repeats": repeats, "job": job.model_dump()}
+    settings = StudySettings(workers=workers, repeats=repeats, job=StudySettings.facts(job))
     cases = study.cases(job, chosen, sizes, workers, repeats)
     _run("compare", cases, settings, out, fresh)
 
@@ -151,16 +153,19 @@ def scaling(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import scaling as study
+    from horizonml.bench.manifest import ScalingMode, StudySettings
     from horizonml.errors import JobError
 
-    if mode not in ("weak", "strong"):
-        raise JobError(f"--mode: {mode!r} is neither weak nor strong")
-    job = _job(job_file, data, data_folder, overrides, {})
+    try:
+        scaling_mode = ScalingMode(mode)
+    except ValueError:
+        raise JobError(f"--mode: {mode!r} is neither weak nor strong") from None
+    job = _job(job_file, data, data_folder, overrides)
     chosen = _strategies(strategies, ("ddp", "horovod", "pipeline", "hybrid"))
     if "single" in chosen:
         chosen.remove("single")  # it is measured anyway
-    settings = {"mode": mode, "steps": steps, "repeats": repeats, "job": job.model_dump()}
-    cases = study.cases(job, mode, chosen, workers, steps, repeats)
+    settings = StudySettings(mode=scaling_mode, steps=steps, repeats=repeats, job=StudySettings.facts(job))
+    cases = study.cases(job, scaling_mode, chosen, workers, steps, repeats)
     _run("scaling", cases, settings, out or Path(f"runs/scaling-{mode}"), fresh)
 
 
@@ -186,23 +191,24 @@ def batch_size(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import batch_size as study
+    from horizonml.bench.manifest import StudySettings
 
-    job = _job(None, "synthetic", None, overrides, {})
+    job = _job(None, "synthetic", None, overrides)
     strategy = _strategies([strategy], ())[0]
     chosen = [part for name in models for part in name.split(",") if part]
-    settings = {"strategy": strategy, "workers": workers, "steps": steps, "repeats": repeats, "job": job.model_dump()}
+    facts = StudySettings.facts(job)
+    settings = StudySettings(strategy=strategy, workers=workers, steps=steps, repeats=repeats, job=facts)
     cases = study.cases(job, chosen, sizes or [64, 128, 256, 512, 1024], strategy, workers, steps, repeats)
     _run("batch-size", cases, settings, out, fresh)
 
 
-def _job(
-    path: Path | None, data: str, folder: Path | None, overrides: list[str] | None, changes: dict[str, Any]
-) -> Job:
+def _job(path: Path | None, data: str, folder: Path | None, overrides: list[str] | None) -> Job:
+    """Return the job to study: that of the file, else the built-in one for some data. Raises JobError."""
     from horizonml.errors import JobError
     from horizonml.job.jobfile import load, parse
     from horizonml.text import nearest
 
-    extra = [*(overrides or []), *(f"{key}={value}" for key, value in changes.items())]
+    extra = list(overrides or [])
     if folder is not None:
         extra.append(f"data.folder={folder}")
     if path is not None:
@@ -213,6 +219,7 @@ def _job(
 
 
 def _strategies(given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """Return the strategies to study, each once. Raises JobError."""
     from horizonml.errors import JobError
     from horizonml.text import nearest
 
@@ -227,7 +234,8 @@ def _strategies(given: Sequence[str] | None, default: Sequence[str]) -> list[str
     return list(dict.fromkeys(chosen))
 
 
-def _run(kind: str, cases: Sequence[Case], settings: dict[str, Any], out: Path, fresh: bool) -> None:
+def _run(kind: str, cases: Sequence[Case], settings: StudySettings, out: Path, fresh: bool) -> None:
+    """Run a study, show what came out, and write the report. Raises HorizonError, and Exit if a run failed."""
     from horizonml.bench.report import SECTIONS, write_report
     from horizonml.bench.study import run_study
     from horizonml.runtime.launch import check_strategy
@@ -246,6 +254,7 @@ def _run(kind: str, cases: Sequence[Case], settings: dict[str, Any], out: Path, 
 
 
 def _show(section: Section) -> None:
+    """Print a section's brief table, or else all its tables, and its findings."""
     from horizonml.cli.tables import print_table, print_text
 
     for table in [section.brief] if section.brief else section.tables:

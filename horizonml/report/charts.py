@@ -1,4 +1,4 @@
-"""Charts of measured numbers: bars, lines and a radar, with the spread of repeats."""
+"""Draws charts of measured numbers: bars, lines and a radar, with the spread of repeats."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from matplotlib.figure import Figure
 from matplotlib.projections.polar import PolarAxes
 from matplotlib.ticker import LogLocator
 
-from horizonml.report.style import AxisFormat, label, looks, plain_axis, save
+from horizonml.report.style import AxisFormat, label, plain_axis, save, series_styles
 
 Values = Mapping[str, Mapping[str, Sequence[float]]]  # series -> category -> one value per repeat
 
 
 def middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, and how far the smallest and largest repeats lie from it."""
+    """Return the median, and how far the smallest and the largest repeat lie from it."""
     centre = statistics.median(values)
     return centre, centre - min(values), max(values) - centre
 
 
 def bars(panels: Sequence[tuple[str, Values, AxisFormat]], path: Path, *, category: str = "", columns: int = 3) -> Path:
-    """Panels of bars, grouped by category, with error bars where there are repeats.
+    """Draw panels of bars, grouped by category, with error bars where there are repeats, and return the path.
 
     Each panel is (title with its unit, values, format of the axis); `category` names what the categories are.
     """
@@ -56,7 +56,7 @@ def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, categor
     width = 0.8 / max(1, len(values))
     ticks: dict[float, str] = {}
     tops: list[tuple[float, float, float]] = []  # of each bar: where it is, its value, and where its error bar ends
-    for place, (series, look) in enumerate(looks(values).items()):
+    for place, (series, own_style) in enumerate(series_styles(values).items()):
         shown = [(index, values[series][name]) for index, name in enumerate(categories) if values[series].get(name)]
         centres = [middle(repeats) for _, repeats in shown]
         places = [index + (place - (len(values) - 1) / 2) * width for index, _ in shown]
@@ -69,9 +69,9 @@ def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, categor
             yerr=_errors(centres),
             capsize=2,
             error_kw={"ecolor": "#555555", "elinewidth": 1},
-            color=look.colour,
+            color=own_style.colour,
             edgecolor="white",
-            hatch=look.hatch,
+            hatch=own_style.hatch,
             linewidth=0.5,
             label=series,
         )
@@ -88,7 +88,7 @@ def _bar_panel(axis: Axes, title: str, values: Values, form: AxisFormat, categor
 
 
 def ranking(values: Mapping[str, Sequence[float]], path: Path, *, title: str, own: str, unit: str) -> Path:
-    """Bars from left to right, one for each name, with error bars; those whose name begins with `own` stand out."""
+    """Draw a bar for each name, with error bars, and return the path. Names that begin with `own` stand out."""
     figure = Figure(figsize=(9, 0.42 * len(values) + 1.3), layout="constrained")
     draw_ranking(figure.subplots(), values, title=title, own=own, text=lambda value: f"{value:,.0f} {unit}")
     return save(figure, path)
@@ -119,10 +119,10 @@ def draw_ranking(
 
 
 def _write(
-    axis: Axes, text: str, at: tuple[float, float], off: tuple[float, float], ha: str, va: str, **looks: Any
+    axis: Axes, text: str, at: tuple[float, float], off: tuple[float, float], ha: str, va: str, **text_style: Any
 ) -> None:
     """Write something beside a point, `off` by so many points of print."""
-    axis.annotate(text, at, xytext=off, textcoords="offset points", ha=ha, va=va, **looks)
+    axis.annotate(text, at, xytext=off, textcoords="offset points", ha=ha, va=va, **text_style)
 
 
 def _errors(centres: Sequence[tuple[float, float, float]]) -> np.ndarray | None:
@@ -141,7 +141,7 @@ def lines(
     ideals: Sequence[Mapping[str, Mapping[int, float]]] = (),
     logarithmic: int = 0,
 ) -> Path:
-    """Panels of lines over numbers, with error bars; see `draw_lines`."""
+    """Draw panels of lines over numbers, as `draw_lines` does, and return the path."""
     return save(draw_lines(panels, x, ideals, logarithmic), path)
 
 
@@ -161,16 +161,16 @@ def draw_lines(
         for (name, points), (style, colour) in zip(own.items(), (("--", "#888888"), ("-", "#333333")), strict=False):
             axis.plot(list(points), list(points.values()), color=colour, linestyle=style, linewidth=1.4, label=name)
         ticks: set[float] = set()
-        for series, look in looks(values).items():
+        for series, own_style in series_styles(values).items():
             xs = sorted(values[series])
             centres = [middle(values[series][at]) for at in xs]
             axis.errorbar(
                 xs,
                 [centre for centre, _, _ in centres],
                 yerr=_errors(centres),
-                color=look.colour,
-                marker=look.marker,
-                linestyle=look.line,
+                color=own_style.colour,
+                marker=own_style.marker,
+                linestyle=own_style.line,
                 markersize=5,
                 capsize=2,
                 label=series,
@@ -199,7 +199,7 @@ def draw_lines(
 
 
 def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> Path:
-    """A radar: series -> axis -> value from 0 (centre) to 1 (rim)."""
+    """Draw a radar of values from 0 (centre) to 1 (rim), by series and axis, and return the path."""
     axes = list(next(iter(values.values())))
     angles = [2 * math.pi * index / len(axes) for index in range(len(axes))]
     figure = Figure(figsize=(8.2, 6.2), layout="constrained")
@@ -207,13 +207,13 @@ def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> 
     assert isinstance(axis, PolarAxes)
     axis.set_theta_offset(math.pi / 2)
     axis.set_theta_direction(-1)
-    for series, look in looks(values).items():
+    for series, own_style in series_styles(values).items():
         shown = [max(0.0, min(1.0, values[series][name])) for name in axes]
         axis.plot(
-            [*angles, angles[0]], [*shown, shown[0]], color=look.colour, marker=look.marker, linestyle=look.line,
-            linewidth=1.8, markersize=5, label=series,
+            [*angles, angles[0]], [*shown, shown[0]], color=own_style.colour, marker=own_style.marker,
+            linestyle=own_style.line, linewidth=1.8, markersize=5, label=series,
         )  # fmt: skip
-        axis.fill(angles, shown, color=look.colour, alpha=0.06)
+        axis.fill(angles, shown, color=own_style.colour, alpha=0.06)
     axis.set_xticks(angles, axes)
     for name, angle in zip(axis.get_xticklabels(), angles, strict=True):
         across, up = math.sin(angle), math.cos(angle)
@@ -228,7 +228,7 @@ def radar(values: Mapping[str, Mapping[str, float]], path: Path, title: str) -> 
 
 
 def straight_line(points: Mapping[int, float]) -> tuple[float, float]:
-    """Slope and value at 0 of the line that fits best; flat with one point."""
+    """Return the slope and the value at 0 of the line that fits best, which is flat with one point."""
     if len(points) < 2:
         return 0.0, next(iter(points.values()))
     slope, base = np.polyfit(list(points), list(points.values()), 1)
@@ -238,20 +238,23 @@ def straight_line(points: Mapping[int, float]) -> tuple[float, float]:
 def memory_fit(
     points: Mapping[str, Mapping[int, float]], limit: float, path: Path, *, x: str, form: AxisFormat = plain_axis
 ) -> Path:
-    """Memory over batch size with the straight line through it, up to where it would meet the limit."""
+    """Draw memory over batch size, with the straight line through it to where it would meet the limit.
+
+    Return the path.
+    """
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
     end = float(max(max(series) for series in points.values()))
-    for name, look in looks(points).items():
+    for name, own_style in series_styles(points).items():
         xs = sorted(points[name])
         ys = [points[name][at] for at in xs]
-        axis.plot(xs, ys, color=look.colour, marker=look.marker, linestyle="none", label=name)
+        axis.plot(xs, ys, color=own_style.colour, marker=own_style.marker, linestyle="none", label=name)
         if len(xs) > 1:
             slope, base = straight_line(points[name])
             meets = (limit - base) / slope if slope > 0 else math.inf
             end = max(end, min(meets, 8 * max(xs)))
             reach = np.array([0, min(meets, 8 * max(xs))])
-            axis.plot(reach, base + slope * reach, color=look.colour, linewidth=1, linestyle="--")
+            axis.plot(reach, base + slope * reach, color=own_style.colour, linewidth=1, linestyle="--")
     axis.axhline(limit, color="#333333", linewidth=1.4, linestyle="-.")
     axis.annotate(
         "memory that a rank has here", (0, limit), xytext=(4, -12), textcoords="offset points", color="#333333"

@@ -1,4 +1,4 @@
-"""Pictures of runs: how they learned, where their time went, and a step of a pipeline."""
+"""Draws runs: how they learned, where their time went, and a step of a pipeline."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogFormatter
 
-from horizonml.bench.results import RankRecords, Run
 from horizonml.plan.plan import Plan
 from horizonml.planner.simulate import Prediction
-from horizonml.report.style import KINDS, looks, percent_axis, plain_axis, save
+from horizonml.report.records import RankRecords, Run, SpanLine
+from horizonml.report.style import TIME_COLOURS, percent_axis, plain_axis, save, series_styles
 
 _WORK = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#009E73", "prepare": "#a6cee3"}
 _LEAST = 0.003  # of the picture's width, so that nothing is too short to be seen
 
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
-    """Training loss per step, and held-out loss and accuracy per epoch, of several runs by name."""
+    """Draw training loss per step, and held-out loss and accuracy per epoch, and return the path."""
     return save(draw_learning_curves(runs), path)
 
 
@@ -31,14 +30,15 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     """Draw what `learning_curves` saves."""
     figure = Figure(figsize=(12, 4.1), layout="constrained")
     loss, held_out, accuracy = figure.subplots(1, 3)
-    for name, look in looks(runs).items():
+    for name, own_style in series_styles(runs).items():
         steps, evaluations = runs[name].steps, runs[name].evaluations
-        style: dict[str, Any] = {"color": look.colour, "linestyle": look.line}
-        loss.plot([s["step"] for s in steps], _smooth([s["loss"] for s in steps]), label=name, **style)
-        epochs = [e["epoch"] for e in evaluations]
-        style |= {"marker": look.marker, "markersize": 4}
-        held_out.plot(epochs, [e["loss"] for e in evaluations], **style)
-        accuracy.plot(epochs, [e["accuracy"] for e in evaluations], **style)
+        style: dict[str, str | float] = {"color": own_style.colour, "linestyle": own_style.line}
+        loss.plot([s.step for s in steps], _smooth([s.loss for s in steps]), label=name, **style)
+        epochs = [e.epoch for e in evaluations]
+        style |= {"marker": own_style.marker, "markersize": 4}
+        held_out.plot(epochs, [e.loss for e in evaluations], **style)
+        judged = [(e.epoch, e.accuracy) for e in evaluations if e.accuracy is not None]
+        accuracy.plot([epoch for epoch, _ in judged], [value for _, value in judged], **style)
     loss.set(title="Training loss (cross-entropy)", xlabel="step", yscale="log")
     held_out.set(title="Held-out loss (cross-entropy)", xlabel="epoch", yscale="log")
     accuracy.set(title="Held-out accuracy (%)", xlabel="epoch")
@@ -53,7 +53,7 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
 
 
 def _smooth(values: list[float], window: int = 8) -> list[float]:
-    """A running mean."""
+    """Return the running mean."""
     return [
         sum(values[max(0, i - window + 1) : i + 1]) / len(values[max(0, i - window + 1) : i + 1])
         for i in range(len(values))
@@ -61,17 +61,17 @@ def _smooth(values: list[float], window: int = 8) -> list[float]:
 
 
 def time_split(runs: Mapping[str, Run], path: Path) -> Path:
-    """Where the time of an average step goes, for every rank of several runs, in milliseconds."""
+    """Draw where the time of an average step goes, for every rank of several runs, and return the path."""
     widths = [len(run.ranks) + 1 for run in runs.values()]
     everyone = [rank for run in runs.values() for rank in run.ranks]
     figure = Figure(figsize=(max(6.0, 0.55 * sum(widths) + 2), 4), layout="constrained")
     axes = figure.subplots(1, len(runs), sharey=True, width_ratios=widths, squeeze=False)[0]
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         bottom = [0.0] * len(run.ranks)
-        for kind, colour in KINDS.items():
-            heights = [1000 * sum(s[kind] for s in rank.settled) / len(rank.settled) for rank in run.ranks]
+        for kind, colour in TIME_COLOURS.items():
+            heights = [1000 * sum(s.seconds(kind) for s in rank.settled) / len(rank.settled) for rank in run.ranks]
             hatch = {"wait": "///", "transfer": ".."}.get(kind)
-            ranks = [str(rank.run["rank"]) for rank in run.ranks]
+            ranks = [str(rank.run.rank) for rank in run.ranks]
             axis.bar(ranks, heights, 0.75, bottom, color=colour, hatch=hatch, edgecolor="white", label=kind)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         for place, total in enumerate(bottom):
@@ -81,21 +81,24 @@ def time_split(runs: Mapping[str, Run], path: Path) -> Path:
         axis.set(title=name, xlabel="rank")
         axis.grid(visible=False, axis="x")
     axes[0].set_ylabel("milliseconds per step, mean")
-    axes[0].set_ylim(top=1.08 * max(sum(s["wall"] for s in r.settled) / len(r.settled) * 1000 for r in everyone))
+    axes[0].set_ylim(top=1.08 * max(sum(s.wall for s in r.settled) / len(r.settled) * 1000 for r in everyone))
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return save(figure, path)
 
 
 def timeline(name: str, run: Run, path: Path) -> Path | None:
-    """One step of a pipeline, rank by rank, with its micro-batches and its bubbles; None if none was recorded."""
+    """Draw one step of a pipeline, rank by rank, with its micro-batches and its bubbles.
+
+    Return the path, or None if no step was recorded.
+    """
     number = recorded_step(run)
     if number is None:
         return None
     figure = Figure(figsize=(12, 0.62 * len(run.ranks) + 1.9), layout="constrained")
     axis = figure.subplots()
     draw_timeline(axis, run, number, [_rank_label(rank) for rank in run.ranks])
-    axis.set_title(f"{name}: step {number}, {run.lead.run['plan']['schedule']}; numbers are micro-batches")
+    axis.set_title(f"{name}: step {number}, {run.lead.run.plan.schedule}; numbers are micro-batches")
     handles = legend(("forward", "backward", "update", "prepare"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return save(figure, path)
@@ -103,34 +106,34 @@ def timeline(name: str, run: Run, path: Path) -> Path | None:
 
 def recorded_step(run: Run) -> int | None:
     """Return the most usual of the steps of which every rank recorded what it did when."""
-    common = set.intersection(*({line["step"] for line in rank.timelines} for rank in run.ranks))
-    walls = {step["step"]: step["wall"] for step in run.lead.settled}
+    common = set.intersection(*({line.step for line in rank.timelines} for rank in run.ranks))
+    walls = {step.step: step.wall for step in run.lead.settled}
     usual = statistics.median(walls.values())
     return min(common, key=lambda number: (abs(walls.get(number, math.inf) - usual), -number), default=None)
 
 
 def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> None:
     """Draw a recorded step, a row for each rank."""
-    rows = [next(line["spans"] for line in rank.timelines if line["step"] == number) for rank in run.ranks]
-    start = min(spans[0][3] for spans in rows)
-    axis.set_xlim(0, 1000 * (max(spans[-1][4] for spans in rows) - start))
+    rows = [next(line.spans for line in rank.timelines if line.step == number) for rank in run.ranks]
+    start = min(spans[0].begin for spans in rows)
+    axis.set_xlim(0, 1000 * (max(spans[-1].end for spans in rows) - start))
     for row, spans in enumerate(rows):
-        for kind, what, micro, begin, end in spans:
-            _draw_span(axis, row, kind, what, micro, 1000 * (begin - start), 1000 * (end - start))
+        for span in spans:
+            _draw_span(axis, row, span._replace(begin=span.begin - start, end=span.end - start))
     _finish(axis, labels)
 
 
 def legend(work: Sequence[str], wait: bool = True) -> list[Patch]:
-    """Return what the colours of a step mean."""
+    """Return the legend of a step's colours."""
     handles = [Patch(color=_WORK[name], label=name) for name in work]
-    handles.append(Patch(color=KINDS["transfer"], label="transfer"))
+    handles.append(Patch(color=TIME_COLOURS["transfer"], label="transfer"))
     if wait:
         handles.append(Patch(facecolor="#f2f2f2", edgecolor="#bfbfbf", hatch="///", label="wait (bubble)"))
     return handles
 
 
 def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Path) -> Path:
-    """One step of a plan as it is predicted, rank by rank; `names` are the ranks' devices.
+    """Draw one step of a plan as it is predicted, rank by rank, and return the path; `names` are the ranks' devices.
 
     Below what a rank computes lies what its link carries meanwhile. However little a device does, it can be seen.
     """
@@ -139,9 +142,9 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
     for rank, kind, micro, begin, end in prediction.spans:
-        _draw_span(axis, order.index(rank), "compute", kind, micro, 1000 * begin, 1000 * end, lane=(-0.12, 0.5))
+        _draw_span(axis, order.index(rank), SpanLine("compute", kind, micro, begin, end), lane=(-0.12, 0.5))
     for sender, _, begin, end in prediction.messages:
-        _draw_span(axis, order.index(sender), "transfer", "send", -1, 1000 * begin, 1000 * end, lane=(0.26, 0.18))
+        _draw_span(axis, order.index(sender), SpanLine("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
     labels = []
     for rank in order:
         stage = plan.stages[plan.stages_of(rank)[0]]
@@ -165,29 +168,20 @@ def _finish(axis: Axes, labels: Sequence[str]) -> None:
 
 
 def _rank_label(rank: RankRecords) -> str:
-    stages = rank.run["plan"]["stages"]
-    name = f"rank {rank.run['rank']}"
-    return f"{name} (stage {rank.run['stage']})" if len(stages) > 1 else name
+    name = f"rank {rank.run.rank}"
+    return f"{name} (stage {rank.run.stage})" if len(rank.run.plan.stages) > 1 else name
 
 
-def _draw_span(
-    axis: Axes,
-    row: int,
-    kind: str,
-    what: str,
-    micro: int,
-    begin: float,
-    end: float,
-    lane: tuple[float, float] = (0.0, 0.7),
-) -> None:
-    """Draw what a rank did from `begin` to `end`; `lane` is where in its row, and how high."""
+def _draw_span(axis: Axes, row: int, span: SpanLine, lane: tuple[float, float] = (0.0, 0.7)) -> None:
+    """Draw what a rank did, in milliseconds; `lane` is its place within the row, and its height."""
+    kind, what, micro, begin, end = span.kind, span.what, span.micro, 1000 * span.begin, 1000 * span.end
     low, high = axis.get_xlim()
     place, height = row + lane[0], lane[1]
     if kind == "wait":
         axis.barh(place, end - begin, height, begin, color="#f2f2f2", edgecolor="#bfbfbf", hatch="///", linewidth=0)
         return  # others are drawn over it
     width = end - begin if what == "prepare" else max(end - begin, _LEAST * (high - low))
-    colour = KINDS["transfer"] if kind == "transfer" else _WORK.get(what, _WORK["prepare"])
+    colour = TIME_COLOURS["transfer"] if kind == "transfer" else _WORK.get(what, _WORK["prepare"])
     axis.barh(place, width, height, begin, color=colour, edgecolor="white", linewidth=0.3, zorder=2.5)
     if kind == "compute" and micro >= 0 and width > 0.012 * max(1e-9, high - low):
         axis.text(begin + width / 2, place, str(micro), ha="center", va="center", color="white", fontsize=8)

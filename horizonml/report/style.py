@@ -1,4 +1,7 @@
-"""How all pictures look: readable in print, and by the colour-blind (Okabe and Ito's colours, markers and hatches)."""
+"""Makes all pictures look alike: readable in print, and by the colour-blind.
+
+Colours are those of Okabe and Ito, "Color Universal Design" (2008); markers and hatches repeat what they say.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from horizonml.bench.section import percent
+from horizonml.engine.clock import Kind
 from horizonml.files import writing
-from horizonml.text import human_bytes, human_seconds
+from horizonml.text import human_bytes, human_seconds, percent
 
 mpl.rcParams.update(
     {
@@ -33,8 +36,8 @@ mpl.rcParams.update(
 )
 
 
-class Look(NamedTuple):
-    """Of one series."""
+class SeriesStyle(NamedTuple):
+    """The colour, marker, line and hatch of one series."""
 
     colour: str
     marker: str
@@ -42,28 +45,28 @@ class Look(NamedTuple):
     hatch: str
 
 
-_LOOKS = {
-    "single": Look("#000000", "o", "-", ""),
-    "ddp": Look("#0072B2", "s", "-", "//"),
-    "pipeline": Look("#E69F00", "^", "-", "\\\\"),
-    "hybrid": Look("#009E73", "D", "-", ".."),
-    "tensor": Look("#CC79A7", "v", "--", "xx"),
-    "horovod": Look("#56B4E9", "P", "--", "++"),
-    "auto": Look("#D55E00", "X", "-", "oo"),
+_STRATEGIES = {
+    "single": SeriesStyle("#000000", "o", "-", ""),
+    "ddp": SeriesStyle("#0072B2", "s", "-", "//"),
+    "pipeline": SeriesStyle("#E69F00", "^", "-", "\\\\"),
+    "hybrid": SeriesStyle("#009E73", "D", "-", ".."),
+    "tensor": SeriesStyle("#CC79A7", "v", "--", "xx"),
+    "horovod": SeriesStyle("#56B4E9", "P", "--", "++"),
+    "auto": SeriesStyle("#D55E00", "X", "-", "oo"),
 }
-_OTHERS = [Look(look.colour, look.marker, ":", look.hatch) for look in reversed(_LOOKS.values())]
-KINDS = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#d9d9d9"}
+_OTHERS = [style._replace(line=":") for style in reversed(_STRATEGIES.values())]
+TIME_COLOURS: dict[Kind, str] = {"compute": "#0072B2", "transfer": "#E69F00", "wait": "#d9d9d9"}
 
 
-def looks(names: Iterable[str]) -> dict[str, Look]:
-    """A look for each name: the strategies have their own, always the same."""
+def series_styles(names: Iterable[str]) -> dict[str, SeriesStyle]:
+    """Return a style for each name: the strategies have their own, always the same."""
     others, unique = iter(_OTHERS * 10), list(dict.fromkeys(names))
-    found = {name: _LOOKS.get(name) or next(others) for name in unique}
-    return found if len(found) > 1 else {name: look._replace(line="-") for name, look in found.items()}
+    found = {name: _STRATEGIES.get(name) or next(others) for name in unique}
+    return found if len(found) > 1 else {name: style._replace(line="-") for name, style in found.items()}
 
 
 class _BinaryLocator(MaxNLocator):
-    """Ticks at round numbers of KiB, MiB or GiB."""
+    """Places ticks at round numbers of KiB, MiB or GiB."""
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         unit = next((2.0**power for power in (30, 20, 10) if vmax >= 2 * 2.0**power), 1.0)

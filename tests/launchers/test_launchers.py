@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.bench.results import load_run
+from horizonml.report.records import load_run
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "launchers"
@@ -48,7 +48,7 @@ def launch(folder: Path, command: list[str]) -> list[float]:
     logs = "\n".join(path.read_text() for path in folder.glob("horizonml-*.log"))
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\n{logs}"
     run = load_run("launched", folder / "runs" / "launched")
-    losses = [[step["loss"] for step in rank.steps] for rank in run.ranks]
+    losses = [[step.loss for step in rank.steps] for rank in run.ranks]
     assert all(other == losses[0] for other in losses)
     return losses[0]
 

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from typer.main import get_command
 
 from horizonml.bench import batch_size, compare, scaling
+from horizonml.bench.manifest import ScalingMode
 from horizonml.bench.report import write_report
-from horizonml.bench.results import load_run, summarise, traffic
 from horizonml.bench.study import is_busy, load_study
 from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
@@ -27,6 +27,8 @@ from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.resources import OtherWork, available_cores
 from horizonml.report import charts, run_plots, style
+from horizonml.report.records import load_run
+from horizonml.report.summary import summarise, traffic
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
 JOB = {
@@ -155,7 +157,7 @@ def test_after_a_loss_the_living_are_reported_and_not_the_dead(tmp_path: Path) -
         slow = {"step": 7, "wall": 0.4, "compute": 0.4, "transfer": 0.0, "wait": 0.0}
         append(path, json.loads(first) | new, json.loads(step) | slow)
     run = load_run("x", tmp_path)
-    assert [(rank.run["rank"], rank.run["started_as_rank"]) for rank in run.ranks] == [(0, 1), (1, 2), (2, 3)]
+    assert [(rank.run.rank, rank.run.started_as_rank) for rank in run.ranks] == [(0, 1), (1, 2), (2, 3)]
     one = summarise(run)
     assert (one.ranks, one.updates) == (3, 7)
     assert one.samples_per_second == pytest.approx(80), "steps of the larger group say nothing about this one's speed"
@@ -362,9 +364,7 @@ def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
 def test_the_radar_gives_nobody_nothing_for_being_last(tmp_path: Path) -> None:
     comparison(tmp_path)
     study = load_study(tmp_path)
-    runs = {
-        r.factors["strategy"]: [r] for r in study.results if r.factors["samples"] == 1000 and not r.factors["repeat"]
-    }
+    runs = {str(r.factors.strategy): [r] for r in study.results if r.factors.samples == 1000 and not r.factors.repeat}
     values = compare.radar_values(runs)
     assert all(0 < value <= 1 for axes in values.values() for value in axes.values())
     assert values["single"]["speed\n(/ fastest)"] == pytest.approx(0.5)
@@ -452,16 +452,16 @@ def test_cases_differ_in_nothing_but_their_factors() -> None:
     job = Job.model_validate({"seed": 3, "parallel": {"micro_batches": 2, "strategy": "ddp"}})
     cases = compare.cases(job, ["single", "ddp", "tensor"], [100, 200], 5, 2)
     assert len({case.name for case in cases}) == len(cases) == 12
-    assert {(case.job.seed, case.factors["repeat"]) for case in cases} == {(3, 0), (4, 1)}
+    assert {(case.job.seed, case.factors.repeat) for case in cases} == {(3, 0), (4, 1)}
     for case in cases:
-        assert case.job.data.samples == case.factors["samples"]
+        assert case.job.data.samples == case.factors.samples
         assert case.job.batch_size == job.batch_size
         assert not case.job.checkpoint.enabled
-    weak = scaling.cases(job, "weak", ["ddp", "hybrid"], [2, 4], 6, 1)
+    weak = scaling.cases(job, ScalingMode.WEAK, ["ddp", "hybrid"], [2, 4], 6, 1)
     assert [(case.name, case.job.batch_size) for case in weak] == [
         ("single-1", 64), ("ddp-2", 128), ("ddp-4", 256), ("hybrid-4", 256)
     ]  # fmt: skip
-    strong = scaling.cases(job, "strong", ["ddp"], [2, 4], 6, 1)
+    strong = scaling.cases(job, ScalingMode.STRONG, ["ddp"], [2, 4], 6, 1)
     assert {case.job.batch_size for case in strong} == {64}
     assert all(case.job.parallel.threads == 1 for case in [*weak, *strong])
 

@@ -1,0 +1,93 @@
+"""`horizonml plan`, `simulate` and `profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from horizonml.cli.options import JobFile, Overrides, Workers, load_job
+
+
+def plan(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    devices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml. "
+            "The best plan for all of them is shown, whatever the job's strategy and workers.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the plan there; `train --plan` takes it.", show_default=False),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw a step of the plan, rank by rank, there (PNG).", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show the plan for a job, and why it is as it is.
+
+    First the model's layers and their measured times, then who gets which of them, what limits the plan, and how
+    simpler plans compare.
+    """
+    from horizonml.cli.planning import show_plan
+
+    show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture)
+
+
+def simulate(
+    job_file: JobFile,
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A plan that `horizonml plan --out` wrote.", show_default=False)
+    ],
+    devices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The devices and links to predict it for; default: this machine.", show_default=False
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the step, rank by rank, there (PNG).", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Predict the time and memory of a given plan.
+
+    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks.
+    """
+    from horizonml.cli.planning import show_plan
+    from horizonml.job.planfile import read_plan
+
+    show_plan(read_plan(load_job(job_file, overrides), plan_file), devices, False, None, picture, as_given=True)
+
+
+def profile(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write it there as YAML, for a device in `plan --devices`.", show_default=False
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Threads to measure with. Default: the cores.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure a model's layers on this device.
+
+    Shows the time of each layer's forward and backward pass, and the size of its parameters and outputs. Times are
+    measured once for a model, a device and a version of torch, and kept.
+    """
+    from horizonml.cli.planning import show_profile
+
+    show_profile(load_job(job_file, overrides), out, threads)

@@ -1,0 +1,57 @@
+"""`horizonml rendezvous`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def rendezvous(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND",
+            help="A command that starts ranks, after `--`; the service ends with it.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for other machines (trusted networks only)."
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 for any free one. Default: 29400; before a command any.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Name or address under which COMMAND's ranks reach this machine. Default: its host name.",
+        ),
+    ] = None,
+    inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
+) -> None:
+    """Serve the rendezvous, where the ranks of a job meet.
+
+    Alone it serves until it is stopped. Before a command that starts ranks it serves for as long as that runs, and
+    tells it the address in HORIZONML_RENDEZVOUS, whatever the launcher:
+
+        horizonml rendezvous -- mpirun -n 4 horizonml train digits
+
+    The service has no authentication: whoever reaches its port can disturb the job.
+    """
+    from horizonml.runtime.launch import serve_rendezvous
+
+    port = port if port is not None else 0 if command else 29400
+    code = serve_rendezvous(host, port, inherited, advertise, command or [])
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,107 @@
+"""`horizonml train` and `horizonml export`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from horizonml.cli.options import JobFile, Overrides, Workers, load_job
+
+
+def train(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the run before is kept beside it as NAME.previous.")
+    ] = False,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            envvar="HORIZONML_METRICS",
+            help="Serve Prometheus metrics at /metrics, with /healthz and /readyz. HOST is 127.0.0.1 if not given, "
+            "0.0.0.0 for other machines; further ranks on a machine take the ports after it.",
+            show_default=False,
+        ),
+    ] = None,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="FILE", help="Train by the plan that `horizonml plan --out` wrote.", show_default=False
+        ),
+    ] = None,
+    stay: Annotated[
+        bool,
+        typer.Option(
+            "--stay",
+            envvar="HORIZONML_STAY",
+            help="As a rank, go on serving metrics when the job is done, until SIGTERM.",
+        ),
+    ] = False,
+) -> None:
+    """Train a job.
+
+    Started by torchrun, Compose, Kubernetes, mpirun or srun, this process is one rank of the job. Started by hand, it
+    runs the rendezvous service and all ranks on this machine. The run goes on from its newest checkpoint, if there is
+    one. Ctrl-C saves a checkpoint and stops.
+    """
+    from horizonml.rendezvous.identity import identify
+
+    job = load_job(job_file, overrides, workers)
+    if plan_file is not None:
+        from horizonml.job.planfile import read_plan
+
+        job = read_plan(job, plan_file)
+    identity = identify(os.environ)
+    metrics_at = _metrics_address(metrics)
+    if identity is None:
+        from horizonml.runtime.launch import train_here
+
+        if not train_here(job, fresh, metrics_at):
+            sys.exit(130)
+        return
+    from horizonml.runtime.launch import train_as_rank
+
+    train_as_rank(job, identity, fresh, metrics_at, stay)
+
+
+def _metrics_address(text: str | None) -> tuple[str, int] | None:
+    """Return the host and the port of an option, if it is given. Raises JobError."""
+    from horizonml.errors import JobError
+    from horizonml.machine.network import split_address
+
+    if not text:
+        return None
+    try:
+        host, port = split_address(text)
+        if not 0 <= port <= 65535:
+            raise ValueError
+    except ValueError:
+        raise JobError(f"--metrics: {text!r} is not [HOST:]PORT, for example 9400 or 0.0.0.0:9400") from None
+    return host or "127.0.0.1", port
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
+    ],
+) -> None:
+    """Write a checkpoint's weights as a PyTorch state dict."""
+    from horizonml.state.shards import export as export_checkpoint
+
+    metadata = export_checkpoint(checkpoint, output)
+    accuracy, epoch = metadata.metrics.get("held_out_accuracy"), metadata.metrics.get("epoch")
+    measured = "" if accuracy is None else f", held-out accuracy {accuracy:.2%}"
+    when = "" if accuracy is None or epoch is None else f" after epoch {epoch}"
+    print(f"wrote {output} (step {metadata.step}{measured}{when})")
