@@ -55,7 +55,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
-        if outcome.trained_to_the_end:
+        if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE):
             own.completed()
             if stay and not stop.wanted:
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)

@@ -1,4 +1,4 @@
-"""How a rank's training ends, or why it is interrupted."""
+"""How a rank's training can end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How training ended. The values stand in the records of a run."""
+    """Why a training returned. The value is what the rank's records say."""
 
     COMPLETE = "complete"
-    ALREADY_COMPLETE = "already complete"  # before it began
-    STOPPED = "stopped"  # as a signal asked
-    STOPPED_WAITING = "stopped waiting"  # as a signal asked, while the other ranks were not there yet
-    REFORM = "re-form"  # another rank stops or joins, so the group is to form again
-    REPLAN = "re-plan"  # another plan is predicted to be faster
-    FAILED = "failed"
-
-    @property
-    def trained_to_the_end(self) -> bool:
-        """Return whether nothing is left to train."""
-        return self in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE)
+    ALREADY_COMPLETE = "already complete"  # nothing was left to train
+    STOPPED = "stopped"  # as this process was asked to
+    STOPPED_WAITING = "stopped waiting"  # likewise, before the ranks had met
+    RE_FORM = "re-form"  # the ranks are to meet again: another one stops, or a new one wants to take part
+    RE_PLAN = "re-plan"  # there is a better plan to go on with

@@ -118,7 +118,7 @@ def train(
             if unsaved and not step.totals.stop:
                 stopping = False  # newcomers wait, for forming again would cost all steps since the last checkpoint
         if stopping or replan:
-            outcome = Outcome.REPLAN if not stopping else Outcome.STOPPED if stop.wanted else Outcome.REFORM
+            outcome = Outcome.RE_PLAN if not stopping else Outcome.STOPPED if stop.wanted else Outcome.RE_FORM
             return outcome, Progress(done, history)
     return Outcome.COMPLETE, Progress(done, history)
 

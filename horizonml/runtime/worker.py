@@ -114,8 +114,8 @@ class Worker:
                 membership.leave(str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER)
                 raise
             else:
-                membership.leave("done" if outcome is not Outcome.REFORM else "meets again")
-                if outcome is not Outcome.REFORM:
+                membership.leave("done" if outcome is not Outcome.RE_FORM else "meets again")
+                if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:
                     break
@@ -233,7 +233,7 @@ class Worker:
         source = "resumed"
         while True:
             recorder = self._recorder(about, engine, watch, steps, start, source, energy)
-            outcome = Outcome.FAILED
+            outcome: str = "failed"
             try:
                 result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
                 outcome = result
@@ -241,7 +241,7 @@ class Worker:
                 self._steps += recorder.steps
                 recorder.close(outcome)
                 self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
-            if result is not Outcome.REPLAN:
+            if result is not Outcome.RE_PLAN:
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)
