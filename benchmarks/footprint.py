@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.harness import machine, pipeline_plan, started, variant
 from benchmarks.peers import LR, RandomBatch
+from horizonml.comm.group import Group
 from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.models.zoo import Model, build

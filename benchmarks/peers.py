@@ -19,8 +19,8 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.nn import functional
 
+from horizonml.comm.group import Group
 from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from horizonml.engine.engine import Engine
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.engine.sync.horovod import HorovodEngine
 from horizonml.job.schema import Adam, Job, ModelSpec, Sgd
 from horizonml.models.zoo import build
