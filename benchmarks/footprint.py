@@ -20,13 +20,15 @@ import torch
 
 from benchmarks.harness import machine, pipeline_plan, started, variant
 from benchmarks.peers import LR, RandomBatch
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.spec import Sgd
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
@@ -71,7 +73,7 @@ def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, s
     """Steps with and without recording, interleaved in one process."""
     model = build(ModelSpec(name=name), 0, 10, shape)
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    engine = Engine(plan, model, Group(None, 0, 1, 60.0), Sgd(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch = RandomBatch(batch_size, shape)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "rank-0.jsonl", Silent(), {}, 50)
@@ -80,10 +82,10 @@ def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, s
         def with_records() -> None:
             nonlocal count
             count += 1
-            recorder.step(engine.step(batch, LR, count), count, 1, batch_size, LR)
+            recorder.step(session.step(batch, LR), count, 1, batch_size, LR)
 
         def without() -> None:
-            engine.step(batch, LR, 0)
+            session.step(batch, LR)
 
         times: dict[str, list[float]] = {"with": [], "without": []}
         for round_ in range(rounds + 1):
@@ -117,7 +119,7 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
     """Recorded steps with metrics that another process scrapes every second, and without, interleaved."""
     model = build(ModelSpec(name=name), 0, 10, shape)
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    engine = Engine(plan, model, Group(None, 0, 1, 60.0), Sgd(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch, metrics = RandomBatch(batch_size, shape), Metrics(0)
     server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
     scraper = subprocess.Popen(
@@ -136,7 +138,7 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
                 start, count = time.perf_counter(), 0
                 while time.perf_counter() - start < seconds:
                     count += 1
-                    recorder.step(engine.step(batch, LR, count), count, 1, batch_size, LR)
+                    recorder.step(session.step(batch, LR), count, 1, batch_size, LR)
                 if round_:
                     times[key].append((time.perf_counter() - start) / count)
         for recorder in recorders.values():

@@ -19,14 +19,16 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.nn import functional
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
 from horizonml.state.spec import Sgd
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -38,14 +40,14 @@ class RandomBatch:
     def __init__(self, size: int, shape: tuple[int, ...], classes: int = 10) -> None:
         generator = torch.Generator().manual_seed(0)
         self.size = size
-        self._images = torch.randn(size, *shape, generator=generator)
-        self._labels = torch.randint(0, classes, (size,), generator=generator)
+        self._inputs = torch.randn(size, *shape, generator=generator)
+        self._targets = torch.randint(0, classes, (size,), generator=generator)
 
-    def images(self, start: int, stop: int) -> Tensor:
-        return self._images[start:stop]
+    def inputs(self, start: int, stop: int) -> Tensor:
+        return self._inputs[start:stop]
 
-    def labels(self, start: int, stop: int) -> Tensor:
-        return self._labels[start:stop]
+    def targets(self, start: int, stop: int) -> Tensor:
+        return self._targets[start:stop]
 
 
 def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
@@ -57,13 +59,10 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    engine = Engine(plan, model, group, Sgd(), batch.size)
-    number = 0
+    session = Session(plan, TrainState(model, Sgd()), group, ImageClassification(), batch.size)
 
     def step() -> None:
-        nonlocal number
-        engine.step(batch, LR, number)
-        number += 1
+        session.step(batch, LR)
 
     return step
 
@@ -73,7 +72,7 @@ def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, bat
     world_size = config["world_size"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = nn.parallel.DistributedDataParallel(model.stage(0, len(model.chain)), **config.get("ddp_options", {}))
     optimizer = optimizer_for(module)
 
@@ -95,7 +94,7 @@ def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model,
     os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))
     hvd.init()
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = model.stage(0, len(model.chain))
     optimizer = hvd.DistributedOptimizer(optimizer_for(module), module.named_parameters())
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
@@ -115,7 +114,7 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
     own = plan.stages[rank]
     module = model.stage(own.start, own.stop)
     optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
     entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
 
     def step() -> None:
@@ -166,7 +165,7 @@ def torch_pipeline(
     kind = {"torch_1f1b": Schedule1F1B, "torch_gpipe": ScheduleGPipe}[config["peer"]]
     schedule = kind(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
     optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def show_plan(
             raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
     import torch
 
-    from horizonml.engine.group import Group
+    from horizonml.comm.group import Group
     from horizonml.machine.memory import keep_freed_memory
     from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
     from horizonml.machine.usage import rss_bytes
@@ -119,7 +119,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     """Measure a model's layers here, print them, and write them as YAML. Raises HorizonError."""
     import torch
 
-    from horizonml.engine.group import Group
+    from horizonml.comm.group import Group
     from horizonml.machine.host import versions
     from horizonml.machine.memory import keep_freed_memory
     from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank

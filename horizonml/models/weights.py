@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -171,15 +171,21 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def materialise(module: nn.Module, tape: Tape, seed: int) -> nn.Module:
-    """Return a copy of `module` in which every parameter and buffer of the recording has its first value."""
+def materialise(module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of `module` in which every parameter and buffer of the recording has its first value.
+
+    Those in `held`, by name, are taken from there instead: not as copies, but as the very tensors.
+    """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
         for registry in (owner._parameters, owner._buffers):
             for name, tensor in registry.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and full in held:
+                    values[id(tensor)] = held[full]
                 if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
                     continue
-                value = tape.replay(tensor, name_seed(seed, f"{prefix}.{name}" if prefix else name))
+                value = tape.replay(tensor, name_seed(seed, full))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value

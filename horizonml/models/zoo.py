@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.chain import Chain
@@ -30,12 +31,13 @@ class Model:
     tape: Tape
     seed: int
 
-    def stage(self, start: int, stop: int) -> nn.Module:
+    def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with the values that training begins with.
 
-        Each call makes a module of its own: what happens to one, in measuring say, changes no other.
+        Each call makes a module of its own: what happens to one, in measuring say, changes no other. But parameters and
+        buffers in `held`, by name, become part of the module as they are.
         """
-        return materialise(self.chain.slice(start, stop), self.tape, self.seed)
+        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held)
 
     def parameter_names(self) -> dict[str, int]:
         """The layer that holds each parameter and buffer, by the tensor's name in the original model."""

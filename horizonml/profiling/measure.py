@@ -19,7 +19,6 @@ from torch import Tensor
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.engine.codec import Codec
-from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import available_cores
@@ -27,6 +26,7 @@ from horizonml.models.chain import Boundary
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import FORMATS
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
 
 _FORMAT = 5
@@ -178,11 +178,12 @@ def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
-    optimizer = Optimizer(Sgd(), module)
+    optimizer, state = Optimizer(Sgd()), dict[str, dict[str, Tensor]]()
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     clock, times = _clock(), []
     for _ in range(1 + _REPEATS):
         start = clock()
-        optimizer.step(lr=1e-9)
+        optimizer.step(parameters, state, 1e-9)
         times.append(clock() - start)
     return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from horizonml.comm.group import Group
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.engine.group import Group
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.host import processor_name

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from horizonml.comm.group import Group
 from horizonml.data.datasets import DataInfo, agree, describe
-from horizonml.engine.group import Group
 from horizonml.engine.sync.compressed import compression_ratio
 from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job.schema import Job
@@ -127,7 +127,7 @@ def make_plan(
             answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
-    answer = group.share_json(answer)
+    answer = group.broadcast(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
     agreed = Agreed.from_json(answer)

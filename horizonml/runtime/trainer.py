@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,23 +12,17 @@ from torch import Tensor
 from horizonml.data.datasets import Data, Split
 from horizonml.data.sampler import Sampler
 from horizonml.data.seeds import name_seed
-from horizonml.engine.engine import Batch, Engine, Step
-from horizonml.engine.optim import learning_rate
+from horizonml.engine.session import Session
+from horizonml.engine.step import Step
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import Watch
 from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.optim import learning_rate
+from horizonml.tasks.task import Batch
 from horizonml.telemetry.recorder import Recorder
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a training has come: steps done, and what was found on held-out data last."""
-
-    step: int
-    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,30 +38,29 @@ class DataBatch:
         """Samples in the global batch."""
         return len(self.indices)
 
-    def images(self, start: int, stop: int) -> Tensor:
+    def inputs(self, start: int, stop: int) -> Tensor:
         """Images of rows `start` to `stop - 1`."""
         images = self.split.images(self.indices[start:stop])
         if self.augment_seed is None:
             return images
         return self.split.augment(images, self.size, start, self.augment_seed)
 
-    def labels(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Tensor:
         """Labels of rows `start` to `stop - 1`."""
         return self.split.labels(self.indices[start:stop])
 
 
 def train(
     job: Job,
-    engine: Engine,
+    session: Session,
     data: Data,
     checkpoints: Checkpoints | None,
     recorder: Recorder,
-    start: Progress | None,
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
     watch: Watch | None = None,
-) -> tuple[Outcome, Progress]:
-    """Train from `start` to the end of the job, or until a rank is asked to stop; return how far it came.
+) -> Outcome:
+    """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
     If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again; if
     `watch` has a better plan, it is to be trained with.
@@ -78,36 +70,36 @@ def train(
     sampler = Sampler(data.info.train, job.batch_size, job.seed)
     per_epoch, total = sampler.steps_per_epoch, sampler.steps_per_epoch * job.epochs
     every = job.checkpoint.every_steps or per_epoch
-    done = start.step if start else 0
-    history = dict(start.metrics) if start else {}
-    if done >= total:
-        return Outcome.ALREADY_COMPLETE, Progress(done, history)
+    state = session.state
+    if state.step >= total:
+        return Outcome.ALREADY_COMPLETE
     unsaved = False  # whether the last checkpoint could not be saved
-    while done < total:
-        epoch, within = divmod(done, per_epoch)
+    while state.step < total:
+        epoch, within = divmod(state.step, per_epoch)
         batch = training_batch(job, data, sampler, epoch, within)
-        lr = learning_rate(job.lr_schedule, job.optimizer.lr, done, per_epoch, job.epochs)
-        measure = job.telemetry.divergence_every > 0 and done % job.telemetry.divergence_every == 0
-        step = engine.step(
-            batch, lr, done, measure_divergence=measure, stop=stop.wanted, newcomers=not unsaved and newcomers()
+        lr = learning_rate(job.lr_schedule, job.optimizer.lr, state.step, per_epoch, job.epochs)
+        measure = job.telemetry.divergence_every > 0 and state.step % job.telemetry.divergence_every == 0
+        step = session.step(
+            batch, lr, measure_divergence=measure, stop=stop.wanted, newcomers=not unsaved and newcomers()
         )
-        done += 1
+        done = state.step
         recorder.step(step, done, epoch + 1, batch.size, lr)
         if done % per_epoch == 0:
             started = time.perf_counter()
-            totals = engine.evaluate(held_out_batches(job, data))
+            totals = session.evaluate(held_out_batches(job, data))
             recorder.evaluation(totals, done, epoch + 1, time.perf_counter() - started)
             recorder.skip()
-            history = {"epoch": epoch + 1, "held_out_loss": totals.loss, "held_out_accuracy": totals.accuracy}
+            found = {f"held_out_{name}": value for name, value in totals.metrics.items()}
+            state.metrics = {"epoch": epoch + 1, "held_out_loss": totals.loss, **found}
         stopping = (step.totals.stop or step.totals.newcomers) and done < total
-        replan = watch is not None and _look(watch, engine, recorder, step, done) and done < total
+        replan = watch is not None and _look(watch, session, recorder, step, done) and done < total
         if checkpoints is not None and (done % every == 0 or done == total or stopping or replan):
-            details = {"epochs": job.epochs, "complete": done == total, "metrics": history}
+            details = {"epochs": job.epochs, "complete": done == total, "metrics": state.metrics}
             started = time.perf_counter()
             before = checkpoints.newest
-            problems = checkpoints.save(engine, done, {"job": job.model_dump(), **details})
+            problems = checkpoints.save(state, session.plan, {"job": job.model_dump(), **details})
             recorder.checkpoint(done, not problems, time.perf_counter() - started)
-            engine.clock.pause()
+            session.clock.pause()
             recorder.skip()
             unsaved = bool(problems)
             if problems and (done == total or (stopping and stop.wanted)):
@@ -118,19 +110,20 @@ def train(
             if unsaved and not step.totals.stop:
                 stopping = False  # newcomers wait, for forming again would cost all steps since the last checkpoint
         if stopping or replan:
-            outcome = Outcome.RE_PLAN if not stopping else Outcome.STOPPED if stop.wanted else Outcome.RE_FORM
-            return outcome, Progress(done, history)
-    return Outcome.COMPLETE, Progress(done, history)
+            if not stopping:
+                return Outcome.RE_PLAN
+            return Outcome.STOPPED if stop.wanted else Outcome.RE_FORM
+    return Outcome.COMPLETE
 
 
-def _look(watch: Watch, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:
+def _look(watch: Watch, session: Session, recorder: Recorder, step: Step, done: int) -> bool:
     """Compare steps with the plan; whether there is a better plan."""
     look = watch.step(step.compute)
     if look is None:
         return False
     recorder.slowdowns(look, done)
     better = watch.better_plan(look)
-    engine.clock.pause()  # what this took belongs to no step
+    session.clock.pause()  # what this took belongs to no step
     recorder.skip()
     return better
 

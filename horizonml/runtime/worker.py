@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -10,9 +9,9 @@ from typing import Any
 
 import torch
 
+from horizonml.comm.group import Group
 from horizonml.data.datasets import Data, DataInfo, load
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.engine.session import Session
 from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -23,7 +22,6 @@ from horizonml.machine.resources import available_cores, memory_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
-from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
@@ -33,13 +31,16 @@ from horizonml.rendezvous.messages import Departure
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import Watch
-from horizonml.runtime.trainer import Progress, train
+from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
 from horizonml.state.move import move
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import Task
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.recorder import Recorder
@@ -60,6 +61,8 @@ class Worker:
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
         self._agreed: Agreed | None = None
+        self._state: TrainState | None = None  # which outlives all groups
+        self._info: DataInfo | None = None  # of the data that it is for
         # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
         self._moved_away = self._begun = False
         self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
@@ -121,7 +124,6 @@ class Worker:
                     break
                 self._check_recoverable("another rank stops")
                 self.say("another rank stops or joins; meeting again")
-            gc.collect()
             self._metrics.waiting([])
         return Outcome.STOPPED
 
@@ -195,10 +197,13 @@ class Worker:
             watch = Watch(
                 group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
             )
-        engine = engine_for(job, agreed.plan, model, group)
-        _check_smallest_batch(job, engine, info)
-        data = load_for(job, engine, info)
-        checkpoints, start = None, None
+        if self._state is None or info != self._info:
+            self._state, self._info = TrainState(model, job.optimizer), info
+        state = self._state
+        session = Session(agreed.plan, state, group, task_of(job), job.batch_size)
+        _check_smallest_batch(job, session, info)
+        data = load_for(job, session, info)
+        checkpoints, found = None, None
         if job.checkpoint.enabled:
             checkpoints = Checkpoints(
                 job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible_with(job, info), names
@@ -206,11 +211,12 @@ class Worker:
             if first and not job.checkpoint.resume:
                 checkpoints.set_aside()
             else:
-                found = checkpoints.resume(engine)
-                start = Progress(found.step, found.metrics) if found is not None else None
+                found = checkpoints.resume(state, agreed.plan)
+        if found is None and state.step:
+            state.restart()
         self._begun = True
-        self._begin_equal(engine)
-        if not first and start is None:
+        self._begin_equal(session)
+        if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
         steps = job.epochs * -(-info.train // job.batch_size)
         about = {
@@ -232,12 +238,13 @@ class Worker:
         energy = EnergyMeter() if here.ranks[0] == rank else None
         source = "resumed"
         while True:
-            recorder = self._recorder(about, engine, watch, steps, start, source, energy)
+            recorder = self._recorder(about, session, watch, steps, source, energy)
             outcome: str = "failed"
             try:
-                result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
-                outcome = result
+                result = train(job, session, data, checkpoints, recorder, self._stop, newcomers, watch)
+                outcome = result.value
             finally:
+                session.close()
                 self._steps += recorder.steps
                 recorder.close(outcome)
                 self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
@@ -245,24 +252,26 @@ class Worker:
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)
-            self.say(f"step {reached.step}: a new plan, predicted to take {predicted} a step:")
+            self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
             self.say(watch.plan.describe(model.chain.names))
-            replanned = engine_for(job, watch.plan, model, group)
-            _check_smallest_batch(job, replanned, info)
-            received = move(engine, replanned, model, group)
-            moved = sum(group.gather_json(received))
+            moved = sum(group.gather_json(move(state, session.plan, watch.plan, group)))
+            session = Session(watch.plan, state, group, task_of(job), job.batch_size)
+            _check_smallest_batch(job, session, info)
             self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
-            engine, start, source = replanned, reached, "on"
+            source = "on"
             self._agreed = Agreed(watch.plan, watch.forecast, watch.problem)
-            data = load_for(job, engine, info)
+            data = load_for(job, session, info)
 
     def _set_aside(self, group: Group) -> None:
         """Make room for a fresh run; the one before is kept beside it, on every disk. Raises JobError on all ranks."""
         leads = Disks(self._job.run_folder, group).leads
-        problems = group.gather_json(self._folder.set_aside() if leads[group.rank] == group.rank else None)
-        for rank, problem in enumerate(problems):
+
+        def set_aside() -> None:
+            problem = self._folder.set_aside() if leads[group.rank] == group.rank else None
             if problem is not None:
-                raise JobError(problem if group.world_size == 1 else f"rank {rank}: {problem}")
+                raise JobError(problem)
+
+        group.agree(set_aside)
 
     def _agree(
         self,
@@ -287,9 +296,9 @@ class Worker:
         self._agreed, self._planned_for = agreed, started_as
         return agreed
 
-    def _begin_equal(self, engine: Engine) -> None:
+    def _begin_equal(self, session: Session) -> None:
         """See that all members of a stage begin with the same state, bit for bit."""
-        for rank, name in share_state(engine):
+        for rank, name in share_state(session.state, session.plan, session.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
@@ -298,34 +307,37 @@ class Worker:
     def _recorder(
         self,
         about: dict[str, Any],
-        engine: Engine,
+        session: Session,
         watch: Watch | None,
         steps: int,
-        start: Progress | None,
         source: str,
         energy: EnergyMeter | None,
     ) -> Recorder:
         """Return what takes down all that happens from now on, by this plan."""
-        job, done = self._job, start.step if start else 0
+        job, done, plan = self._job, session.state.step, session.plan
         display = display_for(about["rank"], job.epochs, steps, done)
         about = {
             **about,
-            "stage": engine.stage_number,
-            "plan": engine.plan.to_json(),
+            "stage": min(session.stages),
+            "plan": plan.to_json(),
             "forecast": watch.forecast.seconds if watch else None,
             "resumed_at": done,
         }
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
-        if start and done < steps:
+        if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
         if about["rank"]:
-            stage, stages = engine.plan.stages[engine.stage_number], len(engine.plan.stages)
-            others, place = count(about["world_size"] - 1, "other rank"), engine.stage_number + 1
+            others = count(about["world_size"] - 1, "other rank")
+            held = [
+                f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
+                f"{plan.stages[number].stop - 1}"
+                for number in session.stages
+            ]
             print(
-                f"rank {self._identity.rank}: connected to {others}; trains stage {place} of {stages}, layers "
-                f"{stage.start} to {stage.stop - 1}, from step {done} of {steps}",
+                f"rank {self._identity.rank}: connected to {others}; trains {'; '.join(held)}, from step {done} of "
+                f"{steps}",
                 flush=True,
             )
         return recorder
@@ -348,20 +360,14 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
-    """The engine that runs a plan."""
-    kind: type[Engine] = Engine
-    if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
-        from horizonml.engine.sync.horovod import HorovodEngine
-
-        kind = HorovodEngine
-    compression = job.parallel.gradient_compression
-    return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
+def task_of(job: Job) -> Task:
+    """Return what the job learns."""
+    return ImageClassification(job.label_smoothing)
 
 
-def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
+def load_for(job: Job, session: Session, info: DataInfo) -> Data:
     """The data for this rank: images for the first stage, labels for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", images=engine.is_first, labels=engine.is_last)
+    return load(job.data, info, cache_folder() / "data", images=session.is_first, labels=session.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
@@ -376,10 +382,10 @@ def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
     }
 
 
-def _check_smallest_batch(job: Job, engine: Engine, info: DataInfo) -> None:
+def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
     """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
     for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
-        for rank, problem in enumerate(engine.group.gather_json(engine.try_smallest(size))):
+        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size))):
             if problem is not None:
                 raise DataError(
                     f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "

@@ -18,7 +18,8 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from horizonml.engine.clock import KINDS
-from horizonml.engine.engine import Direction, Step
+from horizonml.engine.step import Step
+from horizonml.engine.step import Way as Direction
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
 from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.record import EvaluationRecord, StepRecord

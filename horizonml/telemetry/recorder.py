@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.engine.clock import Clock
-from horizonml.engine.engine import Step, Totals
+from horizonml.engine.step import Step, Totals
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.runtime.stragglers import Look
@@ -56,7 +56,7 @@ class Recorder:
             samples=step.samples,
             batch=batch,
             loss=step.totals.loss,
-            accuracy=step.totals.accuracy,
+            accuracy=step.totals.metrics["accuracy"],
             lr=lr,
             bytes_sent=step.bytes_sent,
             bytes_received=step.bytes_received,
@@ -77,7 +77,9 @@ class Recorder:
 
     def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
         """Record an evaluation on held-out data after step `number`."""
-        record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.accuracy, totals.samples)
+        record = EvaluationRecord(
+            number, epoch, time.time(), seconds, totals.loss, totals.metrics["accuracy"], totals.samples
+        )
         self._lines.write(record.to_json())
         self._display.evaluation(record)
         if self._metrics is not None:

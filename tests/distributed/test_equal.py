@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from horizonml.comm.group import Group
 from horizonml.data.datasets import load
-from horizonml.engine.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -21,12 +21,15 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.trainer import train
-from horizonml.runtime.worker import engine_for, find_hosts
+from horizonml.runtime.worker import find_hosts
 from horizonml.state.equal import share_state
+from horizonml.state.spec import Sgd
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
 
 
 def job(folder: Path, **parallel: Any) -> Job:
@@ -61,12 +64,12 @@ def trained(
         info, model = describe_together(job, group)
         hosts = [Host(tuple(range(world_size)), 1.0, 1e12)]
         agreed = make_plan(job, model, info, group, hosts, ["here"] * world_size, lambda text: None)
-        engine = engine_for(job, agreed.plan, model, group)
-        assert share_state(engine) == []
-        data = load(job.data, info, cache, images=engine.is_first, labels=engine.is_last)
+        session = session_for(agreed.plan, model, group, job.optimizer, job.batch_size)
+        assert share_state(session.state, agreed.plan, group) == []
+        data = load(job.data, info, cache, images=session.is_first, labels=session.is_last)
         recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, 0)
-        assert train(job, engine, data, None, recorder, None, StopRequest())[0] == "complete"
-        return engine.plan.to_json(), {name: tensor.clone() for name, tensor in engine.state().items()}
+        assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
+        return session.plan.to_json(), state_of(session)
     finally:
         group.close()
         del os.environ["HORIZONML_CACHE"]
@@ -108,11 +111,11 @@ def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, s
     spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
     model = build(spec, 0, 10, (1, 8, 8))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
-    engine = engine_for(parse("{}", "job"), plan, model, group)
+    session = session_for(plan, model, group, Sgd(), 64)
     if rank == 2:
-        engine.module.state_dict()["1.running_mean"] += 1e-6
+        session.stages[min(session.stages)].module.state_dict()["1.running_mean"] += 1e-6
     try:
-        return share_state(engine), {name: tensor.clone() for name, tensor in engine.state().items()}
+        return share_state(session.state, plan, group), state_of(session)
     finally:
         group.close()
 

@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import move, senders
 from horizonml.state.spec import Sgd
+from horizonml.tasks.image_classification import ImageClassification
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for
+from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 
 ONE = (1.0,)
@@ -54,17 +56,21 @@ def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tupl
     model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
     assert len(model.chain) == 15
     group = Group(store, rank, world_size, 30.0)
-    received, engine = [], None
+    received: list[int] = []
+    session = session_for(plans[0], model, group, Sgd(momentum=0.9), FULL)
     for number, plan in enumerate(plans):
-        new = Engine(plan, model, group, Sgd(momentum=0.9), FULL)
-        if engine is not None:
-            before = {key: value.clone() for key, value in engine.state().items()}
-            received.append(move(engine, new, model, group))
-            assert all(torch.equal(value, before[key]) for key, value in new.state().items() if key in before)
-        engine = new
+        if number:
+            before, addresses = state_of(session), {k: v.data_ptr() for k, v in session.state.tensors().items()}
+            session.close()
+            received.append(move(session.state, session.plan, plan, group))
+            session = Session(plan, session.state, group, ImageClassification(), FULL)
+            assert all(torch.equal(value, before[key]) for key, value in state_of(session).items() if key in before)
+            # Layers that stay are the same tensors, not copies.
+            now = {k: v.data_ptr() for k, v in session.state.tensors().items()}
+            assert all(now[key] == addresses[key] for key in now.keys() & addresses.keys())
         for step in range(2):
-            engine.step(RandomBatch(2 * number + step), LR, 2 * number + step)
-    state = {key: value.clone() for key, value in engine.state().items()} if engine else {}
+            session.step(RandomBatch(2 * number + step), LR)
+    state = state_of(session)
     group.close()
     return state, received
 

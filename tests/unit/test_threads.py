@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
