@@ -1,21 +1,23 @@
-"""`horizonml cluster`: parse, call, print."""
+"""`horizonml cluster`: jobs in Kubernetes."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.tables import layout, print_text, terminal_width
+from horizonml.cli.rank_table import rank_table
+from horizonml.cli.tables import print_text, terminal_width
 from horizonml.errors import ClusterError, JobError
 from horizonml.machine.extras import require
 from horizonml.text import count
 
 if TYPE_CHECKING:
+    from horizonml.job.schema import Job
     from horizonml.kube.api import Cluster
-    from horizonml.kube.status import Row
+    from horizonml.kube.render import Settings
 
 app = typer.Typer(
     help="Run jobs in a Kubernetes cluster: one job per namespace.\n\n"
@@ -86,14 +88,14 @@ def status(
     """Show where every rank runs, how fast, and what is wrong."""
     import json
 
-    rows, conditions = _connect(namespace, context).look(1.0)
+    rows, conditions = _connect(namespace, context).observe(1.0)
     from horizonml.kube.status import problems
 
     wrong = problems(rows, conditions)
     if as_json:
         print(json.dumps({"ranks": [entry.to_json() for entry in rows], "problems": wrong}, indent=2))
         return
-    print(_table(rows, terminal_width()))
+    print(rank_table(rows, terminal_width()))
     for problem in wrong:
         print_text(f"problem: {problem}")
 
@@ -113,8 +115,11 @@ def top(namespace: Submitted = "horizonml", context: Context = None) -> None:
     try:
         with Live(refresh_per_second=4) as live:
             while True:
-                rows, conditions = cluster.look(2.0)
-                lines = [_table(rows, terminal_width()), *(f"problem: {text}" for text in problems(rows, conditions))]
+                rows, conditions = cluster.observe(2.0)
+                lines = [
+                    rank_table(rows, terminal_width()),
+                    *(f"problem: {text}" for text in problems(rows, conditions)),
+                ]
                 live.update(Text("\n".join(lines)))
     except KeyboardInterrupt:
         return
@@ -207,6 +212,7 @@ def delete(
 
 
 def _connect(namespace: str, context: str | None) -> Cluster:
+    """Return the cluster of a context. Raises ClusterError, MissingPackage."""
     require("kubernetes", "`horizonml cluster`")
     from horizonml.kube.api import Cluster
 
@@ -222,14 +228,9 @@ def _check_quantities(options: dict[str, str | None]) -> None:
             raise JobError(f"{name}: {text!r} is not an amount; write 400m or 2 for cores, 512Mi or 1Gi for memory")
 
 
-def _apply(cluster: Cluster, job: Any, settings: Any) -> None:
-    from horizonml.kube.render import DIGEST, render
-
-    def version(workers: Any) -> Any:
-        template = workers["spec"]["template"]
-        digest = template["metadata"].get("annotations", {}).get(DIGEST)
-        (container,) = template["spec"]["containers"]
-        return digest, workers["spec"]["replicas"], container["image"], container["resources"]
+def _apply(cluster: Cluster, job: Job, settings: Settings) -> None:
+    """Submit a job, and restart the workers if it has changed. Raises ClusterError."""
+    from horizonml.kube.render import render, version
 
     before = cluster.workers()
     for name in cluster.apply(render(job, settings)):
@@ -244,22 +245,22 @@ def _apply(cluster: Cluster, job: Any, settings: Any) -> None:
 
 
 def _wait(cluster: Cluster) -> None:
-    """Until all ranks are complete. Raises ClusterError if something stays wrong."""
+    """Return when all ranks are complete. Raises ClusterError if something stays wrong."""
     import time
 
-    from horizonml.kube.status import problems
+    from horizonml.kube.status import Activity, problems
 
     wrong_since, told = None, ""
     while True:
-        rows, conditions = cluster.look(2.0)
+        rows, conditions = cluster.observe(2.0)
         text = "; ".join(f"rank {entry.rank} {entry.phase}" for entry in rows)
-        if all(entry.phase in ("Training", "Complete") for entry in rows):
+        if all(entry.activity in (Activity.TRAINING, Activity.COMPLETE) for entry in rows):
             lead = rows[0]
             text = f"epoch {lead.epoch}/{lead.epochs}" + (f", loss {lead.loss:.4f}" if lead.loss is not None else "")
         if text != told:
             print(text, flush=True)
             told = text
-        if all(entry.phase == "Complete" for entry in rows):
+        if all(entry.activity is Activity.COMPLETE for entry in rows):
             return
         wrong = problems(rows, conditions)
         wrong_since = (wrong_since or time.monotonic()) if wrong else None
@@ -267,35 +268,7 @@ def _wait(cluster: Cluster) -> None:
             raise ClusterError("; ".join(wrong))
 
 
-_HEADINGS = ("rank", "node", "phase", "stage", "epoch", "step", "samples/s", "loss", "time*")
-
-
-def _cells(entry: Row) -> list[str]:
-    """A row of the table, as text."""
-    split = [entry.compute, entry.transfer, entry.wait]
-    return [
-        str(entry.rank),
-        entry.node or "-",
-        entry.phase,
-        entry.stage or "-",
-        f"{entry.epoch}/{entry.epochs}" if entry.epoch is not None else "-",
-        f"{entry.step}/{entry.steps}" if entry.step is not None else "-",
-        _or_dash(entry.samples_per_second, "{:,.0f}"),
-        _or_dash(entry.loss, "{:.4f}"),
-        "/".join(f"{100 * part:.0f}" for part in split if part is not None) + "%" if None not in split else "-",
-    ]
-
-
-def _table(rows: list[Row], width: int | None) -> str:
-    table = layout(_HEADINGS, [_cells(entry) for entry in rows], text=(1, 2), width=width)
-    return f"{table}\n* % of compute/transfer/wait"
-
-
-def _or_dash(value: float | None, text: str) -> str:
-    return "-" if value is None else text.format(value)
-
-
 def _suffix(namespace: str, context: str | None) -> str:
-    """The options that lead to the same job again."""
+    """Return the options that lead to the same job again."""
     options = [("--namespace", namespace if namespace != "horizonml" else None), ("--context", context)]
     return "".join(f" {name} {value}" for name, value in options if value)

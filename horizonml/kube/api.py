@@ -1,13 +1,13 @@
-"""A job in a cluster, through Kubernetes' API."""
+"""Talks to Kubernetes' API about a job in a cluster."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import urllib3
@@ -15,12 +15,12 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
-from kubernetes.dynamic.exceptions import DynamicApiError
 
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
-from horizonml.kube.diagnosis import Condition, Object, condition
+from horizonml.kube.access import asking, checked, message
+from horizonml.kube.diagnosis import Condition, Object, PodState, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
 from horizonml.kube.status import Row, Samples, parse, row
 
@@ -31,7 +31,7 @@ _QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
 
 class Cluster:
-    """One namespace of a cluster. All methods raise ClusterError."""
+    """One namespace of a cluster. All its methods raise ClusterError."""
 
     def __init__(self, namespace: str, context: str | None) -> None:
         """Connect as kubectl would, or with the pod's own account inside a cluster."""
@@ -51,31 +51,11 @@ class Cluster:
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
         self._host = settings.host
 
-    @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """Turns what can go wrong into an error for people."""
-        try:
-            yield
-        except (ApiException, DynamicApiError) as error:
-            message = _message(error)
-            if error.status == 401:
-                text = f"{self._host} does not know who you are ({message}); log in again, or choose another --context"
-            elif error.status == 403:
-                text = (
-                    f"you may not {what} in namespace {self.namespace}: {message}; "
-                    f"try: kubectl auth can-i --list -n {self.namespace}"
-                )
-            else:
-                text = f"cannot {what} in namespace {self.namespace}: {message}"
-            raise ClusterError(text) from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ClusterError(
-                f"the cluster at {self._host} does not answer ({type(error).__name__}); is it running, and is this the "
-                "right context (kubectl config current-context)?"
-            ) from error
+    def _asking(self, what: str) -> AbstractContextManager[None]:
+        return asking(self._host, self.namespace, what)
 
     def apply(self, documents: list[Document]) -> list[str]:
-        """Server-side apply; the names of what was applied."""
+        """Apply documents on the server's side, and return the names of what was applied."""
         applied = []
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
@@ -90,6 +70,7 @@ class Cluster:
         return applied
 
     def _exists(self) -> bool:
+        """Return whether the namespace is there already."""
         with self._asking("look up the namespace"):
             try:
                 self._core.read_namespace(self.namespace, _request_timeout=_TIMEOUT)
@@ -102,7 +83,7 @@ class Cluster:
         return True
 
     def workers(self) -> Object | None:
-        """The StatefulSet of the job, if there is one."""
+        """Return the StatefulSet of the job, if there is one."""
         with self._asking("read the StatefulSet worker"):
             try:
                 found = self._apps.read_namespaced_stateful_set("worker", self.namespace, _request_timeout=_TIMEOUT)
@@ -113,7 +94,7 @@ class Cluster:
             return self._plain(found)
 
     def require_workers(self) -> Object:
-        """The StatefulSet of the job."""
+        """Return the StatefulSet of the job."""
         found = self.workers()
         if found is None:
             raise ClusterError(
@@ -123,7 +104,7 @@ class Cluster:
         return found
 
     def submitted(self) -> tuple[Job, Settings]:
-        """The job and settings that were submitted."""
+        """Return the job and the settings that were submitted."""
         annotation = self.require_workers()["metadata"].get("annotations", {}).get(SETTINGS)
         if annotation is None:
             raise ClusterError(
@@ -135,7 +116,7 @@ class Cluster:
         return parse_job(found["data"]["job.yaml"], "the cluster's job"), Settings(**json.loads(annotation))
 
     def pods(self) -> list[Object]:
-        """The workers' pods, in the order of ranks."""
+        """Return the workers' pods, in the order of ranks."""
         with self._asking("list the pods"):
             found = self._core.list_namespaced_pod(self.namespace, label_selector=WORKERS, _request_timeout=_TIMEOUT)
             return sorted((self._plain(pod) for pod in found.items), key=rank_of)
@@ -144,7 +125,7 @@ class Cluster:
         """Delete the workers' pods, which save a checkpoint first, and wait until those are gone."""
         before = {pod["metadata"]["uid"] for pod in self.pods()}
         with self._asking("delete the pods"):
-            _checked(
+            checked(
                 self._core.delete_collection_namespaced_pod(
                     self.namespace, label_selector=WORKERS, _preload_content=False, _request_timeout=_TIMEOUT
                 )
@@ -158,7 +139,7 @@ class Cluster:
             time.sleep(0.5)
 
     def delete(self, data: bool) -> tuple[list[str], list[str]]:
-        """Delete the job's objects, and with `data` its volumes; what was deleted, and the claims that stay."""
+        """Delete the job's objects, and with `data` its volumes; return what was deleted, and the claims that stay."""
         groups: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
             ("statefulset", self._apps.list_namespaced_stateful_set, self._apps.delete_namespaced_stateful_set),
             ("deployment", self._apps.list_namespaced_deployment, self._apps.delete_namespaced_deployment),
@@ -180,12 +161,12 @@ class Cluster:
                         continue
                     # What comes back is the object or a Status, as the server's age has it: not looked at.
                     options = {"propagation_policy": "Background", "_preload_content": False}
-                    _checked(remove(name, self.namespace, **options, _request_timeout=_TIMEOUT))
+                    checked(remove(name, self.namespace, **options, _request_timeout=_TIMEOUT))
                     deleted.append(f"{kind}/{name}")
         return deleted, kept
 
-    def look(self, pause: float) -> tuple[list[Row], dict[int, Condition]]:
-        """How every rank is doing, over `pause` seconds."""
+    def observe(self, pause: float) -> tuple[list[Row], dict[int, Condition]]:
+        """Watch every rank for `pause` seconds, and return how it is doing, and the condition of its pod."""
         wanted = int(self.require_workers()["spec"]["replicas"])
         pods = {rank_of(pod): pod for pod in self.pods()}
         with ThreadPoolExecutor(max_workers=16) as threads:
@@ -200,7 +181,7 @@ class Cluster:
             for rank, pod in pods.items()
         }
         for rank in range(wanted):
-            conditions.setdefault(rank, Condition("Missing"))
+            conditions.setdefault(rank, Condition(PodState.MISSING))
         rows = [
             row(rank, pods.get(rank, {}).get("spec", {}).get("nodeName"), conditions[rank], before.get(rank, {}),
                 after.get(rank, {}), seconds)
@@ -209,6 +190,7 @@ class Cluster:
         return rows, conditions
 
     def _metrics(self, pod: Object) -> Samples:
+        """Return the metrics of a worker, or nothing if it does not serve them."""
         if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
             return {}
         try:
@@ -216,12 +198,12 @@ class Cluster:
                 f"{pod['metadata']['name']}:9400", self.namespace, "metrics",
                 _preload_content=False, _request_timeout=_METRICS_TIMEOUT,
             )  # fmt: skip
-            return parse(_checked(response).data.decode())
+            return parse(checked(response).data.decode())
         except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError):
             return {}  # it starts, or ends: its row says so
 
     def _nodes(self) -> tuple[list[Object], list[Object]]:
-        """All nodes and pods; nothing if that may not be seen."""
+        """Return all nodes and pods, or nothing if that may not be seen."""
         try:
             nodes = self._core.list_node(_request_timeout=_TIMEOUT).items
             pods = self._core.list_pod_for_all_namespaces(_request_timeout=_TIMEOUT).items
@@ -230,7 +212,7 @@ class Cluster:
         return [self._plain(node) for node in nodes], [self._plain(pod) for pod in pods]
 
     def _last_words(self, pod: Object) -> str:
-        """The last error line of a container that has ended."""
+        """Return the last error line of a container that has ended."""
         statuses = pod["status"].get("containerStatuses") or []
         if not any(status.get("restartCount") or "terminated" in (status.get("state") or {}) for status in statuses):
             return ""
@@ -247,7 +229,7 @@ class Cluster:
     def follow_log(
         self, rank: int, tail: int | None, follow: bool, show: Callable[[int, str], None], stop: threading.Event
     ) -> None:
-        """Tell every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
+        """Pass every line of a rank's log to `show`; with `follow`, across restarts of its pod, until `stop` is set."""
         newest, since, options = "", time.monotonic(), {"tail_lines": tail}
         while not stop.is_set():
             try:
@@ -255,7 +237,7 @@ class Cluster:
                     f"worker-{rank}", self.namespace, follow=follow, timestamps=True, **options,
                     _preload_content=False, _request_timeout=(5.0, _QUIET_SECONDS),
                 )  # fmt: skip
-                for raw in _checked(response):
+                for raw in checked(response):
                     stamp, _, line = raw.decode(errors="replace").rstrip("\n").partition(" ")
                     # What the node itself says, when a pod is just being replaced, has no stamp.
                     if stamp > newest and stamp[:4].isdigit():
@@ -263,7 +245,7 @@ class Cluster:
                         show(rank, line)
             except ApiException as error:
                 if not follow or error.status in (401, 403):
-                    show(rank, f"(no log: {_message(error)})")
+                    show(rank, f"(no log: {message(error)})")
                     return
             except urllib3.exceptions.ReadTimeoutError:
                 pass  # it had nothing to say: ask again
@@ -276,27 +258,11 @@ class Cluster:
             options = {"since_seconds": int(time.monotonic() - since) + 5}
 
     def _plain(self, found: Any) -> Object:
+        """Return an object of the client as the API's JSON."""
         plain: Object = self._api.sanitize_for_serialization(found)
         return plain
 
 
 def rank_of(pod: Object) -> int:
-    """The ordinal of a worker's pod."""
+    """Return the ordinal of a worker's pod."""
     return int(str(pod["metadata"]["name"]).rpartition("-")[2])
-
-
-def _checked(response: Any) -> Any:
-    """A raw response, if it is a good one: the client does not look at those. Raises ApiException."""
-    if response.status >= 400:
-        error = ApiException(status=response.status, reason=response.reason)
-        error.body = response.data.decode(errors="replace")
-        raise error
-    return response
-
-
-def _message(error: Exception) -> str:
-    """What the API says, without the rest."""
-    try:
-        return str(json.loads(getattr(error, "body", "") or "")["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(getattr(error, "reason", None) or error)

@@ -1,4 +1,7 @@
-"""Why a pod does not run, in words that say what to do; from the objects of the API as plain dictionaries."""
+"""Finds out why a pod does not run, and says what to do about it.
+
+Pods and nodes are the API's objects as plain dictionaries.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
@@ -16,20 +20,40 @@ Object = dict[str, Any]
 _UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
 
 
+class PodState(StrEnum):
+    """How far a pod has come, as a word for people."""
+
+    MISSING = "Missing"
+    PENDING = "Pending"
+    NO_IMAGE = "No image"
+    MISCONFIGURED = "Misconfigured"
+    RUNNING = "Running"
+    READY = "Ready"
+    ENDED = "Ended"
+    TERMINATING = "Terminating"
+    OTHER = "Unknown"
+
+
 @dataclass(frozen=True)
 class Condition:
-    """How a pod is: a word for the table, and what is wrong with it, if something is."""
+    """How a pod is, and what is wrong with it, if something is."""
 
-    phase: str
+    state: PodState
     problem: str | None = None
+    detail: str | None = None  # Kubernetes' own word, where it says more than the state
+
+    @property
+    def phase(self) -> str:
+        """Return the pod's condition in a word or two."""
+        return self.detail or self.state.value
 
 
 def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Sequence[Object]) -> Condition:
-    """A worker's condition. `last_words` is the last error line of its log; `pods` are all pods on the nodes."""
+    """Return a worker's condition. `last_words` is the last error line of its log; `pods` are all pods on the nodes."""
     name = str(pod["metadata"]["name"])
     status = pod["status"]
     if pod["metadata"].get("deletionTimestamp"):
-        return Condition("Terminating")
+        return Condition(PodState.TERMINATING)
     for container in status.get("containerStatuses") or []:
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
@@ -37,28 +61,28 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         reason = waiting.get("reason", "")
         if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
             return Condition(
-                "No image",
+                PodState.NO_IMAGE,
                 f"{name}: the image {container['image']} cannot be pulled on node {pod['spec'].get('nodeName', '?')}; "
                 "push it to a registry that the node reaches, load it into the node, or name another with --image",
             )
         if reason == "CreateContainerConfigError":
-            return Condition("Misconfigured", f"{name}: {waiting.get('message', reason)}")
+            return Condition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
         if reason == "CrashLoopBackOff" or "terminated" in state:
-            return Condition(reason or "Ended", f"{name}: {_ending(pod, ended, last_words)}")
+            return Condition(PodState.ENDED, f"{name}: {_ending(pod, ended, last_words)}", reason or None)
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
             problem = f"{name}: restarted {times}; the last time {why}" if again else None
-            return Condition("Ready" if ready else "Running", problem)
+            return Condition(PodState.READY if ready else PodState.RUNNING, problem)
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
-            return Condition("Pending", f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
+            return Condition(PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
     # A pod that was evicted, or whose node has shut down, has no container that could tell.
     reason = status.get("reason")
     problem = f"{name}: {reason}: {status.get('message') or 'no message'}" if reason else None
-    return Condition(str(status.get("phase", "Unknown")), problem)
+    return Condition(PodState.OTHER, problem, status.get("phase"))
 
 
 def _ending(pod: Object, ended: Object, last_words: str) -> str:
@@ -80,6 +104,7 @@ def _ending(pod: Object, ended: Object, last_words: str) -> str:
 
 
 def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object]) -> str:
+    """Return why a pod was not placed on a node; Kubernetes says it as text only."""
     if "PersistentVolumeClaim" in message or "persistentvolumeclaim" in message:
         claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pod["spec"].get("volumes", [])
                   if "persistentVolumeClaim" in volume]  # fmt: skip
@@ -102,7 +127,7 @@ def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Seq
 
 
 def requests(pod: Object, resource: str) -> float:
-    """What a pod asks for: bytes or cores."""
+    """Return what a pod asks for, in bytes or cores."""
     return float(
         sum(
             parse_quantity(container.get("resources", {}).get("requests", {}).get(resource, "0"))
@@ -112,7 +137,7 @@ def requests(pod: Object, resource: str) -> float:
 
 
 def room(node: Object, pods: Sequence[Object], resource: str) -> tuple[float, float]:
-    """What a node has left beside the pods on it, and what it can give at all: bytes or cores."""
+    """Return what a node has left beside the pods on it, and what it has at all, in bytes or cores."""
     total = float(parse_quantity(node["status"]["allocatable"][resource]))
     name = node["metadata"]["name"]
     here = [pod for pod in pods if pod["spec"].get("nodeName") == name]
@@ -121,7 +146,7 @@ def room(node: Object, pods: Sequence[Object], resource: str) -> tuple[float, fl
 
 
 def amount(value: float, resource: str) -> str:
-    """An amount as people write it in manifests."""
+    """Return an amount as people write it in manifests."""
     if resource == "cpu":
         return f"{value:.1f}".rstrip("0").rstrip(".")
     for unit, size in _UNITS:

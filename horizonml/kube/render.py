@@ -1,4 +1,4 @@
-"""The objects of a job in Kubernetes, made from the same base manifests that `kubectl apply -k` uses."""
+"""Makes the objects of a job in Kubernetes, from the same base manifests that `kubectl apply -k` uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is not in the job file."""
+    """What Kubernetes has to know beside the job file."""
 
     namespace: str
     workers: int
@@ -35,7 +35,7 @@ class Settings:
 
 
 def render(job: Job, settings: Settings) -> list[Document]:
-    """The objects to apply, in order. `job` must be for `settings.workers` ranks."""
+    """Return the objects to apply, in order. `job` must be for `settings.workers` ranks."""
     kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     documents: list[Document] = []
     for name in kustomization["resources"]:
@@ -60,12 +60,21 @@ def render(job: Job, settings: Settings) -> list[Document]:
 
 
 def containers(document: Document) -> list[Document]:
-    """The containers of a Deployment or StatefulSet."""
+    """Return the containers of a Deployment or StatefulSet."""
     found: list[Document] = document["spec"]["template"]["spec"]["containers"]
     return found
 
 
+def version(workers: Document) -> tuple[str | None, int, str, Document]:
+    """Return what must change in a StatefulSet for its pods to be replaced."""
+    template = workers["spec"]["template"]
+    digest = template["metadata"].get("annotations", {}).get(DIGEST)
+    (container,) = containers(workers)
+    return digest, workers["spec"]["replicas"], container["image"], container["resources"]
+
+
 def _set_workers(document: Document, job: Job, settings: Settings) -> None:
+    """Fill in what the StatefulSet of the workers has from the job and its settings."""
     document["spec"]["replicas"] = settings.workers
     document["metadata"]["annotations"] = {SETTINGS: json.dumps(asdict(settings))}
     template = document["spec"]["template"]
@@ -85,7 +94,7 @@ def _set_workers(document: Document, job: Job, settings: Settings) -> None:
 
 
 def for_workers(job: Job, workers: int) -> Job:
-    """The job for another number of ranks. Raises ValueError if its plan does not allow that."""
+    """Return the job for another number of ranks. Raises ValueError if its plan does not allow that."""
     if job.parallel.stages is not None and job.parallel.world_size() != workers:
         raise ValueError(
             f"parallel.stages: the plan names {count(job.parallel.world_size(), 'rank')}, not {workers}; change the "

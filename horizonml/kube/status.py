@@ -1,26 +1,36 @@
-"""What the workers are doing, from what they show at /metrics, as rows of a table."""
+"""Finds out what the workers are doing from the metrics that they serve, as rows of a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from enum import Enum, auto
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.kube.diagnosis import Condition
+from horizonml.kube.diagnosis import Condition, PodState
 
 PHASES = ("compute", "transfer", "wait")
 Samples = dict[str, float]
 
 
+class Activity(Enum):
+    """What a rank is doing, as far as its metrics show."""
+
+    UNKNOWN = auto()  # it does not answer
+    STARTING = auto()
+    WAITING = auto()  # for other ranks
+    TRAINING = auto()
+    COMPLETE = auto()
+
+
 @dataclass(frozen=True)
 class Row:
-    """One rank. None: not known (yet)."""
+    """The state of one rank. None stands for what is not known, or not known yet."""
 
     rank: int
     node: str | None
-    phase: str
+    phase: str  # for people
     stage: str | None = None
     layers: str | None = None
     epoch: int | None = None
@@ -33,14 +43,17 @@ class Row:
     transfer: float | None = None
     wait: float | None = None
     generation: int | None = None
+    activity: Activity = Activity.UNKNOWN
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return asdict(self)
+    def to_json(self) -> dict[str, str | int | float | None]:
+        """Return plain JSON values."""
+        values = asdict(self)
+        del values["activity"]  # which is the phase, for programs
+        return values
 
 
 def parse(text: str) -> Samples:
-    """`name` or `name{key=value}` -> value, without the label `rank`; info metrics by their labels."""
+    """Return the values of metrics by `name` or `name{key=value}`, without the label `rank`."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -50,17 +63,10 @@ def parse(text: str) -> Samples:
 
 
 def row(rank: int, node: str | None, condition: Condition, before: Samples, after: Samples, seconds: float) -> Row:
-    """A rank's row, from two looks at its metrics `seconds` apart; empty where it did not answer."""
-    phase = condition.phase
+    """Return a rank's row from its metrics at two times, `seconds` apart, which are empty where it did not answer."""
     if not after:
-        return Row(rank, node, phase)
-    if after.get("horizonml_complete") == 1:
-        phase = "Complete"
-    elif phase == "Ready":
-        phase = "Training"
-    elif phase == "Running":
-        missing = sorted(_labels(after, "horizonml_waiting_for_rank", "peer"), key=int)
-        phase = f"Waits for rank {', '.join(missing)}" if missing else "Starting"
+        return Row(rank, node, condition.phase)
+    activity, phase = _activity(condition, after)
     compute, transfer, wait = _split(before, after)
 
     def whole(name: str) -> int | None:
@@ -83,19 +89,35 @@ def row(rank: int, node: str | None, condition: Condition, before: Samples, afte
         transfer=transfer,
         wait=wait,
         generation=whole("generation"),
+        activity=activity,
     )
 
 
+def _activity(condition: Condition, metrics: Samples) -> tuple[Activity, str]:
+    """Return what a rank is doing, and that in words."""
+    if metrics.get("horizonml_complete") == 1:
+        return Activity.COMPLETE, "Complete"
+    if condition.state is PodState.READY:
+        return Activity.TRAINING, "Training"
+    if condition.state is not PodState.RUNNING:
+        return Activity.UNKNOWN, condition.phase
+    missing = sorted(_labels(metrics, "horizonml_waiting_for_rank", "peer"), key=int)
+    if missing:
+        return Activity.WAITING, f"Waits for rank {', '.join(missing)}"
+    return Activity.STARTING, "Starting"
+
+
 def problems(rows: Iterable[Row], conditions: Mapping[int, Condition]) -> list[str]:
-    """What is wrong, one line each."""
+    """Return what is wrong, one line each."""
     found = [entry.problem for _, entry in sorted(conditions.items()) if entry.problem]
-    generations = {entry.generation for entry in rows if entry.phase == "Training"}
+    generations = {entry.generation for entry in rows if entry.activity is Activity.TRAINING}
     if len(generations) > 1:
         found.append(f"ranks are in different generations {sorted(map(str, generations))}: they are just forming again")
     return found
 
 
 def _labels(samples: Samples, metric: str, label: str) -> list[str]:
+    """Return the values of a label among the samples of a metric."""
     found = []
     for name in samples:
         base, _, labels = name.partition("{")
@@ -106,6 +128,7 @@ def _labels(samples: Samples, metric: str, label: str) -> list[str]:
 
 
 def _rate(before: Samples, after: Samples, seconds: float) -> float | None:
+    """Return the samples per second between two times, if they are known."""
     name = "horizonml_rank_samples_total"  # the other counter moves at the first stage alone
     if name not in before or name not in after or seconds <= 0 or after[name] < before[name]:
         return None
@@ -113,7 +136,7 @@ def _rate(before: Samples, after: Samples, seconds: float) -> float | None:
 
 
 def _split(before: Samples, after: Samples) -> list[float | None]:
-    """Shares of compute, transfer and wait; of all steps so far if none ended between the two looks."""
+    """Return the shares of compute, transfer and wait, of all steps so far if none ended between the two times."""
     names = [f"horizonml_step_phase_seconds_sum{{phase={phase}}}" for phase in PHASES]
     recent = [after.get(name, 0.0) - before.get(name, 0.0) for name in names]
     for parts in (recent, [after.get(name, 0.0) for name in names]):

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.cluster import _table
+from horizonml.cli.rank_table import rank_table
 from horizonml.job.schema import Job
-from horizonml.kube.diagnosis import Condition, amount, condition, requests, room
+from horizonml.kube.diagnosis import Condition, PodState, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
 from horizonml.kube.status import Row, parse, problems, row
 from horizonml.telemetry.metrics import Metrics
@@ -114,11 +114,12 @@ def test_other_reasons_say_what_to_do() -> None:
     assert "it ran out of memory (OOMKilled, exit code 137; limit 1Gi)" in str(memory.problem)
     wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
     crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
-    assert crash == Condition("CrashLoopBackOff", "worker-3: it ended (exit code 2): optimizer.lr: -1")
+    problem = "worker-3: it ended (exit code 2): optimizer.lr: -1"
+    assert crash == Condition(PodState.ENDED, problem, "CrashLoopBackOff")
     evicted = condition(pod(reason="Evicted", message="The node was low on resource: memory."), "", [], [])
     assert evicted.problem == "worker-3: Evicted: The node was low on resource: memory."
     ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
-    assert condition(pod(**ready), "", [], []) == Condition("Ready")
+    assert condition(pod(**ready), "", [], []) == Condition(PodState.READY)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_the_table_fits_any_terminal() -> None:
         Row(1, None, "Waits for rank 0, 2"),
     ]
     for width in (None, 80, 40):
-        shown = _table(rows, width)
+        shown = rank_table(rows, width)
         assert max(map(len, shown.splitlines())) <= (width or 120)
         for word in ("samples/s", "raspberrypi-4", "1,234", "0.1234", "50/25/25%", "120/4200"):
             assert word in shown
@@ -175,23 +176,23 @@ def test_the_table_fits_any_terminal() -> None:
 def test_rows_tell_what_ranks_do() -> None:
     metrics = Metrics(3)
     metrics.waiting([0, 11])
-    assert row(3, "pi", Condition("Running"), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
+    assert row(3, "pi", Condition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
     metrics.formed(2, 4)
     metrics.started(ABOUT, epochs=4, steps=40, done=10)
     metrics.step(record(11), STEP)
     before = shown(metrics)
     metrics.step(record(12), STEP)
-    found = row(3, "pi", Condition("Ready"), before, shown(metrics), 0.5)
+    found = row(3, "pi", Condition(PodState.READY), before, shown(metrics), 0.5)
     assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
     assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
     assert found.samples_per_second == 32
     assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
-    assert row(3, "pi", Condition("Ready"), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
+    assert row(3, "pi", Condition(PodState.READY), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
     metrics.completed()
-    assert row(3, "pi", Condition("Ready"), {}, shown(metrics), 1.0).phase == "Complete"
-    silent = row(3, None, Condition("Pending"), {}, {}, 1.0)
+    assert row(3, "pi", Condition(PodState.READY), {}, shown(metrics), 1.0).phase == "Complete"
+    silent = row(3, None, Condition(PodState.PENDING), {}, {}, 1.0)
     assert (silent.phase, silent.step, silent.loss) == ("Pending", None, None)
-    assert problems([found], {3: Condition("Pending", "no disk")}) == ["no disk"]
+    assert problems([found], {3: Condition(PodState.PENDING, "no disk")}) == ["no disk"]
 
 
 def cluster(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.engine.engine import Step, Totals
+from horizonml.engine.step import Step, Totals
 from horizonml.job.schema import Job
 from horizonml.machine.resources import memory_used, throttled_seconds
 from horizonml.machine.signals import StopRequest
