@@ -1,4 +1,4 @@
-"""`horizonml bench`: studies on this machine."""
+"""The commands that measure and compare, on this machine: `horizonml bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`horizonml cluster`: jobs in Kubernetes."""
+"""The commands about jobs in Kubernetes: `horizonml cluster`."""
 
 from __future__ import annotations
 

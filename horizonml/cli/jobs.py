@@ -1,4 +1,4 @@
-"""`horizonml init`, `validate` and `schema`: job files."""
+"""The commands about job files: `horizonml init`, `validate` and `schema`."""
 
 from __future__ import annotations
 

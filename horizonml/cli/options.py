@@ -1,4 +1,4 @@
-"""Options that several families of commands share."""
+"""The options that several families of commands share."""
 
 from __future__ import annotations
 

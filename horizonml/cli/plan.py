@@ -1,4 +1,4 @@
-"""`horizonml plan`, `simulate` and `profile`."""
+"""The commands about plans: `horizonml plan`, `simulate` and `profile`."""
 
 from __future__ import annotations
 

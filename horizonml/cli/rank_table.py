@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from horizonml.cli.tables import layout
 
 if TYPE_CHECKING:
-    from horizonml.kube.status import Row
+    from horizonml.kube.status import RankStatus
 
 _HEADINGS = ("rank", "node", "phase", "stage", "epoch", "step", "samples/s", "loss", "time*")
 
 
-def _cells(entry: Row) -> list[str]:
+def _cells(entry: RankStatus) -> list[str]:
     """Return a row of the table, as text."""
     split = [entry.compute, entry.transfer, entry.wait]
     return [
@@ -29,7 +29,7 @@ def _cells(entry: Row) -> list[str]:
     ]
 
 
-def rank_table(rows: Sequence[Row], width: int | None) -> str:
+def rank_table(rows: Sequence[RankStatus], width: int | None) -> str:
     """Return the state of all ranks as a table of at most `width` columns."""
     table = layout(_HEADINGS, [_cells(entry) for entry in rows], text=(1, 2), width=width)
     return f"{table}\n* % of compute/transfer/wait"

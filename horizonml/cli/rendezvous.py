@@ -1,4 +1,4 @@
-"""`horizonml rendezvous`."""
+"""The command that serves the rendezvous: `horizonml rendezvous`."""
 
 from __future__ import annotations
 

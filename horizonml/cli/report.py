@@ -1,4 +1,4 @@
-"""`horizonml report`."""
+"""The command that reports on runs: `horizonml report`."""
 
 from __future__ import annotations
 

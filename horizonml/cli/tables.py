@@ -1,4 +1,4 @@
-"""Tables and paragraphs that fit the terminal: whole headers, numbers on one line, nothing cut off.
+"""Lays out tables and paragraphs so that they fit the terminal, with whole headers, and with nothing cut off.
 
 Where a table is too wide, its headers and texts are wrapped between words; where that is not enough, every row becomes
 a short list of names and values. Without a terminal lines are as long as they are, so that they can be searched.

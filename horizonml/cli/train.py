@@ -1,4 +1,4 @@
-"""`horizonml train` and `horizonml export`."""
+"""The commands that train a job and export its weights: `horizonml train` and `export`."""
 
 from __future__ import annotations
 

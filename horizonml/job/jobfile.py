@@ -1,4 +1,4 @@
-"""Reading job files: YAML to a checked `Job`, with errors a user can act on.
+"""Reads job files: from YAML to a checked `Job`, with errors that the user can act on.
 
 Everything that can be checked without PyTorch, a socket or the data is checked here. Unknown keys are refused,
 and every error names the field, the value and a way out.
@@ -33,7 +33,7 @@ def ready_jobs() -> dict[str, Path]:
 
 
 def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
-    """Like `load`, from the text of a job file; `source` names it in errors."""
+    """Return the job of a job file's text, as `load` does; `source` names it in errors. Raises JobError."""
     values = parse_yaml(text, source)
     if values is None:
         values = {}
@@ -61,20 +61,22 @@ def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> 
     )
 
 
-def _checked(values: dict[str, Any], source: str) -> Job:
+def _checked(values: Mapping[str, object], source: str) -> Job:
+    """Return the job with these values. Raises JobError, which names every mistake."""
     try:
         return Job.model_validate(values)
     except ValidationError as error:
         raise JobError(f"{source} is not a valid job:\n{explain(error, Job)}") from None
 
 
-def json_schema() -> dict[str, Any]:
-    """The job file's JSON schema, for editors."""
+def json_schema() -> dict[str, object]:
+    """Return the job file's JSON schema, for editors."""
     schema = Job.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "HorizonML job", **schema}
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, object], override: str) -> None:
+    """Change the values of a job file as an override `section.key=value` says. Raises JobError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise JobError(f"--set {override}: write it as section.key=value")

@@ -45,7 +45,7 @@ class Job(Spec):
     @model_validator(mode="before")
     @classmethod
     def _default_optimizer(cls, values: Any) -> Any:
-        """`optimizer: {lr: 0.1}` means SGD."""
+        """Take an optimizer without a name for SGD, so that `optimizer: {lr: 0.1}` is enough."""
         if isinstance(values, dict) and isinstance(values.get("optimizer"), dict):
             return {**values, "optimizer": {"name": "sgd", **values["optimizer"]}}
         return values
@@ -61,13 +61,13 @@ class Job(Spec):
 
     @property
     def run_folder(self) -> Path:
-        """Where this run's records and checkpoints go."""
+        """Return the folder of this run's records and checkpoints."""
         return Path(self.folder or f"runs/{self.name}")
 
     def digest(self) -> str:
-        """Identifies what is trained and how; all ranks of a group must agree on it.
+        """Return what identifies the training, on which all ranks of a group must agree.
 
-        Where the ranks meet and where each keeps its files may differ from machine to machine.
+        Where the ranks meet, and where each keeps its files, may differ from machine to machine.
         """
         content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": {"folder"}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

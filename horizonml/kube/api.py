@@ -22,7 +22,7 @@ from horizonml.job.schema import Job
 from horizonml.kube.access import asking, checked, message
 from horizonml.kube.diagnosis import Condition, Object, PodState, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
-from horizonml.kube.status import Row, Samples, parse, row
+from horizonml.kube.status import RankStatus, Samples, parse, rank_status
 
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
 _METRICS_TIMEOUT = (2.0, 3.0)
@@ -165,7 +165,7 @@ class Cluster:
                     deleted.append(f"{kind}/{name}")
         return deleted, kept
 
-    def observe(self, pause: float) -> tuple[list[Row], dict[int, Condition]]:
+    def observe(self, pause: float) -> tuple[list[RankStatus], dict[int, Condition]]:
         """Watch every rank for `pause` seconds, and return how it is doing, and the condition of its pod."""
         wanted = int(self.require_workers()["spec"]["replicas"])
         pods = {rank_of(pod): pod for pod in self.pods()}
@@ -182,11 +182,11 @@ class Cluster:
         }
         for rank in range(wanted):
             conditions.setdefault(rank, Condition(PodState.MISSING))
-        rows = [
-            row(rank, pods.get(rank, {}).get("spec", {}).get("nodeName"), conditions[rank], before.get(rank, {}),
-                after.get(rank, {}), seconds)
-            for rank in sorted(conditions)
-        ]  # fmt: skip
+        rows = []
+        for rank in sorted(conditions):
+            node = pods.get(rank, {}).get("spec", {}).get("nodeName")
+            shown = before.get(rank, {}), after.get(rank, {})
+            rows.append(rank_status(rank, node, conditions[rank], *shown, seconds))
         return rows, conditions
 
     def _metrics(self, pod: Object) -> Samples:

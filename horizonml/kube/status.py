@@ -25,7 +25,7 @@ class Activity(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class RankStatus:
     """The state of one rank. None stands for what is not known, or not known yet."""
 
     rank: int
@@ -62,10 +62,12 @@ def parse(text: str) -> Samples:
     return found
 
 
-def row(rank: int, node: str | None, condition: Condition, before: Samples, after: Samples, seconds: float) -> Row:
+def rank_status(
+    rank: int, node: str | None, condition: Condition, before: Samples, after: Samples, seconds: float
+) -> RankStatus:
     """Return a rank's row from its metrics at two times, `seconds` apart, which are empty where it did not answer."""
     if not after:
-        return Row(rank, node, condition.phase)
+        return RankStatus(rank, node, condition.phase)
     activity, phase = _activity(condition, after)
     compute, transfer, wait = _split(before, after)
 
@@ -73,7 +75,7 @@ def row(rank: int, node: str | None, condition: Condition, before: Samples, afte
         value = after.get(f"horizonml_{name}")
         return None if value is None else int(value)
 
-    return Row(
+    return RankStatus(
         rank,
         node,
         phase,
@@ -107,7 +109,7 @@ def _activity(condition: Condition, metrics: Samples) -> tuple[Activity, str]:
     return Activity.STARTING, "Starting"
 
 
-def problems(rows: Iterable[Row], conditions: Mapping[int, Condition]) -> list[str]:
+def problems(rows: Iterable[RankStatus], conditions: Mapping[int, Condition]) -> list[str]:
     """Return what is wrong, one line each."""
     found = [entry.problem for _, entry in sorted(conditions.items()) if entry.problem]
     generations = {entry.generation for entry in rows if entry.activity is Activity.TRAINING}

@@ -1,4 +1,4 @@
-"""Chooses how many threads a rank computes with, by trying.
+"""Chooses how many threads a rank computes with, by trying several numbers.
 
 More threads are not always faster: layers of small networks are through before all threads have begun, and where other
 programs want the same cores, every layer waits for the thread that was held up longest.
@@ -32,7 +32,7 @@ _FORMAT = 1
 _REPEATS = 3
 _MOST_ROWS = 64
 _BUDGET_SECONDS = 2.5  # layers that were not tried by then do not count
-_LOOK_SECONDS = 0.2  # for which other programs are watched
+_WATCH_SECONDS = 0.2  # for which other programs are watched
 _BUSY = 0.25  # of the cores that a rank may use
 _WORTH = 0.9  # more threads must bring the time down to this part
 
@@ -59,7 +59,7 @@ def _remembered(model: Model, rows: int, most: int) -> int:
     because two were equally fast. A busy device has a choice of its own.
     """
     others = OtherWork()
-    time.sleep(_LOOK_SECONDS)
+    time.sleep(_WATCH_SECONDS)
     key = {
         "format": _FORMAT,
         "device": processor_name(),
@@ -123,7 +123,7 @@ def _try_layer(
 ) -> Iterator[tuple[int, float]]:
     """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
     shape = (rows, *boundary.shape)
-    entered = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
+    inputs = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
     times: dict[int, list[float]] = {threads: [] for threads in candidates}
     for turn in range(1 + _REPEATS):
         if turn > 1 and time.perf_counter() > deadline:
@@ -131,9 +131,9 @@ def _try_layer(
         for threads in candidates:
             torch.set_num_threads(threads)
             begin = time.perf_counter()
-            left = layer(entered)
-            if left.requires_grad:
-                backward(left, torch.ones_like(left))
+            outputs = layer(inputs)
+            if outputs.requires_grad:
+                backward(outputs, torch.ones_like(outputs))
             if turn:  # the first one warms up
                 times[threads].append(time.perf_counter() - begin)
     for threads, seconds in times.items():

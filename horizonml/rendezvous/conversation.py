@@ -25,7 +25,7 @@ _SHOWN_RANKS = 20  # in a message
 
 
 class ServiceGone(RendezvousError):
-    """The service has gone while this rank waited for the others; it may be started anew."""
+    """Raised when the service goes while this rank waits for the others; it may be started anew."""
 
 
 class Conversation(threading.Thread):

@@ -31,6 +31,8 @@ _NOTE_SECONDS = 120.0  # ranks that wait learn for this long who was refused bes
 
 @dataclass
 class _Member:
+    """A rank that waits, or is in the newest group."""
+
     fingerprint: Fingerprint
     joined: float
     moved: float  # when its heartbeat last moved

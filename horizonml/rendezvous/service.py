@@ -1,4 +1,4 @@
-"""The rendezvous service: it holds the store through which ranks meet (see `meeting` for their side).
+"""Serves the rendezvous: holds the store through which ranks meet (see `meeting` for their side).
 
 The service is its own process, so losing any rank loses no state. It alone judges who belongs together (see
 `roster`); ranks only post what they are and wait for its verdict. The store is PyTorch's TCPStore, which has no

@@ -1,4 +1,4 @@
-"""A command that starts ranks, and everything beneath it: asked to end together, and none is left behind.
+"""Runs a command that starts ranks, and ends everything beneath it together.
 
 The command may be anything: a script that starts ranks in its background, an mpirun, a torchrun. It stays in this
 process's group, so a terminal serves it as if it had been started alone. Whatever it starts and loses becomes a child
@@ -26,12 +26,12 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Command:
-    """A running command. Use as a context manager: leaving it ends whatever the command has started."""
+    """A running command. Use it as a context manager: leaving it ends whatever the command has started."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stop: StopRequest) -> None:
-        """Start it; it is ended when `stop` says so. Raises JobError if it cannot be started.
+        """Start the command, to end it when `stop` says so. Raises JobError if it cannot be started.
 
-        When this process is gone, ranks beneath it end, and the command itself is asked to.
+        When this process is gone, the ranks beneath it end, and the command itself is asked to.
         """
         self._stop, self._launcher = stop, os.getpid()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -87,7 +87,7 @@ class Command:
         return found
 
     def _asks(self, process: psutil.Process) -> bool:
-        """Whether it is for us to ask this process, rather than for a launcher above it that leads its group."""
+        """Return whether it is for us to ask this process, rather than for a launcher above it that leads its group."""
         try:
             return process.ppid() == self._launcher or os.getpgid(process.pid) == os.getpgrp()
         except ProcessLookupError:
@@ -101,5 +101,6 @@ class Command:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Set an option of this process, where the kernel is Linux."""
     if _libc is not None:
         _libc.prctl(option, value, 0, 0, 0)

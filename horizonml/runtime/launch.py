@@ -1,4 +1,4 @@
-"""What the commands do, beyond parsing: one rank, all ranks here, the rendezvous service, the plan."""
+"""Carries out what the commands ask for: one rank, all ranks of a job on this machine, or the rendezvous service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from horizonml.machine.network import listen, split_address
 from horizonml.machine.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
-from horizonml.runtime.local import TOGETHER, LocalCluster
+from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count
@@ -34,7 +34,8 @@ METRICS = "HORIZONML_METRICS"
 def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
     """Be one rank of a job. Raises HorizonError.
 
-    `metrics` is where to serve its metrics. With `stay`, go on serving them when the job is done, until SIGTERM.
+    `metrics` is the host and the port at which to serve its metrics. With `stay`, go on serving them when the job is
+    done, until SIGTERM.
     """
     sys.stdout = Patient(sys.stdout)
     check_strategy(job)
@@ -66,7 +67,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
 
 
 class Patient:
-    """A stream that goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
+    """Wraps a stream, and goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -96,6 +97,7 @@ def check_strategy(job: Job) -> None:
 
 
 def _check_world_size(job: Job, identity: Identity) -> None:
+    """Raise JobError if the job is for another number of ranks than the launcher has started."""
     if job.parallel.stages is not None or job.parallel.workers is not None:
         wanted = job.parallel.world_size()
         if wanted != identity.world_size:
@@ -111,6 +113,7 @@ def _check_world_size(job: Job, identity: Identity) -> None:
 
 
 def _rendezvous_address(job: Job) -> tuple[str, int]:
+    """Return the host and the port of the rendezvous service. Raises JobError."""
     text = job.rendezvous.address or os.environ.get(RENDEZVOUS)
     if text is None:
         raise JobError(
@@ -140,11 +143,10 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
 
 
 def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:
-    """Run all ranks of a job on this machine. True if they came to their end, False if interrupted.
+    """Run all ranks of a job on this machine, and return whether they came to their end without being interrupted.
 
-    `metrics` is where rank 0 serves its metrics; the other ranks take the ports after it.
-
-    Raises RankFailed.
+    `metrics` is the host and the port at which rank 0 serves its metrics; the other ranks take the ports after it.
+    Raises RankFailed, JobError.
     """
     check_strategy(job)
     world_size = job.parallel.world_size()
@@ -160,13 +162,13 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
         env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
         print(f"starting {count(world_size, 'rank')} on this machine ...", flush=True)
         logs = _log_folder(job, Path(scratch))
-        with LocalCluster(world_size, command, logs, env, kept=logs != Path(scratch)) as cluster:
-            cluster.wait()
-            return not cluster.interrupted
+        with LocalRun(world_size, command, logs, env, kept=logs != Path(scratch)) as run:
+            run.wait()
+            return not run.interrupted
 
 
 def _log_folder(job: Job, otherwise: Path) -> Path:
-    """Return the run's folder, or where that cannot be written to, which the ranks tell, another one."""
+    """Return the run's folder, or `otherwise` where it cannot be written to, which the ranks report themselves."""
     try:
         make_run_folder(job.run_folder)
         with tempfile.TemporaryFile(dir=job.run_folder):

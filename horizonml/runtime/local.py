@@ -1,4 +1,4 @@
-"""All ranks on this machine: starts the rendezvous service and the ranks, and sees to it that none is left behind.
+"""Runs all ranks on this machine, with their rendezvous service, and leaves none of them behind.
 
 Every rank is the same command that a container would run. The first rank shares this terminal; what the others print,
 and all errors and warnings, goes to `rank-N.log` in the run's folder. Warnings are shown here, too, once. Ctrl-C and
@@ -28,7 +28,7 @@ TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, 
 
 
 class RankFailed(HorizonError):
-    """A rank of a local run failed; the exit code tells whether the job was wrong (2) or something else happened."""
+    """Raised when a rank of a local run fails; the exit code is 2 if the job was wrong, and 1 for anything else."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -37,13 +37,15 @@ class RankFailed(HorizonError):
 
 @dataclass
 class _Rank:
+    """The process of one rank, and what it prints."""
+
     number: int
     process: subprocess.Popen[bytes]
     log: RankLog
     ended: float | None = None  # when it was seen to have ended
 
     def error(self) -> str:
-        """Why it failed, as far as it said."""
+        """Return why it failed, as far as it said."""
         code = self.process.returncode
         if code < 0:
             return f"rank {self.number} was killed by {explain_signal(-code)}"
@@ -54,13 +56,16 @@ class _Rank:
         return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
 
 
-class LocalCluster:
-    """The processes of one local run. Use as a context manager: leaving it ends them all."""
+class LocalRun:
+    """The processes of one local run. Use it as a context manager: leaving it ends them all."""
 
     def __init__(
         self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str], kept: bool = True
     ) -> None:
-        """`command` is run once per rank, with RANK and WORLD_SIZE set; `kept` says that `logs` outlasts the run."""
+        """Prepare to run `command` once per rank, with RANK and WORLD_SIZE set.
+
+        What the ranks print goes to the folder `logs`; `kept` says that it outlasts the run.
+        """
         self._kept = kept
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
@@ -72,10 +77,10 @@ class LocalCluster:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal has asked to stop."""
+        """Return whether a signal has asked the run to stop."""
         return self._stop.wanted
 
-    def __enter__(self) -> LocalCluster:
+    def __enter__(self) -> LocalRun:
         self._handling.__enter__()
         try:
             self._start()
@@ -162,12 +167,12 @@ class LocalCluster:
             raise RankFailed(rank.error() + where, code)
 
     def _blame(self, failed: list[_Rank]) -> _Rank:
-        """The rank that failed by itself rather than for the loss of another."""
+        """Return the rank that failed by itself rather than for the loss of another."""
         by_itself = [rank for rank in failed if rank.process.returncode != PeerLost.exit_code]
         return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
 
     def _end(self) -> None:
-        """Leave no process behind."""
+        """End all processes, and close their logs."""
         processes = [rank.process for rank in self._ranks]
         for process in processes:
             _signal(process, signal.SIGTERM)

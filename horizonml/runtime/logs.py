@@ -1,4 +1,4 @@
-"""What the ranks of a local run print: kept in files, and shown where it is a warning."""
+"""Keeps what the ranks of a local run print in files, and shows their warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 
 
 class RankLog:
-    """What one rank prints in this run; the file may hold what was printed in runs before."""
+    """The file of what one rank prints, which may hold what was printed in runs before this one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

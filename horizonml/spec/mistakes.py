@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in sentences that name the field, the value and the fix."""
+"""Puts what pydantic finds wrong with a file into sentences that name the field, the value and the fix."""
 
 from __future__ import annotations
 

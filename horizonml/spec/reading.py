@@ -1,7 +1,7 @@
-"""Reading files that people write: bounded in size, time, depth and aliases, with errors that name the place.
+"""Reads files that people write, within bounds of size, time, depth and aliases, with errors that name the place.
 
 Job files, files of devices, plans and profiles come from elsewhere as often as not. Whatever they contain, reading them
-ends soon, and in a JobError.
+ends soon, with their values or with a JobError.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def _read(path: Path) -> bytes:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML of JSON's types, without duplicate keys, cycles and heaps of aliases.
+    """Loads safe YAML of JSON's types, without duplicate keys, cycles and heaps of aliases.
 
-    Unlike YAML 1.1 it reads 1e-3 as a number, and a date as a string.
+    Unlike YAML 1.1, it reads 1e-3 as a number and a date as a string.
     """
 
     text_keys = True
@@ -119,7 +119,7 @@ _Loader.add_implicit_resolver(
 
 
 class _LoaderOfTables(_Loader):
-    """The same for files whose keys may be numbers."""
+    """Loads the same from files whose keys may be numbers."""
 
     text_keys = False
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.runtime.local import LocalCluster, RankFailed
+from horizonml.runtime.local import LocalRun, RankFailed
 from tests.distributed.processes import ours, wait_for
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -88,7 +88,7 @@ def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: P
 
 def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Signals | None = None) -> None:
     """Run a local cluster to its end."""
-    with LocalCluster(world_size, command, logs, {}) as cluster:
+    with LocalRun(world_size, command, logs, {}) as cluster:
         if kill_service is not None:
             assert cluster._service is not None
             cluster._service.send_signal(kill_service)

@@ -16,7 +16,7 @@ from horizonml.cli.rank_table import rank_table
 from horizonml.job.schema import Job
 from horizonml.kube.diagnosis import Condition, PodState, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
-from horizonml.kube.status import Row, parse, problems, row
+from horizonml.kube.status import RankStatus, parse, problems, rank_status
 from horizonml.telemetry.metrics import Metrics
 from tests.unit.test_metrics import ABOUT, STEP, record
 
@@ -163,8 +163,8 @@ def shown(metrics: Metrics) -> dict[str, float]:
 
 def test_the_table_fits_any_terminal() -> None:
     rows = [
-        Row(0, "raspberrypi-4", "Training", "0", "0-3", 3, 30, 120, 4200, 1234.5, 0.1234, 0.5, 0.25, 0.25),
-        Row(1, None, "Waits for rank 0, 2"),
+        RankStatus(0, "raspberrypi-4", "Training", "0", "0-3", 3, 30, 120, 4200, 1234.5, 0.1234, 0.5, 0.25, 0.25),
+        RankStatus(1, None, "Waits for rank 0, 2"),
     ]
     for width in (None, 80, 40):
         shown = rank_table(rows, width)
@@ -176,21 +176,23 @@ def test_the_table_fits_any_terminal() -> None:
 def test_rows_tell_what_ranks_do() -> None:
     metrics = Metrics(3)
     metrics.waiting([0, 11])
-    assert row(3, "pi", Condition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
+    assert rank_status(3, "pi", Condition(PodState.RUNNING), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
     metrics.formed(2, 4)
     metrics.started(ABOUT, epochs=4, steps=40, done=10)
     metrics.step(record(11), STEP)
     before = shown(metrics)
     metrics.step(record(12), STEP)
-    found = row(3, "pi", Condition(PodState.READY), before, shown(metrics), 0.5)
+    found = rank_status(3, "pi", Condition(PodState.READY), before, shown(metrics), 0.5)
     assert (found.phase, found.stage, found.layers, found.generation) == ("Training", "1", "3-8", 2)
     assert (found.step, found.steps, found.epoch, found.epochs) == (12, 40, 1, 4)
     assert found.samples_per_second == 32
     assert (found.compute, found.transfer, found.wait) == pytest.approx((0.5, 0.2, 0.3))
-    assert row(3, "pi", Condition(PodState.READY), {}, before, 1.0).compute == pytest.approx(0.5)  # since the start
+    assert rank_status(3, "pi", Condition(PodState.READY), {}, before, 1.0).compute == pytest.approx(
+        0.5
+    )  # since the start
     metrics.completed()
-    assert row(3, "pi", Condition(PodState.READY), {}, shown(metrics), 1.0).phase == "Complete"
-    silent = row(3, None, Condition(PodState.PENDING), {}, {}, 1.0)
+    assert rank_status(3, "pi", Condition(PodState.READY), {}, shown(metrics), 1.0).phase == "Complete"
+    silent = rank_status(3, None, Condition(PodState.PENDING), {}, {}, 1.0)
     assert (silent.phase, silent.step, silent.loss) == ("Pending", None, None)
     assert problems([found], {3: Condition(PodState.PENDING, "no disk")}) == ["no disk"]
 
