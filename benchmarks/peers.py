@@ -26,6 +26,8 @@ from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -40,10 +42,10 @@ class RandomBatch:
         self._images = torch.randn(size, *shape, generator=generator)
         self._labels = torch.randint(0, classes, (size,), generator=generator)
 
-    def images(self, start: int, stop: int) -> Tensor:
+    def inputs(self, start: int, stop: int) -> Tensor:
         return self._images[start:stop]
 
-    def labels(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Tensor:
         return self._labels[start:stop]
 
 
@@ -56,7 +58,7 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    engine = Engine(plan, model, group, Sgd(), batch.size)
+    engine = Engine(plan, model, group, Sgd(), batch.size, ImageClassification())
     number = 0
 
     def step() -> None:
@@ -72,7 +74,7 @@ def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, bat
     world_size = config["world_size"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = nn.parallel.DistributedDataParallel(model.stage(0, len(model.chain)), **config.get("ddp_options", {}))
     optimizer = optimizer_for(module)
 
@@ -94,7 +96,7 @@ def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model,
     os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))
     hvd.init()
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = model.stage(0, len(model.chain))
     optimizer = hvd.DistributedOptimizer(optimizer_for(module), module.named_parameters())
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
@@ -114,7 +116,7 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
     own = plan.stages[rank]
     module = model.stage(own.start, own.stop)
     optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
     entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
 
     def step() -> None:
@@ -165,7 +167,7 @@ def torch_pipeline(
     kind = {"torch_1f1b": Schedule1F1B, "torch_gpipe": ScheduleGPipe}[config["peer"]]
     schedule = kind(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
     optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -245,7 +247,9 @@ def main() -> None:
         keep_freed_memory()
     store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
     batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
-    model = build(ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, tuple(config["shape"]))
+    model = build(
+        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec(tuple(config["shape"]))
+    )
     step = PEERS[config["peer"]](config, rank, store, model, batch)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -14,7 +14,7 @@ from torch import Tensor
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
-from horizonml.models.vision import import_torchvision
+from horizonml.machine.torchvision import import_torchvision
 from horizonml.text import count
 
 _LOCK_SECONDS = 1800.0
@@ -23,7 +23,7 @@ _TEST_FOLDERS = ("test", "val", "valid")
 
 
 def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) -> ArraySource:
-    """CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
+    """Read CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
 
     torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
     while the others wait. Raises DataError.

@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """Images and labels by index."""
+    """Images and labels by index from 0."""
 
     def __len__(self) -> int: ...
 
     def images(self, indices: Tensor) -> Tensor:
-        """uint8 pixels, or float32 values that are already normalised, `[n, channels, height, width]`."""
+        """Return uint8 pixels, or float32 values that are already normalised, `[n, channels, height, width]`."""
 
     def labels(self, indices: Tensor) -> Tensor:
-        """Classes, int64 `[n]`."""
+        """Return the classes, int64 `[n]`."""
 
 
 class ArraySource:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
@@ -28,6 +27,7 @@ from horizonml.job.schema import Adam, Sgd
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Route, routes
+from horizonml.tasks.task import Batch, Task
 
 _POSTED_AHEAD = 2
 # Links use tags from 0 on, four for each micro-batch.
@@ -45,26 +45,12 @@ _UNCHANGED = (
 Direction = Literal["previous", "next", "members"]  # the stage before, the one after, and this stage's other members
 
 
-class Batch(Protocol):
-    """A global batch, of which a rank reads only the rows it needs."""
-
-    @property
-    def size(self) -> int:
-        """Samples in the global batch."""
-
-    def images(self, start: int, stop: int) -> Tensor:
-        """float32 `[stop - start, channels, height, width]`; asked for by the first stage."""
-
-    def labels(self, start: int, stop: int) -> Tensor:
-        """int64 `[stop - start]`; asked for by the last stage."""
-
-
 @dataclass(frozen=True)
 class Totals:
     """What all ranks agree on after a step or an evaluation."""
 
     loss: float
-    accuracy: float  # share of correct predictions, 0 to 1
+    metrics: dict[str, float]  # the task's metrics by name, means over the units of all ranks
     samples: int
     stop: bool = False
     newcomers: bool = False
@@ -121,7 +107,7 @@ class Engine:
         group: Group,
         optimizer: Sgd | Adam,
         batch_size: int,
-        label_smoothing: float = 0.0,
+        task: Task,
         gradient_compression: str = "none",
     ) -> None:
         """Make the layers of this rank's stage. `batch_size` is that of a full global batch.
@@ -130,7 +116,7 @@ class Engine:
         """
         plan.check(len(model.chain), group.world_size)
         self.plan, self.group, self.clock = plan, group, Clock()
-        self._model_seed, self._batch_size, self._smoothing = model.seed, batch_size, label_smoothing
+        self._model_seed, self._batch_size, self._task = model.seed, batch_size, task
         self._compression = gradient_compression
         (self.stage_number,) = plan.stages_of(group.rank)
         self._stage = plan.stages[self.stage_number]
@@ -157,7 +143,9 @@ class Engine:
         self._gradients_in = Link(group, self.clock, exit_, 1, self._stage.send)
         self._gradients_out = Link(group, self.clock, entry, 1, before)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
-        self._agree = TreeSum(group, range(group.world_size), _TAG_TOTALS, torch.zeros(6, dtype=torch.float64))
+        self._agree = TreeSum(
+            group, range(group.world_size), _TAG_TOTALS, torch.zeros(5 + len(task.metrics), dtype=torch.float64)
+        )
         # Members of one stage see the same sums; other stages have to be told if these are not finite.
         self._agree_on_sums = None
         if self._channels or (len(plan.stages) > 1 and any(len(stage.ranks) > 1 for stage in plan.stages)):
@@ -212,12 +200,12 @@ class Engine:
         passes = (Kind.FORWARD, Kind.BACKWARD)
         actions = [a for a in self.plan.actions(self.group.rank, len(micros)) if a.kind in passes]
         self.module.train()
-        loss, correct = self._run(batch, micros, actions, number)
+        loss, judged = self._run(batch, micros, actions, number)
         # Where a stage has several members, gradients may be on their way between them already.
         final = len(self._stage.ranks) > 1 or self._not_finite() is None
         self.clock.switch("wait", "others")
         samples = batch.size if self.stage_number == self.member == 0 else 0
-        totals = self._totals(loss, correct, samples, stop, newcomers, final)
+        totals = self._totals(loss, judged, samples, stop, newcomers, final)
         if not math.isfinite(totals.loss):
             raise Diverged(f"step {number}: the loss is {totals.loss}. {_UNCHANGED}")
         if not totals.finite:
@@ -280,19 +268,19 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> Totals:
-        """Loss and accuracy on held-out batches, through the same stages. Raises PeerLost."""
+        """Return the loss and the metrics on held-out batches, through the same stages. Raises PeerLost."""
         self.clock.pause()
         self._agree.post()
         self.module.eval()
-        loss = correct = samples = 0.0
+        loss, judged, samples = 0.0, torch.zeros(len(self._task.metrics), dtype=torch.float64), 0
         for batch in batches:
             micros = self._cut(batch.size)
-            batch_loss, batch_correct = self._run(batch, micros, self.plan.evaluation(self.group.rank, len(micros)), 0)
-            loss, correct, samples = loss + batch_loss * batch.size, correct + batch_correct, samples + batch.size
+            batch_loss, batch_judged = self._run(batch, micros, self.plan.evaluation(self.group.rank, len(micros)), 0)
+            loss, judged, samples = loss + batch_loss * batch.size, judged + batch_judged, samples + batch.size
         for link in self._links:
             link.flush()
-        totals = self._evaluated(loss, correct, samples if self.stage_number == self.member == 0 else 0)
-        return Totals(totals.loss / totals.samples, totals.accuracy, totals.samples)
+        totals = self._evaluated(loss, judged, samples if self.stage_number == self.member == 0 else 0)
+        return Totals(totals.loss / totals.samples, totals.metrics, totals.samples)
 
     def try_smallest(self, size: int) -> str | None:
         """Whether a batch of `size` leaves this rank a single sample that its layers cannot train on; if so, why."""
@@ -366,26 +354,30 @@ class Engine:
                 }
         self.optimizer.load(state)
 
-    def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
+    def _evaluated(self, loss: float, judged: Tensor, samples: float) -> Totals:
         """The sums of an evaluation over all ranks."""
-        return self._totals(loss, correct, samples)
+        return self._totals(loss, judged, samples)
 
     def _totals(
         self,
         loss: float,
-        correct: float,
+        judged: Tensor,
         samples: float,
         stop: bool = False,
         newcomers: bool = False,
         finite: bool = True,
     ) -> Totals:
         if self._channels and self.member:
-            loss = correct = 0.0
+            loss, judged = 0.0, torch.zeros_like(judged)
         flags = [float(flag) for flag in (stop, newcomers, not finite)]
-        vector = torch.tensor([loss, correct, samples, *flags], dtype=torch.float64)
-        loss, correct, samples, *raised = self._agree.sum(vector).tolist()
-        stops, comers, broken = (count > 0 for count in raised)
-        return Totals(loss, correct / samples, int(samples), stops, comers, not broken)
+        vector = torch.cat([torch.tensor([loss, samples, *flags], dtype=torch.float64), judged])
+        loss, samples, stops, comers, broken, *sums = self._agree.sum(vector).tolist()
+        metrics = self._means(sums, samples)
+        return Totals(loss, metrics, int(samples), stops > 0, comers > 0, broken == 0)
+
+    def _means(self, sums: list[float], samples: float) -> dict[str, float]:
+        units = samples * self._task.units_per_sample
+        return {name: value / units for name, value in zip(self._task.metrics, sums, strict=True)}
 
     def _cut(self, size: int) -> list[_Micro]:
         """This rank's parts of the micro-batches of a batch."""
@@ -401,15 +393,14 @@ class Engine:
             self._cuts[size] = micros
         return self._cuts[size]
 
-    def _run(self, batch: Batch, micros: list[_Micro], actions: list[Action], number: int) -> tuple[float, float]:
-        """Work through the actions; returns this rank's part of the mean loss, and its correct predictions."""
+    def _run(self, batch: Batch, micros: list[_Micro], actions: list[Action], number: int) -> tuple[float, Tensor]:
+        """Work through the actions; return this rank's part of the mean loss, and its sums of the metrics."""
         actions = [action for action in actions if micros[action.micro].rows]
         last_backward = next((a.micro for a in reversed(actions) if a.kind == "backward"), None)
         weight = sum(micro.rows for micro in micros) / batch.size / self._alike
         member = 0 if self._channels else self.member
-        smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # a way of training, not of judging
         held: dict[int, tuple[Tensor, Tensor]] = {}
-        loss, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        loss, judged = torch.zeros(()), torch.zeros(len(self._task.metrics), dtype=torch.float64)
         for index, action in enumerate(actions):
             for ahead in actions[index if index == 0 else index + _POSTED_AHEAD : index + _POSTED_AHEAD + 1]:
                 self._expect(ahead, micros[ahead.micro])
@@ -420,10 +411,10 @@ class Engine:
                 )
                 entered, left = self._forward(batch, micro, action.micro)
                 if self.is_last:
-                    labels = batch.labels(micro.start, micro.stop)
-                    correct += (left.argmax(1) == labels).sum()
-                    left = functional.cross_entropy(left, labels, reduction="sum", label_smoothing=smoothing)
-                    left = left / batch.size
+                    targets = batch.targets(micro.start, micro.stop)
+                    judged += self._task.judge(left.detach(), targets)
+                    left = self._task.loss(left, targets, training=torch.is_grad_enabled())
+                    left = left / (batch.size * self._task.units_per_sample)
                     loss += left.detach()
                 else:
                     self._outputs.send(action.micro, left, micro.after)
@@ -441,7 +432,7 @@ class Engine:
                     assert entered.grad is not None
                     self._gradients_out.send(action.micro, entered.grad, micro.before)
             self.clock.switch("compute", "prepare")
-        return float(loss), float(correct)
+        return float(loss), judged
 
     def _expect(self, action: Action, micro: _Micro) -> None:
         """Post the receives that an action will need."""
@@ -453,7 +444,7 @@ class Engine:
     def _forward(self, batch: Batch, micro: _Micro, number: int) -> tuple[Tensor, Tensor]:
         """What entered the stage, and what leaves it."""
         if self.is_first:
-            entered = batch.images(micro.start, micro.stop)
+            entered = batch.inputs(micro.start, micro.stop)
         else:
             entered = self._inputs.receive(number).requires_grad_(torch.is_grad_enabled())
         self.clock.switch("compute", "forward", number)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.tasks.task import InputSpec
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
@@ -30,11 +31,18 @@ class Boundary:
 
     @property
     def bytes_per_sample(self) -> int:
-        """Bytes of one sample's activation."""
+        """The size of one sample's tensor in bytes."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
         return size
+
+    def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
+        """Return `rows` made-up samples to measure with: noise, or zeros where the dtype is no float."""
+        shape = (rows, *self.shape)
+        if not self.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=self.dtype)
+        return torch.randn(shape, dtype=self.dtype, requires_grad=needs_gradient)
 
 
 class Chain:
@@ -44,8 +52,8 @@ class Chain:
     `boundaries` is the model's output. `len(chain)` counts the layers, so there are `len(chain) - 1` cut points.
     """
 
-    def __init__(self, model: nn.Module, sample_shape: tuple[int, ...]) -> None:
-        """Trace `model` (usually on the meta device) for inputs of shape `[batch, *sample_shape]`.
+    def __init__(self, model: nn.Module, input: InputSpec) -> None:
+        """Trace `model` (usually on the meta device) for inputs of shape `[batch, *input.shape]`.
 
         Raises ModelError if the model's forward pass cannot be written down as a graph, is not a function of
         one tensor with the batch in its first dimension, or does not fit inputs of this shape.
@@ -55,14 +63,14 @@ class Chain:
         self._placeholder, self._nodes = _straight_line(model, graph)
         self._segments = [[node] for node in self._nodes]
         self._segments = list(self._cut(_cut_points(model, self._placeholder, self._nodes)))
-        self.boundaries = self._measure(sample_shape)
+        self.boundaries = self._measure(input)
         self.names = _unique_names(self._segments)
 
     def __len__(self) -> int:
         return len(self._segments)
 
     def slice(self, start: int, stop: int) -> fx.GraphModule:
-        """The layers `start` to `stop - 1` as one module of one tensor; it shares the model's submodules."""
+        """Return layers `start` to `stop - 1` as one module of one tensor; it shares the model's submodules."""
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
         graph = fx.Graph()
         entry = self._placeholder if start == 0 else self._segments[start - 1][-1]
@@ -99,16 +107,16 @@ class Chain:
             yield self._nodes[start:point]
             start = point
 
-    def _measure(self, sample_shape: tuple[int, ...]) -> list[Boundary]:
+    def _measure(self, input: InputSpec) -> list[Boundary]:
         """Run every layer on a few zeros; merge layers between which the batch is not the first dimension."""
         training = self._model.training
         self._model.eval()
         try:
-            shapes = [self._run_on_zeros(batch, sample_shape) for batch in (1, 2)]
+            shapes = [self._run_on_zeros(batch, input) for batch in (1, 2)]
         finally:
             self._model.train(training)
         boundaries, segments, pending = [], [], []
-        boundaries.append(Boundary(tuple(sample_shape), torch.float32))
+        boundaries.append(Boundary(tuple(input.shape), input.dtype))
         for segment, one, two in zip(self._segments, *shapes, strict=True):
             pending += segment
             if _batch_first(one, two):
@@ -122,12 +130,12 @@ class Chain:
         self._segments = segments
         return boundaries
 
-    def _run_on_zeros(self, batch: int, sample_shape: tuple[int, ...]) -> list[Tensor]:
-        """The outputs of all layers. One layer's parameters are in memory at a time.
+    def _run_on_zeros(self, batch: int, input: InputSpec) -> list[Tensor]:
+        """Return the outputs of all layers. One layer's parameters are in memory at a time.
 
         Not on the meta device: its Python kernels would load torch's compiler into every rank (70 MB).
         """
-        value = torch.zeros(batch, *sample_shape)
+        value = torch.zeros(batch, *input.shape, dtype=input.dtype)
         outputs = []
         for index in range(len(self)):
             layer = self.slice(index, index + 1)
@@ -143,8 +151,8 @@ class Chain:
                     raise
                 where = self._segments[index][-1]
                 raise ModelError(
-                    f"{type(self._model).__name__} does not accept inputs of shape {list(sample_shape)} "
-                    f"(fails at {where.target}): {error}. Set data.image_size to a size the model accepts."
+                    f"{type(self._model).__name__} does not accept inputs of shape {list(input.shape)} "
+                    f"(fails at {where.target}): {error}. {input.advice}".rstrip()
                 ) from error
             outputs.append(value)
         return outputs

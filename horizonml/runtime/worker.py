@@ -6,11 +6,13 @@ import gc
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from horizonml.data.datasets import Data, DataInfo, load
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.images import ImageInfo, load
 from horizonml.engine.engine import Engine
 from horizonml.engine.group import Group
 from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
@@ -34,17 +36,20 @@ from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import Membership, Terms, meet
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.signals import Cancelled, StopRequest
 from horizonml.runtime.stragglers import Watch
-from horizonml.runtime.trainer import Outcome, Progress, train
+from horizonml.runtime.trainer import Progress, train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
 from horizonml.state.move import move
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
+from horizonml.tasks.choose import task_for
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
+from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
 
@@ -78,7 +83,7 @@ class Worker:
         job, identity = self._job, self._identity
         self._folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         if not fresh and completed(job.run_folder / "checkpoints", job):
-            return "already complete"
+            return Outcome.ALREADY_COMPLETE
         if identity.world_size == 1:
             return self._train(None, fresh)
         membership, fruitless = None, 0
@@ -95,7 +100,7 @@ class Worker:
             try:
                 membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
-                return "stopped waiting"
+                return Outcome.STOPPED_WAITING
             self._rank = membership.rank
             try:
                 outcome = self._train(membership, fresh)
@@ -117,8 +122,8 @@ class Worker:
                 membership.leave(str(error) or type(error).__name__, "failed" if failed else "other")
                 raise
             else:
-                membership.leave("done" if outcome != "re-form" else "meets again")
-                if outcome != "re-form":
+                membership.leave("done" if outcome is not Outcome.RE_FORM else "meets again")
+                if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:
                     break
@@ -126,7 +131,7 @@ class Worker:
                 self.say("another rank stops or joins; meeting again")
             gc.collect()
             self._metrics.waiting([])
-        return "stopped"
+        return Outcome.STOPPED
 
     def _check_recoverable(self, reason: str) -> None:
         """Raise PeerLost if there is nothing that training could go on from."""
@@ -212,22 +217,23 @@ class Worker:
         if not first and start is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
         steps = job.epochs * -(-info.train // job.batch_size)
-        about = {
-            "rank": rank,
-            "started_as_rank": self._identity.rank,
-            "world_size": group.world_size,
-            "generation": generation,
-            "host": names[rank],
-            "node": group.hosts[rank],
-            "job": job.model_dump(),
-            "layers": model.chain.names,
-            "rss_idle_bytes": self._idle,
-            "threads": torch.get_num_threads(),
-            "cores": here.cores,
-            "memory": memory_limit(),
-            "machine": machine(),
-            "versions": versions(),
-        }
+        about = RunInfo(
+            rank=rank,
+            started_as_rank=self._identity.rank,
+            world_size=group.world_size,
+            generation=generation,
+            host=names[rank],
+            node=group.hosts[rank],
+            job=job,
+            layers=model.chain.names,
+            rss_idle_bytes=self._idle,
+            threads=torch.get_num_threads(),
+            cores=here.cores,
+            memory=memory_limit(),
+            machine=machine(),
+            versions=versions(),
+            plan=agreed.plan,
+        )
         energy = EnergyMeter() if here.ranks[0] == rank else None
         source = "resumed"
         while True:
@@ -240,7 +246,7 @@ class Worker:
                 self._steps += recorder.steps
                 recorder.close(outcome)
                 self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
-            if result != "re-plan":
+            if result is not Outcome.RE_PLAN:
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)
@@ -296,7 +302,7 @@ class Worker:
 
     def _recorder(
         self,
-        about: dict[str, Any],
+        about: RunInfo,
         engine: Engine,
         watch: Watch | None,
         steps: int,
@@ -306,22 +312,17 @@ class Worker:
     ) -> Recorder:
         """Return what takes down all that happens from now on, by this plan."""
         job, done = self._job, start.step if start else 0
-        display = display_for(about["rank"], job.epochs, steps, done)
-        about = {
-            **about,
-            "stage": engine.stage_number,
-            "plan": engine.plan.to_json(),
-            "forecast": watch.forecast.seconds if watch else None,
-            "resumed_at": done,
-        }
+        display = display_for(about.rank, job.epochs, steps, done)
+        forecast = watch.forecast.seconds if watch else None
+        about = replace(about, plan=engine.plan, forecast=forecast, resumed_at=done)
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
         if start and done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
-        if about["rank"]:
+        if about.rank:
             stage, stages = engine.plan.stages[engine.stage_number], len(engine.plan.stages)
-            others, place = count(about["world_size"] - 1, "other rank"), engine.stage_number + 1
+            others, place = count(about.world_size - 1, "other rank"), engine.stage_number + 1
             print(
                 f"rank {self._identity.rank}: connected to {others}; trains stage {place} of {stages}, layers "
                 f"{stage.start} to {stage.stop - 1}, from step {done} of {steps}",
@@ -355,12 +356,12 @@ def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
 
         kind = HorovodEngine
     compression = job.parallel.gradient_compression
-    return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
+    return kind(plan, model, group, job.optimizer, job.batch_size, task_for(job), compression)
 
 
-def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
-    """The data for this rank: images for the first stage, labels for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", images=engine.is_first, labels=engine.is_last)
+def load_for(job: Job, engine: Engine, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", inputs=engine.is_first, targets=engine.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; a line that a crash cut short is left out."""
+    """Yield the records of a file; a line that a crash cut short is left out."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

@@ -18,6 +18,7 @@ from horizonml.runtime.worker import engine_for
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.shards import steps
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 
 
@@ -65,7 +66,7 @@ def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int)
 def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Save, on a disk of its own, when the last bit of a parameter is another one on rank 1."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, (1, 8, 8))
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     engine = engine_for(parse("{}", "job"), plan, model, group)
     if rank == 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.data.datasets import load
+from horizonml.data.images import load
 from horizonml.engine.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -24,9 +24,11 @@ from horizonml.runtime.signals import StopRequest
 from horizonml.runtime.trainer import train
 from horizonml.runtime.worker import engine_for, find_hosts
 from horizonml.state.equal import share_state
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
+from tests.records import run_info
 
 
 def job(folder: Path, **parallel: Any) -> Job:
@@ -43,7 +45,7 @@ def job(folder: Path, **parallel: Any) -> Job:
 
 def test_measuring_leaves_what_is_trained_as_it_was(tmp_path: Path) -> None:
     spec = job(tmp_path, strategy="single").model
-    measured, untouched = (build(spec, 0, 10, (1, 8, 8)) for _ in range(2))
+    measured, untouched = (build(spec, 0, 10, InputSpec((1, 8, 8))) for _ in range(2))
     measure(measured, (4, 16))
     layers = len(measured.chain)
     ours, theirs = (model.stage(0, layers).state_dict() for model in (measured, untouched))
@@ -63,8 +65,8 @@ def trained(
         agreed = make_plan(job, model, info, group, hosts, ["here"] * world_size, lambda text: None)
         engine = engine_for(job, agreed.plan, model, group)
         assert share_state(engine) == []
-        data = load(job.data, info, cache, images=engine.is_first, labels=engine.is_last)
-        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, 0)
+        data = load(job.data, info, cache, inputs=engine.is_first, targets=engine.is_last)
+        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, engine.plan, rank), 0)
         assert train(job, engine, data, None, recorder, None, StopRequest())[0] == "complete"
         return engine.plan.to_json(), {name: tensor.clone() for name, tensor in engine.state().items()}
     finally:
@@ -106,7 +108,7 @@ def test_memory_is_shared_by_ranks_of_one_machine_and_not_of_one_name(pool: Pool
 def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     group = Group(store, rank, world_size, 30.0)
     spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
-    model = build(spec, 0, 10, (1, 8, 8))
+    model = build(spec, 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     engine = engine_for(parse("{}", "job"), plan, model, group)
     if rank == 2:

@@ -17,6 +17,8 @@ from horizonml.engine.group import Group
 from horizonml.job.schema import Adam, ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 
 SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
@@ -29,14 +31,14 @@ class RandomBatch:
     def __init__(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
         self.size = SIZES[step % len(SIZES)]
-        self._images = torch.randn(self.size, *SHAPE, generator=generator)
-        self._labels = torch.randint(0, 10, (self.size,), generator=generator)
+        self._inputs = torch.randn(self.size, *SHAPE, generator=generator)
+        self._targets = torch.randint(0, 10, (self.size,), generator=generator)
 
-    def images(self, start: int, stop: int) -> Tensor:
-        return self._images[start:stop]
+    def inputs(self, start: int, stop: int) -> Tensor:
+        return self._inputs[start:stop]
 
-    def labels(self, start: int, stop: int) -> Tensor:
-        return self._labels[start:stop]
+    def targets(self, start: int, stop: int) -> Tensor:
+        return self._targets[start:stop]
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,9 @@ TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), sync=Sync.CHANNELS, optimiz
 
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ImageClassification())
     reports = [engine.step(RandomBatch(step), LR, step, measure_divergence=True) for step in range(steps)]
     state = {key: value.clone() for key, value in engine.state().items()}
     group.close()
@@ -130,7 +132,7 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
     BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
     same start, averaged by samples after the step.
     """
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     plan = case.plan(len(model.chain))
     stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
@@ -152,7 +154,7 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
         ]
         total, first = torch.zeros(()), 0
         for size in plan.micro_sizes(batch.size, FULL):
-            value = batch.images(first, first + size)
+            value = batch.inputs(first, first + size)
             for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
                 value = torch.cat(
                     [
@@ -161,7 +163,7 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
                         if b > a
                     ]
                 )
-            total = total + functional.cross_entropy(value, batch.labels(first, first + size), reduction="sum")
+            total = total + functional.cross_entropy(value, batch.targets(first, first + size), reduction="sum")
             first += size
         (total / batch.size).backward()
         optimizer.step()
@@ -242,7 +244,7 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
     sent = [sum(report.bytes_sent for report in reports) for _, reports in results]
     received = [sum(report.bytes_received for report in reports) for _, reports in results]
     assert sum(sent) == sum(received)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
     plan = case.plan(len(model.chain))
     samples = 2 * sum(SIZES)
     entry = model.chain.boundaries[plan.stages[1].start].bytes_per_sample * samples
@@ -255,12 +257,12 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
 def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool) -> None:
     case = Case("ddp 2, shares 3:1", ((3.0, 1.0),), 1, optimizer=Sgd(momentum=0, weight_decay=0))
     results = pool.run(2, train, case, 1)
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     stage = model.stage(0, len(model.chain))
     batch = RandomBatch(0)
 
     def gradient(start: int, stop: int) -> Tensor:
-        loss = functional.cross_entropy(stage(batch.images(start, stop)), batch.labels(start, stop))
+        loss = functional.cross_entropy(stage(batch.inputs(start, stop)), batch.targets(start, stop))
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(stage.parameters()))])
 
     mean = gradient(0, 24)
@@ -269,9 +271,9 @@ def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool
 
 
 def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    engine = Engine(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ImageClassification())
     before = {key: value.clone() for key, value in engine.state().items()}
     totals = engine.evaluate([RandomBatch(step) for step in range(3)])
     assert all(torch.equal(value, before[key]) for key, value in engine.state().items())
@@ -281,28 +283,28 @@ def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[7], CASES[27], CASES[-6], TENSOR[4]], ids=lambda case: case.name)
 def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, case: Case) -> None:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     stage = model.stage(0, len(model.chain)).eval()
     loss = correct = samples = 0.0
     for step in range(3):
         batch = RandomBatch(step)
         with torch.no_grad():
-            logits = stage(batch.images(0, batch.size))
-        labels = batch.labels(0, batch.size)
+            logits = stage(batch.inputs(0, batch.size))
+        labels = batch.targets(0, batch.size)
         loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         correct += float((logits.argmax(1) == labels).sum())
         samples += batch.size
     for totals in pool.run(case.world_size, evaluate, case):
         assert totals.loss == pytest.approx(loss / samples, rel=1e-5)
-        assert (totals.accuracy, totals.samples) == (correct / samples, samples)
+        assert (totals.metrics, totals.samples) == ({"accuracy": correct / samples}, samples)
 
 
 def first_stage_without_parameters(rank: int, world_size: int, store: Store) -> float:
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec(SHAPE))
     assert model.chain.names[0] == "0"  # flatten
     plan = Plan((Stage(0, 1, (0,), (1.0,)), Stage(1, len(model.chain), (1,), (1.0,))), micro_batches=2)
     group = Group(store, rank, world_size, 30.0)
-    engine = Engine(plan, model, group, Sgd(), FULL)
+    engine = Engine(plan, model, group, Sgd(), FULL, ImageClassification())
     losses = [engine.step(RandomBatch(0), LR, step).totals.loss for step in range(5)]
     group.close()
     assert losses[-1] < losses[0]
@@ -317,15 +319,15 @@ def test_a_first_stage_may_have_no_parameters(pool: Pool) -> None:
 def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     case = Case("x", (ONE, (1.0, 1.0)), 2)
-    engine = Engine(case.plan(len(model.chain)), model, group, Sgd(), FULL)
+    engine = Engine(case.plan(len(model.chain)), model, group, Sgd(), FULL, ImageClassification())
     engine.step(RandomBatch(0), LR, 0)
     before = {key: value.clone() for key, value in engine.state().items()}
     batch = RandomBatch(1)
     if rank == 0:
-        batch._images[3] = float("nan")
+        batch._inputs[3] = float("nan")
     try:
         engine.step(batch, LR, 1)
     except Diverged as error:
@@ -349,9 +351,9 @@ def broken_gradient(
     """Train a step, then one in which the last rank's first gradient is multiplied by `factor`."""
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    engine = Engine(plan, model, group, Sgd(), FULL, gradient_compression=compression)
+    engine = Engine(plan, model, group, Sgd(), FULL, ImageClassification(), gradient_compression=compression)
     engine.step(RandomBatch(0), LR, 0)
     before = {key: value.clone() for key, value in engine.state().items()}
     if rank == world_size - 1:
@@ -381,9 +383,9 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
 
 
 def counted_and_judged(rank: int, world_size: int, store: Store, plan: Plan, smoothing: float) -> tuple[int, float]:
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    engine = Engine(plan, model, group, Sgd(), FULL, smoothing)
+    engine = Engine(plan, model, group, Sgd(), FULL, ImageClassification(smoothing))
     loss = engine.evaluate([RandomBatch(0)]).loss
     entered = engine.step(RandomBatch(0), LR, 0).entered
     group.close()

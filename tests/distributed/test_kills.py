@@ -23,6 +23,8 @@ from horizonml.errors import PeerLost
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 
 RANKS, ROUNDS, PATIENCE = 4, 20, 30.0
 STEP_TIMEOUT = 300.0  # which nobody may wait for
@@ -31,10 +33,10 @@ STEP_TIMEOUT = 300.0  # which nobody may wait for
 class Noise:
     size = 64
 
-    def images(self, start: int, stop: int) -> Tensor:
+    def inputs(self, start: int, stop: int) -> Tensor:
         return torch.randn(stop - start, 1, 8, 8)
 
-    def labels(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Tensor:
         return torch.zeros(stop - start, dtype=torch.int64)
 
 
@@ -51,10 +53,10 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store: Any = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, (1, 8, 8))  # 10 MB: several buckets on a ring
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec((1, 8, 8)))  # 10 MB: several buckets on a ring
     layers = len(model.chain)
     group = Group(PrefixStore(f"{name}-1", store), rank, RANKS, STEP_TIMEOUT)
-    engine = Engine(plan_for(RANKS, kind, layers), model, group, Sgd(), Noise.size)
+    engine = Engine(plan_for(RANKS, kind, layers), model, group, Sgd(), Noise.size, ImageClassification())
     pipe.send("trains")
     step = 0
     try:
@@ -68,7 +70,7 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     survivors: list[int] = pipe.recv()
     ranks = len(survivors)
     group = Group(PrefixStore(f"{name}-2", store), survivors.index(rank), ranks, STEP_TIMEOUT)
-    engine = Engine(plan_for(ranks, kind, layers), model, group, Sgd(), Noise.size)
+    engine = Engine(plan_for(ranks, kind, layers), model, group, Sgd(), Noise.size, ImageClassification())
     engine.step(Noise(), 0.1, 0)
     group.close()
     pipe.send("goes on")

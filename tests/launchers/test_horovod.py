@@ -19,6 +19,8 @@ from horizonml.engine.sync.horovod import HorovodEngine
 from horizonml.job.schema import Adam, Job, ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
@@ -35,12 +37,12 @@ def pool() -> Iterator[Pool]:
 def engine(
     kind: str, rank: int, world_size: int, store: Store, name: str, optimizer: Sgd | Adam, compression: str = "none"
 ) -> Engine:
-    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     if kind == "horovod":
-        return HorovodEngine(plan, model, group, optimizer, FULL, compression=compression)
-    return Engine(plan, model, group, optimizer, FULL)
+        return HorovodEngine(plan, model, group, optimizer, FULL, ImageClassification(), compression=compression)
+    return Engine(plan, model, group, optimizer, FULL, ImageClassification())
 
 
 def train(rank: int, world_size: int, store: Store, kind: str, *arguments: Any) -> tuple[dict[str, Tensor], list[Any]]:
@@ -65,7 +67,7 @@ def test_horovod_changes_the_parameters_as_ddp_does(pool: Pool, model: str, opti
             assert other.samples == one.samples
             assert other.compute + other.transfer + other.wait == pytest.approx(other.wall, rel=0.02)
         assert others[3].loss == pytest.approx(reports[3].loss, rel=1e-5)
-        assert (others[3].accuracy, others[3].samples) == (reports[3].accuracy, reports[3].samples)
+        assert (others[3].metrics, others[3].samples) == (reports[3].metrics, reports[3].samples)
 
 
 def test_compression_to_16_bits_is_near_but_not_the_same(pool: Pool) -> None:

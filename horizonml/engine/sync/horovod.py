@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.engine.clock import Clock
-from horizonml.engine.engine import Batch, Engine, Step, Totals
+from horizonml.engine.engine import Engine, Step, Totals
 from horizonml.engine.group import Group
 from horizonml.engine.optim import Optimizer
 from horizonml.engine.sync.allreduce import GradientSum, float_and_other
@@ -23,6 +23,7 @@ from horizonml.errors import PeerLost
 from horizonml.job.schema import Adam, Sgd
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
+from horizonml.tasks.task import Batch, Task
 
 
 class HorovodEngine(Engine):
@@ -35,13 +36,13 @@ class HorovodEngine(Engine):
         group: Group,
         optimizer: Sgd | Adam,
         batch_size: int,
-        label_smoothing: float = 0.0,
+        task: Task,
         compression: str = "none",
     ) -> None:
         """As for `Engine`; `compression` is "none" or "fp16". Horovod must be installed (see `launch`)."""
         assert len(plan.stages) == 1
         self._hvd, self._alike_everywhere = connect(group), False
-        super().__init__(plan, model, group, optimizer, batch_size, label_smoothing, compression)
+        super().__init__(plan, model, group, optimizer, batch_size, task, compression)
 
     def _update_by(self, spec: Sgd | Adam) -> tuple[Optimizer, GradientSum]:
         hvd, compression = self._hvd, self._compression
@@ -64,15 +65,15 @@ class HorovodEngine(Engine):
             self.clock.pause()
         return super().step(batch, lr, number, **options)
 
-    def _evaluated(self, loss: float, correct: float, samples: float) -> Totals:
+    def _evaluated(self, loss: float, judged: Tensor, samples: float) -> Totals:
         """By Horovod. In a step the engine's own sum stays, for it also separates waiting from transfer."""
-        vector = torch.tensor([loss, correct, samples], dtype=torch.float64)
+        vector = torch.cat([torch.tensor([loss, samples], dtype=torch.float64), judged])
         try:
             total = self._hvd.allreduce(vector, op=self._hvd.Sum, name="evaluation")
         except RuntimeError as error:
             raise _lost(error) from error
-        loss, correct, samples = total.tolist()
-        return Totals(loss, correct / samples, int(samples))
+        loss, samples, *sums = total.tolist()
+        return Totals(loss, self._means(sums, samples), int(samples))
 
 
 class _DistributedOptimizer(Optimizer):
