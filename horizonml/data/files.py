@@ -111,11 +111,13 @@ class FolderSource:
         return len(self._files)
 
     def images(self, indices: Tensor) -> Tensor:
+        """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is no image."""
         if not len(indices):
             return torch.empty(0, 3, self._size, self._size, dtype=torch.uint8)
         return torch.stack([self._decode(self._files[index][0]) for index in indices.tolist()])
 
     def labels(self, indices: Tensor) -> Tensor:
+        """Return the classes, int64 `[n]`."""
         return torch.tensor([self._files[index][1] for index in indices.tolist()], dtype=torch.int64)
 
     def _decode(self, path: Path) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.models.tracing import straight_line, trace
 from horizonml.tasks.task import InputSpec
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -59,8 +60,8 @@ class Chain:
         one tensor with the batch in its first dimension, or does not fit inputs of this shape.
         """
         self._model = model
-        graph = _trace(model)
-        self._placeholder, self._nodes = _straight_line(model, graph)
+        graph = trace(model)
+        self._placeholder, self._nodes = straight_line(model, graph)
         self._segments = [[node] for node in self._nodes]
         self._segments = list(self._cut(_cut_points(model, self._placeholder, self._nodes)))
         self.boundaries = self._measure(input)
@@ -171,102 +172,8 @@ def _batch_first(one: object, two: object) -> bool:
     )
 
 
-class _Tracer(fx.Tracer):
-    """Traces down to PyTorch's own layers, but takes the modules named in `leaves` as they are."""
-
-    def __init__(self, leaves: set[str]) -> None:
-        super().__init__()
-        self._leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
-
-
-def _trace(model: nn.Module) -> fx.Graph:
-    """The model's graph, the same in training and evaluation.
-
-    A submodule whose forward cannot be traced (it branches on its input), or that would be frozen in the
-    current mode (it reads `self.training`), becomes one node that runs the module itself.
-    """
-    leaves: set[str] = set()
-    training = model.training
-    try:
-        while True:
-            graphs = []
-            for mode in (True, False):
-                model.train(mode)
-                graphs.append(_trace_once(model, leaves))
-                if graphs[-1] is None:
-                    break
-            else:
-                train, evaluate = graphs
-                assert train is not None
-                assert evaluate is not None
-                culprit = _first_difference(train, evaluate)
-                if culprit is None:
-                    return train
-                if not culprit or culprit in leaves:
-                    raise ModelError(
-                        f"the forward of {type(model).__name__} itself depends on train/eval mode; move that part "
-                        "into a submodule, so that the model can be cut into layers"
-                    )
-                leaves.add(culprit)
-    finally:
-        model.train(training)
-
-
-def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
-    """One attempt; None, and a new leaf, if a submodule stood in the way."""
-    tracer = _Tracer(leaves)
-    try:
-        return tracer.trace(model)
-    except Exception as error:  # the model's own code runs here, on stand-ins: it may fail in any way
-        if is_out_of_memory(error):
-            raise
-        stack = list(tracer.module_stack.values())
-        if not stack or stack[-1][0] in leaves:
-            raise ModelError(
-                f"{type(model).__name__} cannot be cut into layers: {error}. Its forward must take one tensor and "
-                "not branch on its values; parts that do can be moved into a submodule."
-            ) from error
-        leaves.add(stack[-1][0])
-        return None
-
-
-def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
-    """The innermost module at the first node in which two graphs differ; "" for the model itself."""
-    pairs = list(zip(left.nodes, right.nodes, strict=False))
-    for one, other in pairs:
-        if (one.op, str(one.target), str(one.args), str(one.kwargs)) != (
-            other.op,
-            str(other.target),
-            str(other.args),
-            str(other.kwargs),
-        ):
-            stack = list((one.meta.get("nn_module_stack") or {}).values())
-            return str(stack[-1][0]) if stack else ""
-    return None if len(left.nodes) == len(right.nodes) else ""
-
-
-def _straight_line(model: nn.Module, graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """The graph's one input and its computing nodes; checks that it has one output that is the last node."""
-    graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
-    graph.eliminate_dead_code()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    used = [node for node in placeholders if node.users]
-    if len(used) != 1:
-        raise ModelError(f"the model's forward must take one tensor; it takes {len(used)}")
-    result = graph.output_node().args[0]
-    if not isinstance(result, fx.Node):
-        raise ModelError("the model's forward must return one tensor; it returns a collection")
-    nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
-    if not nodes or result is not nodes[-1]:
-        raise ModelError("the model's last operation must be the one whose result it returns")
-    return used[0], nodes
-
-
 def _cut_points(model: nn.Module, placeholder: fx.Node, nodes: list[fx.Node]) -> list[int]:
-    """Indices `i` such that the chain may be cut before `nodes[i]`."""
+    """Return the indices `i` such that the chain may be cut before `nodes[i]`."""
     position = {node: index for index, node in enumerate(nodes)}
     last_use = {
         node: max((position[user] for user in node.users if user in position), default=position.get(node, -1))
@@ -288,7 +195,7 @@ def _cut_points(model: nn.Module, placeholder: fx.Node, nodes: list[fx.Node]) ->
 
 
 def _parameter_spans(model: nn.Module, nodes: list[fx.Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """First and last position at which each parameter or buffer is used (a shared one must stay in one stage)."""
+    """Return where each parameter or buffer is first and last used: a shared one must stay in one stage."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
@@ -322,7 +229,7 @@ def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
 
 
 def _unique_names(segments: list[list[fx.Node]]) -> list[str]:
-    """A name for each layer: what the modules in it have in common, else its last operation."""
+    """Return a name for each layer: what the modules in it have in common, else its last operation."""
     names: list[str] = []
     for segment in segments:
         paths = [str(node.target).split(".") for node in segment if node.op == "call_module"]

@@ -48,7 +48,7 @@ class JsonLines:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write what is left and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()

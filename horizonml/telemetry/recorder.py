@@ -107,7 +107,7 @@ class Recorder:
             self._metrics.checkpoint(number, saved, seconds)
 
     def skip(self) -> None:
-        """What happened since the last step (an evaluation, a checkpoint) belongs to no step."""
+        """Count what happened since the last step (an evaluation, a checkpoint) to no step."""
         self._cpu = cpu_seconds()
         self._joules_since()
 
