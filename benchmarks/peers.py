@@ -28,6 +28,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -267,7 +268,9 @@ def main() -> None:
         keep_freed_memory()
     store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
     batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
-    model = build(ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, tuple(config["shape"]))
+    model = build(
+        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec(tuple(config["shape"]))
+    )
     step = PEERS[config["peer"]](config, rank, store, model, batch)
     print("ready", flush=True)
     for line in sys.stdin:

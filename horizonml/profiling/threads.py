@@ -121,8 +121,7 @@ def _try_layer(
     layer: nn.Module, boundary: Boundary, rows: int, candidates: list[int], deadline: float
 ) -> Iterator[tuple[int, float]]:
     """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
-    shape = (rows, *boundary.shape)
-    entered = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
+    entered = boundary.example(rows)
     times: dict[int, list[float]] = {threads: [] for threads in candidates}
     for turn in range(1 + _REPEATS):
         if turn > 1 and time.perf_counter() > deadline:
