@@ -29,6 +29,7 @@ from horizonml.plan.plan import Plan
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -143,69 +144,93 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
 def torch_pipeline(
     config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch
 ) -> StepFunction:
-    """torch.distributed.pipelining's Schedule1F1B or ScheduleGPipe, with static shapes."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    """A schedule of torch.distributed.pipelining, with static shapes; ranks may hold several stages."""
+    from torch.distributed import pipelining
 
     plan = Plan.from_json(config["plan"])
     world_size = config["world_size"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    own = plan.stages[rank]
-    module = model.stage(own.start, own.stop)
+    held = plan.stages_of(rank)
+    modules = [model.stage(plan.stages[number].start, plan.stages[number].stop) for number in held]
     rows = batch.size // plan.micro_batches
     assert rows * plan.micro_batches == batch.size, "torch needs equal micro-batches"
-    entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
-    stage = PipelineStage(
-        module,
-        rank,
-        world_size,
-        torch.device("cpu"),
-        input_args=(torch.empty(rows, *entry.shape, device="meta", requires_grad=rank > 0),),
-        output_args=(torch.empty(rows, *exit_.shape, device="meta", requires_grad=True),),
-    )
-    kind = {"torch_1f1b": Schedule1F1B, "torch_gpipe": ScheduleGPipe}[config["peer"]]
-    schedule = kind(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
-    optimizer = optimizer_for(module)
-    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
+    boundaries = [torch.empty(rows, *boundary.shape, device="meta") for boundary in model.chain.boundaries]
+    stages = [
+        pipelining.PipelineStage(
+            module,
+            number,
+            len(plan.stages),
+            torch.device("cpu"),
+            input_args=(boundaries[plan.stages[number].start].requires_grad_(number > 0),),
+            output_args=(boundaries[plan.stages[number].stop].requires_grad_(),),
+        )
+        for number, module in zip(held, modules, strict=True)
+    ]
+    kind = getattr(pipelining, TORCH_SCHEDULES[config["peer"]])
+    single = len(plan.stages) == world_size
+    schedule = kind(stages[0] if single else stages, plan.micro_batches, loss_fn=functional.cross_entropy)
+    optimizer = optimizer_for(nn.ModuleList(modules))
+    inputs = (batch.inputs(0, batch.size),) if 0 in held else ()
+    last = {"target": batch.targets(0, batch.size), "losses": []} if len(plan.stages) - 1 in held else {}
 
     def step() -> None:
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(images)
-        elif rank == world_size - 1:
-            schedule.step(target=labels, losses=[])
-        else:
-            schedule.step()
+        schedule.step(*inputs, **last)
         optimizer.step()
 
     return step
 
 
+TORCH_SCHEDULES = {
+    "torch_1f1b": "Schedule1F1B",
+    "torch_gpipe": "ScheduleGPipe",
+    "torch_interleaved": "ScheduleInterleaved1F1B",
+    "torch_interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "torch_zbv": "ScheduleZBVZeroBubble",
+}
+
+
 class _Sleep(torch.autograd.Function):
-    """Takes time, but no processor."""
+    """Takes time, but no processor: forward, and for the gradient of what entered."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor, scale: Tensor, seconds: float) -> Tensor:
+    def forward(context: Any, value: Tensor, seconds: float) -> Tensor:
         context.seconds = seconds
         time.sleep(seconds * len(value))
-        return value * scale
+        return value.view_as(value)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * context.seconds * len(gradients[0]))
-        return gradients[0], torch.zeros(1), None
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds * len(gradients[0]))
+        return gradients[0], None
+
+
+class _SleepForWeight(torch.autograd.Function):
+    """Takes time for the gradient of a weight."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds)
+        return gradients[0], None
 
 
 class Sleeping(nn.Module):
-    """A layer that sleeps `seconds` per sample forward, twice as long backward."""
+    """A layer that sleeps `seconds` per sample forward, as long for its input's gradient, and for its weight's."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        self.scale = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(value, self.scale, self.seconds)
-        return result
+        result: Tensor = _Sleep.apply(value, self.seconds)
+        weight: Tensor = _SleepForWeight.apply(self.weight, self.seconds * len(value))
+        return result + weight
 
 
 def sleeping_model(layers: int, seconds: float, num_classes: int = 10) -> nn.Sequential:
@@ -230,8 +255,7 @@ PEERS = {
     "ddp": ddp,
     "horovod": horovod,
     "sequential": sequential,
-    "torch_1f1b": torch_pipeline,
-    "torch_gpipe": torch_pipeline,
+    **dict.fromkeys(TORCH_SCHEDULES, torch_pipeline),
 }
 
 
@@ -245,7 +269,9 @@ def main() -> None:
         keep_freed_memory()
     store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
     batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
-    model = build(ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, tuple(config["shape"]))
+    model = build(
+        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec(tuple(config["shape"]))
+    )
     step = PEERS[config["peer"]](config, rank, store, model, batch)
     print("ready", flush=True)
     for line in sys.stdin:

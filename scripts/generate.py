@@ -10,7 +10,7 @@ from pathlib import Path
 import dashboards
 import yaml
 
-from horizonml.telemetry.metrics import document
+from horizonml.telemetry.table import document
 
 ROOT = Path(__file__).resolve().parent.parent
 

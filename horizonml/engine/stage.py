@@ -53,7 +53,7 @@ class StageStep:
         """Return the loss of some rows as a part of the batch's mean; add it up, and the metrics."""
         targets = self.batch.targets(micro.start, micro.stop)
         with torch.no_grad():
-            self.sums += self._task.judge(outputs, targets)
+            self.sums += self._task.judge(outputs.detach(), targets)
         loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
         loss = loss / (self.batch.size * self._task.units_per_sample)
         self.loss += loss.detach()

@@ -107,7 +107,7 @@ class Tape(TorchDispatchMode):
         return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def replay(self, target: Tensor, seed: int) -> Tensor:
-        """A real tensor with the first value of `target`, a meta tensor of the recording."""
+        """Return a real tensor with the first value of `target`, a meta tensor of the recording."""
         view = self._view(target)
         needed, calls = {view.storage}, []
         for call in reversed(self._calls):
@@ -134,7 +134,7 @@ class Tape(TorchDispatchMode):
 
 
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
-    """Run a constructor without allocating its tensors; returns the model on the meta device, and the tape."""
+    """Run a constructor without allocating its tensors; return the model on the meta device, and the tape."""
     tape = Tape()
     with _initialisers_on(tape), tape:
         model = build()

@@ -122,8 +122,7 @@ def _try_layer(
     layer: nn.Module, boundary: Boundary, rows: int, candidates: list[int], deadline: float
 ) -> Iterator[tuple[int, float]]:
     """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
-    shape = (rows, *boundary.shape)
-    inputs = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
+    entered = boundary.example(rows)
     times: dict[int, list[float]] = {threads: [] for threads in candidates}
     for turn in range(1 + _REPEATS):
         if turn > 1 and time.perf_counter() > deadline:
@@ -131,9 +130,9 @@ def _try_layer(
         for threads in candidates:
             torch.set_num_threads(threads)
             begin = time.perf_counter()
-            outputs = layer(inputs)
-            if outputs.requires_grad:
-                backward(outputs, torch.ones_like(outputs))
+            left = layer(entered)
+            if left.requires_grad:
+                backward(left, torch.ones_like(left))
             if turn:  # the first one warms up
                 times[threads].append(time.perf_counter() - begin)
     for threads, seconds in times.items():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from horizonml.comm.group import Group
-from horizonml.data.datasets import Data, DataInfo, load
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.images import ImageInfo, load
 from horizonml.engine.session import Session
 from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
@@ -39,10 +41,10 @@ from horizonml.state.move import move
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.image_classification import ImageClassification
-from horizonml.tasks.task import Task
+from horizonml.tasks.choose import task_for
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
+from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
 
@@ -62,7 +64,7 @@ class Worker:
         self._rank = identity.rank  # in the group that there is, or was last
         self._agreed: Agreed | None = None
         self._state: TrainState | None = None  # which outlives all groups
-        self._info: DataInfo | None = None  # of the data that it is for
+        self._info: ImageInfo | None = None  # of the data that it is for
         # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
         self._moved_away = self._begun = False
         self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
@@ -200,7 +202,7 @@ class Worker:
         if self._state is None or info != self._info:
             self._state, self._info = TrainState(model, job.optimizer), info
         state = self._state
-        session = Session(agreed.plan, state, group, task_of(job), job.batch_size)
+        session = Session(agreed.plan, state, group, task_for(job), job.batch_size)
         _check_smallest_batch(job, session, info)
         data = load_for(job, session, info)
         checkpoints, found = None, None
@@ -219,27 +221,28 @@ class Worker:
         if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
         steps = job.epochs * -(-info.train // job.batch_size)
-        about = {
-            "rank": rank,
-            "started_as_rank": self._identity.rank,
-            "world_size": group.world_size,
-            "generation": generation,
-            "host": names[rank],
-            "node": group.hosts[rank],
-            "job": job.model_dump(),
-            "layers": model.chain.names,
-            "rss_idle_bytes": self._idle,
-            "threads": torch.get_num_threads(),
-            "cores": here.cores,
-            "memory": memory_limit(),
-            "machine": machine_info().to_json(),
-            "versions": versions(),
-        }
+        about = RunInfo(
+            rank=rank,
+            started_as_rank=self._identity.rank,
+            world_size=group.world_size,
+            generation=generation,
+            host=names[rank],
+            node=group.hosts[rank],
+            job=job,
+            layers=model.chain.names,
+            rss_idle_bytes=self._idle,
+            threads=torch.get_num_threads(),
+            cores=here.cores,
+            memory=memory_limit(),
+            machine=machine_info().to_json(),
+            versions=versions(),
+            plan=agreed.plan,
+        )
         energy = EnergyMeter() if here.ranks[0] == rank else None
         source = "resumed"
         while True:
             recorder = self._recorder(about, session, watch, steps, source, energy)
-            outcome: str = "failed"
+            outcome = "failed"
             try:
                 result = train(job, session, data, checkpoints, recorder, self._stop, newcomers, watch)
                 outcome = result.value
@@ -255,7 +258,7 @@ class Worker:
             self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
             self.say(watch.plan.describe(model.chain.names))
             moved = sum(group.gather_json(move(state, session.plan, watch.plan, group)))
-            session = Session(watch.plan, state, group, task_of(job), job.batch_size)
+            session = Session(watch.plan, state, group, task_for(job), job.batch_size)
             _check_smallest_batch(job, session, info)
             self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
             source = "on"
@@ -306,7 +309,7 @@ class Worker:
 
     def _recorder(
         self,
-        about: dict[str, Any],
+        about: RunInfo,
         session: Session,
         watch: Watch | None,
         steps: int,
@@ -315,21 +318,16 @@ class Worker:
     ) -> Recorder:
         """Return what takes down all that happens from now on, by this plan."""
         job, done, plan = self._job, session.state.step, session.plan
-        display = display_for(about["rank"], job.epochs, steps, done)
-        about = {
-            **about,
-            "stage": min(session.stages),
-            "plan": plan.to_json(),
-            "forecast": watch.forecast.seconds if watch else None,
-            "resumed_at": done,
-        }
+        display = display_for(about.rank, job.epochs, steps, done)
+        forecast = watch.forecast.seconds if watch else None
+        about = replace(about, plan=plan, forecast=forecast, resumed_at=done)
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
-        if about["rank"]:
-            others = count(about["world_size"] - 1, "other rank")
+        if about.rank:
+            others = count(about.world_size - 1, "other rank")
             held = [
                 f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
                 f"{plan.stages[number].stop - 1}"
@@ -360,14 +358,9 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def task_of(job: Job) -> Task:
-    """Return what the job learns."""
-    return ImageClassification(job.label_smoothing)
-
-
-def load_for(job: Job, session: Session, info: DataInfo) -> Data:
-    """The data for this rank: images for the first stage, labels for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", images=session.is_first, labels=session.is_last)
+def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:

@@ -1,38 +1,55 @@
-"""What is learned: samples, the loss, and how predictions are judged."""
+"""What is learned, as the engine and the models see it: an interface and plain data.
+
+A task of its own file implements `Task`; the engine asks for nothing else, and knows neither what samples are nor
+what outputs mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"]
+from horizonml.data.dataset import Batch, Tree
+
+__all__ = ["Batch", "InputSpec", "Task", "Tree"]
 
 
-class Batch(Protocol):
-    """A global batch, of which a rank reads only the rows it needs."""
+@dataclass(frozen=True)
+class InputSpec:
+    """The tensor that enters a model: its shape without the batch dimension, and its dtype."""
 
-    @property
-    def size(self) -> int:
-        """Samples in the global batch."""
-
-    def inputs(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop - 1` of what enters the model; asked for by the first stage."""
-
-    def targets(self, start: int, stop: int) -> Tree:
-        """Of what outputs are judged against; asked for by the last stage."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    advice: str = ""  # a sentence about what to change in a job whose model does not accept this input
 
 
 class Task(Protocol):
-    """What is learned."""
+    """The objective of a training: its loss, and how predictions are judged.
 
-    unit: str
-    units_per_sample: int
-    metrics: tuple[str, ...]
+    Both functions return sums, because a rank sees only some rows of a batch and the engine adds what all ranks found.
+    It divides by the number of units in the global batch, `batch.size * units_per_sample`.
+    """
+
+    @property
+    def unit(self) -> str:
+        """What the loss is a mean over: "samples" or, say, "tokens"."""
+
+    @property
+    def units_per_sample(self) -> int:
+        """The number of units in each sample; 1 where the unit is the sample."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the means that `judge` sums, such as "accuracy"."""
 
     def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
-        """Sum over the units."""
+        """Return the sum of the loss over the units of these rows, a differentiable scalar.
+
+        What only training uses, such as label smoothing, applies only where `training` is True.
+        """
 
     def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
-        """Sums over the units, float64 `[len(metrics)]`."""
+        """Return each metric's sum over the units of these rows, float64 `[len(metrics)]`."""

@@ -1,6 +1,6 @@
 """Grafana's dashboards, as tables of panels: `make generate` writes grafana/dashboards/*.json from them.
 
-Every panel answers a question. Queries use the metrics of horizonml/telemetry/metrics.py and Grafana's own variables
+Every panel answers a question. Queries use the metrics of horizonml/telemetry/table.py and Grafana's own variables
 only, so they work in any Prometheus, with or without the rules.
 """
 

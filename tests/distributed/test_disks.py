@@ -17,6 +17,7 @@ from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.shards import steps
 from horizonml.state.spec import Sgd
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 
@@ -65,7 +66,7 @@ def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int)
 def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Save, on a disk of its own, when the last bit of a parameter is another one on rank 1."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, (1, 8, 8))
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 64)
     session.state.step = 5

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.data.datasets import load
+from horizonml.data.images import load
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -21,15 +21,16 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
-from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.trainer import train
+from horizonml.runtime.trainer import Outcome, train
 from horizonml.runtime.worker import find_hosts
 from horizonml.state.equal import share_state
 from horizonml.state.spec import Sgd
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
+from tests.records import run_info
 
 
 def job(folder: Path, **parallel: Any) -> Job:
@@ -46,7 +47,7 @@ def job(folder: Path, **parallel: Any) -> Job:
 
 def test_measuring_leaves_what_is_trained_as_it_was(tmp_path: Path) -> None:
     spec = job(tmp_path, strategy="single").model
-    measured, untouched = (build(spec, 0, 10, (1, 8, 8)) for _ in range(2))
+    measured, untouched = (build(spec, 0, 10, InputSpec((1, 8, 8))) for _ in range(2))
     measure(measured, (4, 16))
     layers = len(measured.chain)
     ours, theirs = (model.stage(0, layers).state_dict() for model in (measured, untouched))
@@ -66,8 +67,8 @@ def trained(
         agreed = make_plan(job, model, info, group, hosts, ["here"] * world_size, lambda text: None)
         session = session_for(agreed.plan, model, group, job.optimizer, job.batch_size)
         assert share_state(session.state, agreed.plan, group) == []
-        data = load(job.data, info, cache, images=session.is_first, labels=session.is_last)
-        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, 0)
+        data = load(job.data, info, cache, inputs=session.is_first, targets=session.is_last)
+        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 0)
         assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
         return session.plan.to_json(), state_of(session)
     finally:
@@ -109,7 +110,7 @@ def test_memory_is_shared_by_ranks_of_one_machine_and_not_of_one_name(pool: Pool
 def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     group = Group(store, rank, world_size, 30.0)
     spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
-    model = build(spec, 0, 10, (1, 8, 8))
+    model = build(spec, 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 64)
     if rank == 2:

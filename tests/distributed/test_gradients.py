@@ -19,6 +19,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Sgd
 from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 
@@ -32,14 +33,14 @@ class RandomBatch:
     def __init__(self, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
         self.size = SIZES[step % len(SIZES)]
-        self._images = torch.randn(self.size, *SHAPE, generator=generator)
-        self._labels = torch.randint(0, 10, (self.size,), generator=generator)
+        self._inputs = torch.randn(self.size, *SHAPE, generator=generator)
+        self._targets = torch.randint(0, 10, (self.size,), generator=generator)
 
     def inputs(self, start: int, stop: int) -> Tensor:
-        return self._images[start:stop]
+        return self._inputs[start:stop]
 
     def targets(self, start: int, stop: int) -> Tensor:
-        return self._labels[start:stop]
+        return self._targets[start:stop]
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), sync=Sync.CHANNELS, optimiz
 
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(steps)]
@@ -155,7 +156,7 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
     BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
     same start, averaged by samples after the step.
     """
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     plan = case.plan(len(model.chain))
     stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
@@ -267,7 +268,7 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
     sent = [sum(report.bytes_sent for report in reports) for _, reports in results]
     received = [sum(report.bytes_received for report in reports) for _, reports in results]
     assert sum(sent) == sum(received)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
     plan = case.plan(len(model.chain))
     samples = 2 * sum(SIZES)
     entry = model.chain.boundaries[plan.stages[1].start].bytes_per_sample * samples
@@ -280,7 +281,7 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
 def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool) -> None:
     case = Case("ddp 2, shares 3:1", ((3.0, 1.0),), 1, optimizer=Sgd(momentum=0, weight_decay=0))
     results = pool.run(2, train, case, 1)
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     stage = model.stage(0, len(model.chain))
     batch = RandomBatch(0)
 
@@ -294,7 +295,7 @@ def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool
 
 
 def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     before = state_of(session)
@@ -306,7 +307,7 @@ def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [*EVALUATED, CASES[-6], TENSOR[4]], ids=lambda case: case.name)
 def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, case: Case) -> None:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec(SHAPE))
     stage = model.stage(0, len(model.chain)).eval()
     loss = correct = samples = 0.0
     for step in range(3):
@@ -319,11 +320,11 @@ def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, c
         samples += batch.size
     for totals in pool.run(case.world_size, evaluate, case):
         assert totals.loss == pytest.approx(loss / samples, rel=1e-5)
-        assert (totals.metrics["accuracy"], totals.samples) == (correct / samples, samples)
+        assert (totals.metrics, totals.samples) == ({"accuracy": correct / samples}, samples)
 
 
 def first_stage_without_parameters(rank: int, world_size: int, store: Store) -> float:
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec(SHAPE))
     assert model.chain.names[0] == "0"  # flatten
     plan = Plan((Stage(0, 1, (0,), (1.0,)), Stage(1, len(model.chain), (1,), (1.0,))), micro_batches=2)
     group = Group(store, rank, world_size, 30.0)
@@ -342,7 +343,7 @@ def test_a_first_stage_may_have_no_parameters(pool: Pool) -> None:
 def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     case = Case("x", (ONE, (1.0, 1.0)), 2)
     session = session_for(case.plan(len(model.chain)), model, group, Sgd(), FULL)
@@ -350,7 +351,7 @@ def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
     before = state_of(session)
     batch = RandomBatch(1)
     if rank == 0:
-        batch._images[3] = float("nan")
+        batch._inputs[3] = float("nan")
     try:
         session.step(batch, LR)
     except Diverged as error:
@@ -374,7 +375,7 @@ def broken_gradient(
     """Train a step, then one in which the last rank's first gradient is multiplied by `factor`."""
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     plan = replace(plan, stages=tuple(replace(s, sync=sync if len(s.ranks) > 1 else s.sync) for s in plan.stages))
     session = session_for(plan, model, group, Sgd(), FULL)
@@ -411,7 +412,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
 
 
 def counted_and_judged(rank: int, world_size: int, store: Store, plan: Plan, smoothing: float) -> tuple[int, float]:
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     session = session_for(plan, model, group, Sgd(), FULL, ImageClassification(smoothing))
     loss = session.evaluate([RandomBatch(0)]).loss

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.data.datasets import describe, load
+from horizonml.data.images import describe, load
 from horizonml.errors import CheckpointError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -24,11 +24,13 @@ from horizonml.planner.planner import fixed_plan
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import Metadata, export, read_metadata, steps
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
+from tests.records import run_info
 
 LAYERS = {"plain": 10, "normed": 10}
 PIPELINE5 = [{"ranks": [rank], "layers": [2 * rank, 2 * rank + 1]} for rank in range(5)]
@@ -73,15 +75,17 @@ def run(
     group = Group(store, rank, world_size, 30.0)
     info = describe(job.data)
     assert info is not None
-    model = build(job.model, job.seed, info.classes, info.shape)
+    model = build(job.model, job.seed, info.classes, InputSpec(info.shape))
     plan = fixed_plan(job, len(model.chain), world_size)
     session = session_for(plan, model, group, job.optimizer, job.batch_size)
-    data = load(job.data, info, Path("unused"), images=session.is_first, labels=session.is_last)
+    data = load(job.data, info, Path("unused"), inputs=session.is_first, targets=session.is_last)
     if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
         job = job.model_copy(update={"folder": str(job.run_folder).format(rank=rank)})
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible)
-    recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, job.telemetry.timeline_every)
+    recorder = Recorder(
+        job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), job.telemetry.timeline_every
+    )
     try:
         resumed = checkpoints.resume(session.state, plan)
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
@@ -275,7 +279,7 @@ def test_what_an_earlier_run_saved_is_kept_and_neither_resumed_nor_in_the_way(po
 def set_aside(rank: int, world_size: int, store: Store, job: Job) -> list[str]:
     """Begin anew in a folder with checkpoints, and save one."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(job.model, job.seed, 10, (1, 8, 8))
+    model = build(job.model, job.seed, 10, InputSpec((1, 8, 8)))
     plan = fixed_plan(job, len(model.chain), world_size)
     session = session_for(plan, model, group, job.optimizer, job.batch_size)
     compatible = {"model": job.model.name, "batch_size": job.batch_size}

@@ -20,6 +20,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.spec import Adam, Sgd
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
@@ -35,7 +36,7 @@ def pool() -> Iterator[Pool]:
 
 
 def session_of(kind: Sync, rank: int, world_size: int, store: Store, name: str, optimizer: Sgd | Adam) -> Session:
-    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size, kind),))
     return session_for(plan, model, group, optimizer, FULL)

@@ -61,14 +61,15 @@ def write_run(
             lines.append(
                 StepRecord(
                     step=number, epoch=epoch, time=100.0 + number, wall=wall, compute=wall - wait - transfer,
-                    transfer=transfer, wait=wait, samples=batch // ranks, batch=batch, loss=2.0 / number, accuracy=0.5,
-                    lr=0.1, bytes_sent=1000, bytes_received=1000, links={"members": (1000, 1000), "next": (0, 0)},
+                    transfer=transfer, wait=wait, samples=batch // ranks, batch=batch, loss=2.0 / number,
+                    metrics={"accuracy": 0.5}, lr=0.1, bytes_sent=1000, bytes_received=1000,
+                    links={"members": (1000, 1000), "next": (0, 0)},
                     cpu_seconds=wall / 2, rss_bytes=rss + rank, joules=3.0 if rank == 0 else None,
                     divergence=0.5 if number % 2 else None,
                 ).to_json()
             )  # fmt: skip
             if number % (steps // epochs) == 0:
-                lines.append(EvaluationRecord(number, epoch, 100.0, 0.1, 0.3, accuracy, 10).to_json())
+                lines.append(EvaluationRecord(number, epoch, 100.0, 0.1, 0.3, {"accuracy": accuracy}, 10).to_json())
         spans = [["compute", "forward", 0, 1.0, 1.1], ["wait", "receive", -1, 1.1, 1.2]]
         lines.append({"kind": "timeline", "step": steps, "spans": spans})
         (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -201,6 +202,14 @@ def test_a_run_without_steps_is_named(tmp_path: Path) -> None:
         load_run("x", tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "run"}\n')
     with pytest.raises(HorizonError, match="ended before its first one was through"):
+        load_run("x", tmp_path)
+
+
+def test_a_damaged_record_is_named_with_its_field(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    path = tmp_path / "rank-0.jsonl"
+    path.write_text(path.read_text().replace('"wall": 0.2', '"wall": "long"', 1))
+    with pytest.raises(HorizonError, match=r"rank-0\.jsonl: a record of kind step cannot be read: wall: "):
         load_run("x", tmp_path)
 
 

@@ -9,6 +9,23 @@ import pytest
 
 from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
 from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.messages import (
+    Departure,
+    Event,
+    Farewell,
+    Formed,
+    Join,
+    Leave,
+    Refused,
+    Resume,
+    Status,
+    UnreadableJoin,
+    Verdict,
+    Withdraw,
+    read_event,
+    read_status,
+    read_verdict,
+)
 from tests.unit.test_roster import rank
 
 
@@ -82,3 +99,68 @@ def test_what_is_no_event_is_refused(event: bytes, words: str) -> None:
 def test_texts_from_the_network_are_shown_on_one_line() -> None:
     assert printable("done\nERROR: forged\x1b[31m\u202e") == "done ERROR: forged [31m "
     assert printable("x" * 600) == "x" * 500 + " ..."
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Join(7, rank(0)),
+        Withdraw(7),
+        Leave(7, Farewell("lost a peer", Departure.LOST_PEER)),
+        Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
+    ],
+)
+def test_an_event_survives_the_way_through_the_store(event: Event) -> None:
+    assert read_event(json.dumps(event.to_json()).encode()) == event
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        ({"join": rank(0).to_json()}, "id must be a whole number"),
+        ({"id": -1, "withdraw": True}, "id must be a whole number"),
+        ({"id": 7, "resume": []}, "a fingerprint must be an object, not list"),
+        ({"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
+        ({"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
+    ],
+)
+def test_a_malformed_event_is_refused(event: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_event(json.dumps(event).encode())
+
+
+def test_who_sends_an_unreadable_join_can_be_told() -> None:
+    with pytest.raises(UnreadableJoin, match="rank must be") as caught:
+        read_event(json.dumps({"id": 7, "join": rank(0).to_json() | {"rank": -1}}).encode())
+    assert caught.value.number == 7
+
+
+@pytest.mark.parametrize("said", [None, "gone", [], {"reason": "a\nb", "kind": "unheard of"}])
+def test_a_rank_that_leaves_is_never_held_back_by_its_words(said: object) -> None:
+    farewell = Farewell.from_json(said)
+    assert farewell.departure is Departure.OTHER
+    assert farewell.reason.isprintable()
+
+
+@pytest.mark.parametrize("verdict", [Formed(3, [9, 7], [rank(0), rank(1)]), Refused([7], "rank 1 is there twice")])
+def test_a_verdict_survives_the_way_through_the_store(verdict: Verdict) -> None:
+    assert read_verdict(json.dumps(verdict.to_json()).encode(), 7) == verdict
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"joins": [9]}, {"joins": [9, 8]}, {"joins": [9, "7"]}, {"members": []}, {"members": 1}, {"generation": 0}],
+)
+def test_a_verdict_that_a_stranger_wrote_is_refused(changes: dict[str, object]) -> None:
+    verdict = {**Formed(3, [9, 7], [rank(0), rank(1)]).to_json(), **changes}
+    with pytest.raises(ValueError, match="must"):
+        read_verdict(json.dumps(verdict).encode(), 7)
+
+
+def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
+    status = Status([1, 2], [7], [3], ["rank 2 has job evil"])
+    assert read_status(json.dumps(status.to_json()).encode()) == status
+    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3}
+    assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [])
+    for message in (None, b"[" * 60_000, b"x" * (1 << 20)):
+        assert read_status(message).running is None
