@@ -72,12 +72,12 @@ def warnings(study: Study) -> list[str]:
     repeats: dict[str, list[Result]] = {}
     for one in study.succeeded:
         repeats.setdefault(one.factors.label, []).append(one)
-    for alike, results in repeats.items():
+    for label, results in repeats.items():
         low, high = spread(results)
         middle = statistics.median(result.summary.samples_per_second for result in results)
         if len(results) > 1 and high - low > _DIFFERENT * middle:
             texts.append(
-                f"Warning: the repeats of {alike} differ by {percent((high - low) / middle)} in speed ({low:,.0f} to "
+                f"Warning: the repeats of {label} differ by {percent((high - low) / middle)} in speed ({low:,.0f} to "
                 f"{high:,.0f} samples/s). Something disturbed them: repeat them on a quiet machine (--fresh)."
             )
     return texts

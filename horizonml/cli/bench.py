@@ -29,7 +29,7 @@ BUILT_IN = {
 }
 
 
-class _Many(TyperCommand):
+class _ManyValues(TyperCommand):
     """A command whose repeatable options also take several values at once: `--workers 1 2 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -82,7 +82,7 @@ Workers = Annotated[list[int], typer.Option(metavar="N ...", min=1, help="Number
 Models = Annotated[list[str], typer.Option(metavar="NAME ...", help="Models, several at once.")]
 
 
-@app.command(cls=_Many)
+@app.command(cls=_ManyValues)
 def compare(
     job_file: JobFile = None,
     samples: Annotated[
@@ -129,7 +129,7 @@ def compare(
     _run("compare", cases, settings, out, fresh)
 
 
-@app.command(cls=_Many)
+@app.command(cls=_ManyValues)
 def scaling(
     job_file: JobFile = None,
     mode: Annotated[
@@ -169,7 +169,7 @@ def scaling(
     _run("scaling", cases, settings, out or Path(f"runs/scaling-{mode}"), fresh)
 
 
-@app.command("batch-size", cls=_Many)
+@app.command("batch-size", cls=_ManyValues)
 def batch_size(
     sizes: Annotated[
         list[int] | None, typer.Argument(metavar="SIZE", help="Batch sizes. Default: 64 128 256 512 1024.")

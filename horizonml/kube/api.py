@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -113,7 +112,11 @@ class Cluster:
             )
         with self._asking("read the job"):
             found = self._plain(self._core.read_namespaced_config_map("job", self.namespace, _request_timeout=_TIMEOUT))
-        return parse_job(found["data"]["job.yaml"], "the cluster's job"), Settings(**json.loads(annotation))
+        try:
+            settings = Settings.from_json(annotation)
+        except ValueError as error:
+            raise ClusterError(f"the annotation {SETTINGS} of the StatefulSet worker cannot be read: {error}") from None
+        return parse_job(found["data"]["job.yaml"], "the cluster's job"), settings
 
     def pods(self) -> list[Object]:
         """Return the workers' pods, in the order of ranks."""

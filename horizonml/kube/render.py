@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from horizonml.job.schema import Job
 from horizonml.text import count
@@ -32,6 +33,15 @@ class Settings:
     cpu: str | None = None  # limit of a worker; its request is at most that
     memory: str | None = None
     storage_class: str | None = None
+
+    def to_json(self) -> str:
+        """Return the settings as a text of JSON, for an annotation."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Return the settings that `to_json` was given. Raises ValueError for any other text."""
+        return TypeAdapter(cls).validate_json(text)
 
 
 def render(job: Job, settings: Settings) -> list[Document]:
@@ -76,7 +86,7 @@ def version(workers: Document) -> tuple[str | None, int, str, Document]:
 def _set_workers(document: Document, job: Job, settings: Settings) -> None:
     """Fill in what the StatefulSet of the workers has from the job and its settings."""
     document["spec"]["replicas"] = settings.workers
-    document["metadata"]["annotations"] = {SETTINGS: json.dumps(asdict(settings))}
+    document["metadata"]["annotations"] = {SETTINGS: settings.to_json()}
     template = document["spec"]["template"]
     template["metadata"]["annotations"] = {DIGEST: job.digest()}
     (worker,) = containers(document)

@@ -242,9 +242,9 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
             case TimelineLine():
                 timelines.append((record, last))
     ordered = [steps[number] for number in sorted(steps)]
-    alike = [step for step, about in ordered if about.setting == run.setting]
+    timed = [step for step, about in ordered if about.setting == run.setting]
     spans = [line for line, about in timelines if about.setting == run.setting]
-    return RankRecords(run, [step for step, _ in ordered], alike, _newest(evaluations), spans), last
+    return RankRecords(run, [step for step, _ in ordered], timed, _newest(evaluations), spans), last
 
 
 Record = RunRecord | StepLine | EvaluationLine | TimelineLine

@@ -38,7 +38,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
     `metrics` is the host and the port at which to serve its metrics. With `stay`, go on serving them when the job is
     done, until SIGTERM.
     """
-    sys.stdout = Patient(sys.stdout)
+    sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
     _check_world_size(job, identity)
     address = _rendezvous_address(job) if identity.world_size > 1 else None
@@ -67,7 +67,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
                 server.last_look(lambda: stop.wanted)
 
 
-class Patient:
+class PatientStream:
     """Wraps a stream, and goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
 
     def __init__(self, stream: TextIO) -> None:

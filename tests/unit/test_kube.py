@@ -45,7 +45,9 @@ def test_a_job_is_rendered_from_the_base_manifests() -> None:
     assert worker["resources"] == {key: {"cpu": "2", "memory": "512Mi"} for key in ("requests", "limits")}
     assert workers["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
     assert workers["spec"]["template"]["metadata"]["annotations"] == {DIGEST: JOB.digest()}
-    assert Settings(**json.loads(workers["metadata"]["annotations"][SETTINGS])) == settings
+    assert Settings.from_json(workers["metadata"]["annotations"][SETTINGS]) == settings
+    with pytest.raises(ValueError, match="workers"):
+        Settings.from_json('{"namespace": "x"}')
     content = yaml.safe_load(find(documents, "ConfigMap", "job")["data"]["job.yaml"])
     assert Job.model_validate(content).digest() == JOB.digest()
     # Everything else is the base's, and rendering again gives the same.
