@@ -32,6 +32,14 @@ class Sync(StrEnum):
     HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
 
 
+# The ways in which only the members of a plan's only stage can agree, and what they do.
+ALONE = {
+    Sync.CHANNELS: "splits channels",
+    Sync.HOROVOD: "sums its gradients by Horovod",
+    Sync.HOROVOD_FP16: "sums its gradients by Horovod",
+}
+
+
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers `start` to `stop - 1`, held by `ranks`.
@@ -82,7 +90,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return len({rank for stage in self.stages for rank in stage.ranks})
+        return len(self._held)
 
     @property
     def layers(self) -> int:
@@ -91,12 +99,21 @@ class Plan:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The numbers of the stages that `rank` is a member of, in their order."""
-        return tuple(number for number, stage in enumerate(self.stages) if rank in stage.ranks)
+        return self._held.get(rank, ())
+
+    @functools.cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        """The numbers of the stages that every rank is a member of."""
+        held: dict[int, tuple[int, ...]] = {}
+        for number, stage in enumerate(self.stages):
+            for rank in stage.ranks:
+                held[rank] = (*held.get(rank, ()), number)
+        return held
 
     @functools.cached_property
     def lanes(self) -> Lanes:
         """The sets of stages that ranks hold, each once, in the order of their first stages."""
-        return tuple(sorted({self.stages_of(rank) for stage in self.stages for rank in stage.ranks}))
+        return tuple(sorted(set(self._held.values())))
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
         """What `rank` does in a training step of so many micro-batches, in order."""
@@ -137,8 +154,8 @@ class Plan:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if len(set(stage.ranks)) < len(stage.ranks):
                 raise PlanError(f"stage {number} of the plan names a rank twice")
-            if stage.sync is Sync.CHANNELS and len(self.stages) > 1:
-                raise PlanError(f"stage {number} of the plan splits channels; only a plan of one stage can")
+            if stage.sync in ALONE and len(self.stages) > 1:
+                raise PlanError(f"stage {number} of the plan {ALONE[stage.sync]}; only a plan of one stage can")
             if stage.send not in FORMATS:
                 raise PlanError(f"stage {number} of the plan sends {stage.send!r}; there are {', '.join(FORMATS)}")
             expected = stage.stop

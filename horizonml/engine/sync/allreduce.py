@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from horizonml.engine.clock import Clock
 from horizonml.engine.group import Group, TreeSum, Work
 from horizonml.engine.sync.compressed import Compressed, compressed
-from horizonml.planner.sums import BUCKET_BYTES, in_buckets
+from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 
 # Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one
 # machine, where only the number of messages counts.
