@@ -20,7 +20,9 @@ _MANY_RANKS = 200  # for which only two orders are tried
 def data_parallel(problem: Problem) -> Plan:
     """Return the plan in which everybody holds all layers, with equal shares."""
     ranks, constraints = tuple(range(problem.ranks)), problem.constraints
-    return Plan((Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, constraints.sync),), constraints.schedules[0], 1)
+    return Plan(
+        (Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, constraints.sync),), constraints.schedules[0], 1
+    )
 
 
 def equal_split(problem: Problem, micro_batches: int) -> Plan | None:

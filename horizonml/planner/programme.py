@@ -20,6 +20,7 @@ _FEW_RANKS = 8  # for which shares are worked out exactly
 _MANY_RANKS = 16  # beyond which only plans of few stages are looked for one by one
 _MOST_STAGES = (12, 4)  # looked for one by one with up to so many ranks, and with more
 
+StageBlocks = tuple[int, int, int, int]  # first layer, the one after the last; first block, the one after the last
 Span = tuple[int, int]  # the first block of a stage, and the one after its last
 StageCosts = Mapping[Span, np.ndarray]  # seconds of the stages on these blocks: `[first layer, layer after the last]`
 
@@ -48,8 +49,8 @@ class Programme:
         if fastest is None:
             return
         best = max(costs[first, end][start, stop] for start, stop, first, end in fastest)
-        found = [fastest]
-        if fewest < min(highest, count):
+        found: list[list[StageBlocks] | None] = [fastest]
+        if fewest < count:  # otherwise every block is a stage
             most = min(highest, count, max(fewest, _MOST_STAGES[problem.ranks > _MANY_RANKS]))
             found += [_solve(costs, count, np.maximum, np.inf, stages) for stages in range(fewest, most + 1)]
         found += [_solve(costs, count, np.add, best * slack * (1 + 1e-9)) for slack in _SLACK]
@@ -158,7 +159,7 @@ def _solve(
     join: Callable[[np.ndarray, np.ndarray], np.ndarray],
     limit: float,
     stages: int | None = None,
-) -> list[tuple[int, int, int, int]] | None:
+) -> list[StageBlocks] | None:
     """Return the stages that cover all layers and blocks with the least joined cost, none of them above `limit`.
 
     A stage is its first layer, the one after its last, its first block and the one after its last. Exactly so many

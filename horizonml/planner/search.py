@@ -104,9 +104,7 @@ def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
             return best
 
 
-def _by_schedule(
-    evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int
-) -> Iterator[Candidate]:
+def _by_schedule(evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int) -> Iterator[Candidate]:
     """Yield plans by another schedule, made from the best that were `found`, and improved where that may help."""
     pipelines = [one.plan for one in found if len(one.plan.stages) > 1][:_MOST_RESCHEDULED]
     plans = {plan for pipeline in pipelines for plan in _rescheduled(evaluator, pipeline, schedule)}

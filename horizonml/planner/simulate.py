@@ -98,9 +98,7 @@ def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None) -> Pr
 class _Simulation:
     """One step of a plan."""
 
-    def __init__(
-        self, problem: Problem, plan: Plan, tasks: dict[int, list[Task]], allowances: Sequence[float]
-    ) -> None:
+    def __init__(self, problem: Problem, plan: Plan, tasks: dict[int, list[Task]], allowances: Sequence[float]) -> None:
         self.spans: list[WorkSpan] = []
         self.messages: list[Transfer] = []
         self._problem, self._plan, self._tasks = problem, plan, tasks

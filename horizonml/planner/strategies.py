@@ -58,8 +58,17 @@ def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
     )
 
 
-def uses_horovod(parallel: Parallel) -> bool:
-    """Return whether any stage of a job's plan may sum its gradients by Horovod."""
+def _syncs(parallel: Parallel) -> set[Sync]:
+    """Return how members of the stages of a job's plan may agree."""
     constraints = constraints_of(parallel)
-    syncs = {stage.sync for stage in constraints.stages} if constraints.stages is not None else {constraints.sync}
-    return not syncs.isdisjoint({Sync.HOROVOD, Sync.HOROVOD_FP16})
+    return {stage.sync for stage in constraints.stages} if constraints.stages is not None else {constraints.sync}
+
+
+def uses_horovod(parallel: Parallel) -> bool:
+    """Return whether a stage of the job's plan may sum its gradients by Horovod."""
+    return not _syncs(parallel).isdisjoint({Sync.HOROVOD, Sync.HOROVOD_FP16})
+
+
+def uses_powersgd(parallel: Parallel) -> bool:
+    """Return whether a stage of the job's plan may sum its gradients by PowerSGD."""
+    return Sync.POWERSGD in _syncs(parallel)

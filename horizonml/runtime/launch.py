@@ -19,6 +19,7 @@ import yaml
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
+from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalCluster
@@ -87,7 +88,7 @@ class Patient:
 
 def check_strategy(job: Job) -> None:
     """Raise JobError if the job asks for something that is not installed."""
-    if job.parallel.strategy == "horovod" and job.parallel.stages is None and not find_spec("horovod"):
+    if uses_horovod(job.parallel) and not find_spec("horovod"):
         raise JobError(
             "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
             "about four minutes (or choose ddp, which needs nothing)"

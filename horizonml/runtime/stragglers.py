@@ -15,7 +15,9 @@ import torch
 
 from horizonml.engine.group import Group, TreeSum
 from horizonml.plan.plan import Plan
-from horizonml.planner.search import Problem, search
+from horizonml.planner.evaluator import Candidate, Evaluator
+from horizonml.planner.problem import Problem
+from horizonml.planner.search import search
 
 WINDOW = 8  # steps between two looks
 _SETTLE = 3  # steps of a new plan that do not count: they pay for caches and connections
@@ -33,11 +35,10 @@ class Forecast:
     computing: tuple[float, ...]
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan) -> Forecast:
-        """By the simulation."""
-        prediction = problem.judge(plan).prediction
-        computing = prediction.computing
-        return cls(prediction.seconds, tuple(computing[rank] for rank in range(problem.ranks)))
+    def of(cls, candidate: Candidate) -> Forecast:
+        """Return what the simulation of a plan predicted."""
+        computing = candidate.prediction.computing
+        return cls(candidate.prediction.seconds, tuple(computing[rank] for rank in range(len(computing))))
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -124,12 +125,11 @@ class Watch:
             ratios = zip(problem.profiles, self._medians, self.forecast.computing, strict=True)
             scaled = [profile.scaled(m / p) if m > 0 and p > 0 else profile for profile, m, p in ratios]
             problem = replace(problem, profiles=scaled)
-            found = search(problem)
-            before = problem.judge(self.plan).prediction.seconds
-            usable = found.prediction.fits and not found.too_few
-            if usable and found.prediction.seconds < (1 - _WORTH) * before:
-                forecast = Forecast.of(problem, found.plan)
-                answer = {"plan": found.plan.to_json(), "forecast": forecast.to_json()}
+            evaluator = Evaluator(problem)
+            found = search(problem, evaluator=evaluator)
+            before = evaluator.judge(self.plan).prediction.seconds
+            if found.usable and found.prediction.seconds < (1 - _WORTH) * before:
+                answer = {"plan": found.plan.to_json(), "forecast": Forecast.of(found).to_json()}
         answer = self._group.share_json(answer)
         if answer is None:
             return False

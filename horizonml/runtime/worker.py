@@ -28,7 +28,7 @@ from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
@@ -350,11 +350,13 @@ def find_hosts(group: Group) -> list[Host]:
 def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
     """The engine that runs a plan."""
     kind: type[Engine] = Engine
-    if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
+    sync = plan.stages[plan.stages_of(group.rank)[0]].sync
+    if sync in (Sync.HOROVOD, Sync.HOROVOD_FP16):
         from horizonml.engine.sync.horovod import HorovodEngine
 
         kind = HorovodEngine
-    compression = job.parallel.gradient_compression
+    compressions = {Sync.FP16: "fp16", Sync.HOROVOD_FP16: "fp16", Sync.POWERSGD: "powersgd"}
+    compression = compressions.get(sync, "none")
     return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
 
 

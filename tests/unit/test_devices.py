@@ -12,15 +12,16 @@ from horizonml.cli.planning import read_plan, write_plan
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile
+from horizonml.planner.evaluator import judge
 from horizonml.planner.explain import bottleneck, compare, remedy, rows, shortage, why
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
-from horizonml.planner.profile import Profile
-from horizonml.planner.evaluator import judge
 from horizonml.planner.problem import Problem
+from horizonml.planner.profile import Profile
 from horizonml.planner.search import search
+from horizonml.planner.strategies import uses_horovod
 from tests.unit.test_planner import profile
 
 TEXT = """
@@ -174,20 +175,22 @@ def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strate
         return fixed_plan(job, 6, ranks)
 
     plan = plan_of(made)
-    write_plan(plan, tmp_path / "plan.yaml", strategy, ["laptop", "pi-0", "pi-1"][:ranks])
+    write_plan(plan, tmp_path / "plan.yaml", ["laptop", "pi-0", "pi-1"][:ranks])
     assert "# rank 0: laptop" in (tmp_path / "plan.yaml").read_text().splitlines()
     for other in STRATEGIES:
         job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
         assert plan_of(job) == plan
         assert job.parallel.world_size() == ranks
-        summed_by_horovod = job.parallel.strategy == "horovod" and job.parallel.stages is None
-        assert summed_by_horovod == (strategy == "horovod")
+        assert uses_horovod(job.parallel) == (strategy == "horovod")
 
 
 def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
     for plan in (
         Plan((Stage(0, 4, (1,), (1.0,), send="int8"), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3),
-        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), "channels"),), "1f1b", 1),
+        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), Sync.CHANNELS),), "1f1b", 1),
+        Plan((Stage(0, 4, (0, 1), (3.0, 1.0), Sync.POWERSGD), Stage(4, 9, (2,), (1.0,))), "1f1b", 4),
+        Plan((Stage(0, 9, (0, 1, 2), (1.0, 1.0, 1.0), Sync.HOROVOD_FP16),), "1f1b", 1),
+        Plan((Stage(0, 3, (0,), (1.0,)), Stage(3, 6, (1, 2), (1.0, 2.0)), Stage(6, 9, (0,), (1.0,))), "1f1b", 4),
     ):
         write_plan(plan, tmp_path / "plan.yaml")
         job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
@@ -198,6 +201,16 @@ def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("schedule: gpipe\nmicro_batches: 1\nstages: [{ranks: [0], shars: [1]}]")
     with pytest.raises(JobError, match=r"by the plan of .*plan.yaml is not a valid job:\n.*shars: unknown key"):
         read_plan(job, tmp_path / "plan.yaml")
+
+
+def test_plan_files_of_version_0_1_are_read(tmp_path: Path) -> None:
+    path, job = tmp_path / "plan.yaml", parse("parallel: {strategy: auto}", "job.yaml")
+    path.write_text("strategy: horovod\nworkers: 3")
+    assert fixed_plan(read_plan(job, path), 9, 3) == Plan((Stage(0, 9, (0, 1, 2), (1.0,) * 3, Sync.HOROVOD),))
+    stage = "{ranks: [0, 1], shares: [2.0, 1.0], split: SPLIT, send: fp32, layers: [0, 8]}"
+    for split, sync in (("channels", Sync.CHANNELS), ("samples", Sync.ALL_REDUCE)):
+        path.write_text(f"schedule: 1f1b\nmicro_batches: 1\nstages: [{stage.replace('SPLIT', split)}]")
+        assert fixed_plan(read_plan(job, path), 9, 2) == Plan((Stage(0, 9, (0, 1), (2.0, 1.0), sync),))
 
 
 def test_what_was_measured_can_be_planned_with(tmp_path: Path) -> None:

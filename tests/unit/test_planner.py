@@ -8,13 +8,13 @@ from horizonml.errors import PlanError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.hardware import Host, Network
-from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
-from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner import simulate
 from horizonml.planner.candidates import equal_split
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.programme import Programme
 from horizonml.planner.search import search
 from horizonml.planner.simulate import Prediction

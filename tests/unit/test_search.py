@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from horizonml.plan.plan import FORMATS, Plan
-from horizonml.planner.hardware import Host, Network
-from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.candidates import data_parallel, equal_split
 from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.search import search
 
 
