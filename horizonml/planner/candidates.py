@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Problem
 from horizonml.planner.programme import Programme
@@ -20,9 +20,8 @@ _MANY_RANKS = 200  # for which only two orders are tried
 def data_parallel(problem: Problem) -> Plan:
     """Return the plan in which everybody holds all layers, with equal shares."""
     ranks, constraints = tuple(range(problem.ranks)), problem.constraints
-    return Plan(
-        (Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, constraints.sync),), constraints.schedules[0], 1
-    )
+    sync = constraints.sync if problem.ranks > 1 else Sync.ALL_REDUCE
+    return Plan((Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, sync),), constraints.schedules[0], 1)
 
 
 def equal_split(problem: Problem, micro_batches: int) -> Plan | None:

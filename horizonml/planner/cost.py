@@ -42,10 +42,9 @@ class LayerTimes:
         if key not in self._known:
             profile = self._profiles[rank]
             pairs = [profile.seconds(layer, rows) for layer in range(len(profile.layers))]
-            forward, backward = (
-                list(itertools.accumulate((pair[way] for pair in pairs), initial=0.0)) for way in (0, 1)
-            )
-            self._known[key] = forward, backward
+            forward = itertools.accumulate((pair[0] for pair in pairs), initial=0.0)
+            backward = itertools.accumulate((pair[1] for pair in pairs), initial=0.0)
+            self._known[key] = list(forward), list(backward)
         return self._known[key]
 
 

@@ -92,7 +92,7 @@ class Evaluator:
         return max(self.seconds(rank, stage.start, stage.stop, end - first) for rank, (first, end) in members)
 
     def stage(self, start: int, stop: int, ranks: Sequence[int], micro_batches: int) -> Stage:
-        """Return a stage; unless shares must be equal, they let the members finish together. `ranks` keep their order."""
+        """Return a stage of `ranks`, in their order; if shares are free, they let the members finish together."""
         key = (start, stop, tuple(ranks), -(-self.problem.batch_size // micro_batches))
         if key not in self._stages:
             ordered = self.problem.constraints.ordered

@@ -37,6 +37,8 @@ def moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
                 if other != cut:
                     yield make([*cuts[:number], other, *cuts[number + 1 :]], groups, plan.micro_batches)
     one_stage_each = len(plan.lanes) == len(plan.stages)
+    if constraints.cuts is None and not one_stage_each:
+        yield from _slid(evaluator, plan, cuts, groups, make)
     if constraints.ordered or constraints.stages is not None or problem.ranks > _MANY_RANKS or not one_stage_each:
         return
     for changed in itertools.chain(
@@ -54,6 +56,19 @@ def _place(evaluator: Evaluator, plan: Plan) -> int:
     """Return which of the allowed numbers of micro-batches a plan has."""
     counts = evaluator.problem.micro_batches
     return counts.index(plan.micro_batches) if plan.micro_batches in counts else 0
+
+
+def _slid(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
+    """Yield plans in which some consecutive stages keep their numbers of layers, and only those around them change.
+
+    What a rank with several stages has to do in all does not change with one cut alone.
+    """
+    for first, end in itertools.combinations(range(len(cuts) + 1), 2):
+        for by in (-2, -1, 1, 2):
+            slid = [*cuts[:first], *(cut + by for cut in cuts[first:end]), *cuts[end:]]
+            bounds = [0, *slid, evaluator.problem.layers]
+            if end - first > 1 and all(a < b for a, b in itertools.pairwise(bounds)):
+                yield make(slid, groups, plan.micro_batches)
 
 
 def _moved(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:

@@ -6,6 +6,7 @@ are improved by small moves; and in the end other schedules are tried on what wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -47,14 +48,17 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     if several:
         alone = (one.plan for one in improved if len(one.plan.stages) == 1)
         found = [evaluator.judge(replace(plan, schedule=first)) for plan in alone]
-        found += _by_schedule(evaluator, improved, first, budget)
+        other = _by_schedule(evaluator, improved, first, budget, math.inf)
+        found += [other] if other is not None else []
         # Where the model has too few layers for more stages, each rank has one.
         best = min(found or [evaluator.judge(replace(best.plan, schedule=first))], key=lambda one: one.cost)
     limit = best.prediction.seconds * (1 - _SCHEDULE_IS_WORTH)
     for schedule in others:
-        for other in _by_schedule(evaluator, improved, schedule, budget):
-            if other.cost < best.cost and (other.cost[:2] < best.cost[:2] or other.prediction.seconds <= limit):
-                best = other
+        other = _by_schedule(evaluator, improved, schedule, budget, _NEAR * best.prediction.seconds)
+        if other is None or other.cost >= best.cost:
+            continue
+        if other.cost[:2] < best.cost[:2] or other.prediction.seconds <= limit:
+            best = other
     return _precise(evaluator, best)
 
 
@@ -104,18 +108,24 @@ def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
             return best
 
 
-def _by_schedule(evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int) -> Iterator[Candidate]:
-    """Yield plans by another schedule, made from the best that were `found`, and improved where that may help."""
+def _by_schedule(
+    evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int, near: float
+) -> Candidate | None:
+    """Return the best plan by another schedule, made from the best that were `found`; None if these have one stage.
+
+    It is improved if it is predicted to take at most `near` seconds, and to need no more memory than there is.
+    """
     pipelines = [one.plan for one in found if len(one.plan.stages) > 1][:_MOST_RESCHEDULED]
     plans = {plan for pipeline in pipelines for plan in _rescheduled(evaluator, pipeline, schedule)}
     ranked = sorted(plans, key=lambda plan: _estimate(evaluator, plan))
     judged = [evaluator.judge(plan) for plan in ranked[: max(4, budget // 8)]]
     if not judged:
-        return
+        return None
     best = min(judged, key=lambda one: one.cost)
-    if best.cost[:2] <= found[0].cost[:2] and best.prediction.seconds <= _NEAR * found[0].prediction.seconds:
+    worth_it = best.cost[:2] <= found[0].cost[:2] or near == math.inf
+    if worth_it and best.prediction.seconds <= near:
         best = _improve(evaluator, best, budget // 6)
-    yield best
+    return best
 
 
 def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Plan]:

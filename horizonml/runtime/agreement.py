@@ -115,7 +115,10 @@ class _Measured:
 def _measure(
     job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
 ) -> _Measured | str:
-    """Measure links and devices: one rank of every machine its own, or rank 0 for all. Return why that failed, or it."""
+    """Return what links and devices take, or why it cannot be told.
+
+    A rank of every machine measures its own device, or rank 0 for all. All ranks must call this.
+    """
     every = measures_every_device(job.parallel)
     costs = [(0.0, 0.0)] * group.world_size
     if every and group.world_size <= MOST_PROBED:
