@@ -34,7 +34,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     returned. Raises PlanError if the constraints allow no plan of the model.
     """
     evaluator = evaluator or Evaluator(problem)
-    budget = evaluations or max(60, 4000 // problem.ranks)
+    budget = evaluations or max(60, 6000 // problem.ranks)
     first, *others = problem.constraints.schedules
     several = SCHEDULES[first].stages_per_rank > 1 and problem.constraints.stages is None
     if several:

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -255,3 +256,13 @@ def test_explicit_stages_are_judged_with_every_schedule(zero_bubble: str) -> Non
     assert found.plan.schedule == zero_bubble
     assert [(stage.start, stage.stop) for stage in found.plan.stages] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert Constraints().schedules == ("1f1b",)
+
+
+def test_the_predicted_picture_has_a_row_for_each_rank(interleaved: str, zero_bubble: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from horizonml.report.run_plots import predicted
+
+    for schedule in (interleaved, zero_bubble):
+        found = search(problem_of("pipeline", schedule))
+        path = predicted(found.plan, found.prediction, [f"rank {rank}" for rank in range(4)], tmp_path / "plan.png")
+        assert path.stat().st_size > 10_000
