@@ -35,7 +35,7 @@ class Row:
 
 
 def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
-    """The plan's table, a line for each rank."""
+    """Return the plan's table: for every stage a line for each of its members."""
     plan, prediction = found.plan, found.prediction
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
     table = []
@@ -62,13 +62,13 @@ def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: 
 
 
 def explain_parts(found: Candidate) -> str:
-    """What a step's time consists of, in its order."""
+    """Return what a step's time consists of, in its order."""
     parts = {name: seconds for name, seconds in found.prediction.parts.items() if seconds >= 5e-4}
     return ", then ".join(f"{human_seconds(seconds)} {name}" for name, seconds in parts.items())
 
 
 def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
-    """What the step waits for most, in a sentence."""
+    """Return what the step waits for most, in a sentence."""
     plan, seconds = found.plan, found.prediction.seconds
     busiest = max(found.prediction.busy, key=lambda rank: _busy(problem, found, rank))
     shares = {f"{_who(names, busiest)} computes": _busy(problem, found, busiest)}
@@ -90,7 +90,7 @@ def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
 
 
 def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
-    """Why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
+    """Return why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
     plan, lines = found.plan, []
     everything = synced_bytes(problem, problem.constraints.sync, 0, problem.layers)
     if len(plan.stages) > 1:
@@ -247,7 +247,7 @@ def largest_layer(profile: Profile) -> int:
 
 
 def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
-    """How much faster, or slower, the plan is than simpler ones."""
+    """Return how much faster, or slower, the plan is than simpler ones."""
     lines = []
     for name, other in alternatives(problem, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds

@@ -39,18 +39,18 @@ class Agreed:
     problem: Problem | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, without the problem."""
+        """Return the plan and its forecast as plain JSON values, without the problem."""
         return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Agreed:
-        """The inverse of `to_json`."""
+        """Return what `to_json` was asked for, without the problem."""
         forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
         return cls(Plan.from_json(value["plan"]), forecast)
 
 
 def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
-    """The data as all ranks see it, and the model for it."""
+    """Return the data as all ranks see it, and the model for it. Raises DataError on all ranks."""
     found: list[DataInfo | None] = []
     info: dict[str, Any] | None = None
     problem = None
@@ -189,7 +189,7 @@ def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[
 
 
 def profile_key(job: Job, info: DataInfo) -> dict[str, Any]:
-    """What a profile depends on, beside the device."""
+    """Return what a profile depends on, beside the device."""
     return {"model": job.model.model_dump(), "classes": info.classes, "shape": info.shape}
 
 
@@ -208,7 +208,7 @@ def powersgd_bytes(model: Model) -> list[int]:
 
 
 def optimizer_copies(job: Job) -> int:
-    """How many numbers the optimizer keeps per parameter."""
+    """Return how many numbers the optimizer keeps per parameter."""
     if isinstance(job.optimizer, Sgd):
         return int(job.optimizer.momentum > 0)
     return 2
