@@ -18,7 +18,7 @@ from horizonml.engine.optim import learning_rate
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.runtime.signals import StopRequest
-from horizonml.runtime.stragglers import Watch
+from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.telemetry.recorder import Recorder
 
@@ -67,7 +67,7 @@ def train(
     start: Progress | None,
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
+    watch: StragglerDetector | None = None,
 ) -> tuple[Outcome, Progress]:
     """Train from `start` to the end of the job, or until a rank is asked to stop; return how far it came.
 
@@ -124,7 +124,7 @@ def train(
     return "complete", Progress(done, history)
 
 
-def _look(watch: Watch, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:
+def _look(watch: StragglerDetector, engine: Engine, recorder: Recorder, step: Step, done: int) -> bool:
     """Compare steps with the plan; whether there is a better plan."""
     look = watch.step(step.compute)
     if look is None:

@@ -35,7 +35,7 @@ from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import Membership, Terms, meet
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
 from horizonml.runtime.signals import Cancelled, StopRequest
-from horizonml.runtime.stragglers import Watch
+from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import Outcome, Progress, train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
@@ -191,7 +191,7 @@ class Worker:
         watch = None
         if agreed.forecast is not None:
             parallel = job.parallel
-            watch = Watch(
+            watch = StragglerDetector(
                 group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
             )
         engine = engine_for(job, agreed.plan, model, group)
@@ -298,7 +298,7 @@ class Worker:
         self,
         about: dict[str, Any],
         engine: Engine,
-        watch: Watch | None,
+        watch: StragglerDetector | None,
         steps: int,
         start: Progress | None,
         source: str,

@@ -10,7 +10,7 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.engine import Step, Totals
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.usage import cpu_seconds, rss_bytes
-from horizonml.runtime.stragglers import Look
+from horizonml.runtime.stragglers import Slowdowns
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
@@ -83,7 +83,7 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.evaluation(record)
 
-    def slowdowns(self, look: Look, number: int) -> None:
+    def slowdowns(self, look: Slowdowns, number: int) -> None:
         """Record how ranks' computing compares with the plan, as found after step `number`."""
         factors = [round(factor, 4) for factor in look.slowdowns]
         self._lines.write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
