@@ -1,7 +1,7 @@
 """Runs the code of the documentation, page by page: whoever follows a page literally gets what it says.
 
 The `python` blocks of a page share their names, and all blocks share a folder, which looks like the repository's. Of
-the commands only `horizonml train` is changed: it trains for one epoch.
+the commands only `horizonml train` is changed: it trains for one epoch with two ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNNABLE = {
 }
 HORIZONML = f"""#!/bin/bash
 export PYTHONPATH={ROOT}
-[ "$1" = train ] && set -- "$@" --set epochs=1
+[ "$1" = train ] && set -- "$@" --set epochs=1 --workers 2
 exec {PYTHON} -m horizonml "$@"
 """
 
