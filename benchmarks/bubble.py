@@ -1,18 +1,60 @@
-"""How near 1F1B comes to its bubble limit: `python -m benchmarks.bubble`.
+"""How near schedules come to their limits: `python -m benchmarks.bubble`.
 
-With P equal stages and M micro-batches a schedule can be busy for M / (M + P - 1) of a step. Five ranks on two cores
-cannot show that with real work, so here the layers sleep instead of computing: they take time but no processor, and
-everything else (messages of real size, schedule, agreement, update) is real.
+With P equal ranks and M micro-batches, 1F1B can be busy for `M / (M + P - 1)` of a step, interleaved 1F1B with two
+stages a rank for `2 M / (2 M + P - 1)`, and ZB-H1 for `3 M / (3 M + P - 1)`. Five ranks on two cores cannot show that
+with real work, so here the layers sleep instead of computing: they take time but no processor, and everything else
+(messages of real size, schedule, agreement, update) is real.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from benchmarks.harness import machine, pipeline_plan, race, variant
+from benchmarks.harness import Variant, machine, race, variant
+from horizonml.plan.plan import Plan, Stage
 
 MICRO_ROWS = 16
-SECONDS_PER_SAMPLE = 0.5e-3  # forward; backward takes twice as long
+SECONDS_PER_SAMPLE = 0.5e-3  # of a rank: forward, for the gradient of the input, and for that of the weights
+
+
+def plan(holders: list[int], schedule: str, micro_batches: int) -> dict[str, Any]:
+    """Return the plan in which stage s is held by rank `holders[s]`, as JSON; every rank has two sleeping layers."""
+    layers = 2 * (max(holders) + 1)
+    each = layers // len(holders)
+    stages = [Stage(number * each, (number + 1) * each, (rank,), (1.0,)) for number, rank in enumerate(holders)]
+    last = stages[-1]
+    stages[-1] = Stage(last.start, last.stop + 2, last.ranks, last.shares)  # the head: two layers that take no time
+    return Plan(tuple(stages), schedule, micro_batches).to_json()
+
+
+def competitors(ranks: int, micro_batches: int) -> list[tuple[Variant, float]]:
+    """Return what is raced, each with the part of a step for which its schedule can be busy."""
+    straight, around = list(range(ranks)), [*range(ranks), *range(ranks)]
+    there_and_back = [*range(ranks), *reversed(range(ranks))]
+
+    def limit(passes: int) -> float:
+        return passes * micro_batches / (passes * micro_batches + ranks - 1)
+
+    shared = {
+        "model": "benchmarks.peers:sleeping_model",
+        "options": {"layers": 2 * ranks, "seconds": SECONDS_PER_SAMPLE / 2},
+        "shape": [32, 16, 16],  # 32 KiB a sample: 512 KiB a micro-batch
+    }
+    rows = [
+        ("HorizonML 1F1B", "horizonml", straight, "1f1b", limit(1)),
+        ("torch 1F1B", "torch_1f1b", straight, "1f1b", limit(1)),
+        ("HorizonML interleaved", "horizonml", around, "interleaved", limit(2)),
+        ("torch interleaved", "torch_interleaved", around, "interleaved", limit(2)),
+        ("HorizonML ZB-H1", "horizonml", straight, "zb-h1", limit(3)),
+        ("torch interleaved ZB", "torch_interleaved_zb", around, "interleaved", limit(6)),
+        ("torch ZBV", "torch_zbv", there_and_back, "interleaved", limit(6)),
+    ]
+    batch = MICRO_ROWS * micro_batches
+    return [
+        (variant(name, peer, ranks, batch, plan=plan(holders, schedule, micro_batches), **shared), best)
+        for name, peer, holders, schedule, best in rows
+    ]
 
 
 def main() -> None:
@@ -22,27 +64,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     arguments = parser.parse_args()
     print(machine())
-    print(f"{'':12} {'':>14} {'bubble limit':>13} {'busy':>7} {'busy / limit':>13}")
+    print(f"{'':22} {'':>10} {'limit':>7} {'busy':>7} {'busy / limit':>13}")
     for ranks, micro_batches in ((2, 8), (5, 5), (5, 20)):
-        plan = pipeline_plan(list(range(1, ranks)), ranks + 2, micro_batches)  # the head adds two layers
-        settings = {
-            "model": "benchmarks.peers:sleeping_model",
-            "options": {"layers": ranks, "seconds": SECONDS_PER_SAMPLE},
-            "shape": [32, 16, 16],  # 32 KiB a sample: 512 KiB a micro-batch
-            "plan": plan,
-        }
-        batch = MICRO_ROWS * micro_batches
-        variants = [
-            variant("HorizonML", "horizonml", ranks, batch, **settings),
-            variant("torch", "torch_1f1b", ranks, batch, **settings),
-        ]
-        race(variants, arguments.rounds, arguments.steps)
-        limit = micro_batches / (micro_batches + ranks - 1)
-        for one in variants:
-            busy = 3 * SECONDS_PER_SAMPLE * batch / one.median
-            print(
-                f"{one.name:12} {f'P={ranks} M={micro_batches}':>14} {limit:>12.1%} {busy:>7.1%} {busy / limit:>13.1%}"
-            )
+        raced = competitors(ranks, micro_batches)
+        race([one for one, _ in raced], arguments.rounds, arguments.steps)
+        for one, limit in raced:
+            busy = 3 * SECONDS_PER_SAMPLE * MICRO_ROWS * micro_batches / one.median
+            shape = f"P={ranks} M={micro_batches}"
+            print(f"{one.name:22} {shape:>10} {limit:>7.1%} {busy:>7.1%} {busy / limit:>13.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Measured:
         steps = run.lead.steps[_WARM_UP + unlike :]
         seconds = statistics.median(step["wall"] for step in steps)
         evaluations = run.lead.evaluations
-        accuracy = evaluations[-1]["accuracy"] if evaluations else None
+        accuracy = evaluations[-1].get("accuracy") if evaluations else None
         plan = Plan.from_json(run.lead.run["plan"])
         return cls(run, seconds, steps[0]["batch"] / seconds, accuracy, plan, run.lead.run["forecast"])
 

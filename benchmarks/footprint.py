@@ -20,14 +20,18 @@ import torch
 
 from benchmarks.harness import machine, pipeline_plan, started, variant
 from benchmarks.peers import LR, RandomBatch
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
-from horizonml.job.schema import ModelSpec, Sgd
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.job.schema import Job, ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.server import Server
 
@@ -47,7 +51,7 @@ def help_seconds() -> list[float]:
 def memory() -> None:
     """Resident memory and parameters of each rank of a five-stage ResNet-18."""
     plan = pipeline_plan(CUTS, LAYERS, MICRO_BATCHES)
-    model = build(ModelSpec(name="resnet18"), 0, 10, (3, 32, 32))
+    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec((3, 32, 32)))
     sizes = [parameter_bytes(model, stage.start, stage.stop) for stage in Plan.from_json(plan).stages]
     one = variant("HorizonML pipeline", "horizonml", 5, BATCH, plan=plan)
     with started([one]):
@@ -66,23 +70,44 @@ def parameter_bytes(model: Model, start: int, stop: int) -> int:
     return sum(parameter.nbytes for parameter in model.chain.slice(start, stop).parameters())
 
 
+def described(plan: Plan) -> RunInfo:
+    """Return what the records of a run begin with."""
+    return RunInfo(
+        rank=0,
+        started_as_rank=0,
+        world_size=1,
+        generation=0,
+        host="",
+        node="",
+        job=Job(),
+        layers=[],
+        rss_idle_bytes=0,
+        threads=torch.get_num_threads(),
+        cores=1.0,
+        memory=0.0,
+        machine={},
+        versions={},
+        plan=plan,
+    )
+
+
 def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, steps: int) -> None:
     """Steps with and without recording, interleaved in one process."""
-    model = build(ModelSpec(name=name), 0, 10, shape)
+    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    engine = Engine(plan, model, Group(None, 0, 1, 60.0), Sgd(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch = RandomBatch(batch_size, shape)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder) / "rank-0.jsonl", Silent(), {}, 50)
+        recorder = Recorder(Path(folder) / "rank-0.jsonl", Silent(), described(plan), 50)
         count = 0
 
         def with_records() -> None:
             nonlocal count
             count += 1
-            recorder.step(engine.step(batch, LR, count), count, 1, batch_size, LR)
+            recorder.step(session.step(batch, LR), count, 1, batch_size, LR)
 
         def without() -> None:
-            engine.step(batch, LR, 0)
+            session.step(batch, LR)
 
         times: dict[str, list[float]] = {"with": [], "without": []}
         for round_ in range(rounds + 1):
@@ -114,9 +139,9 @@ for line in sys.stdin:
 
 def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, seconds: float) -> None:
     """Recorded steps with metrics that another process scrapes every second, and without, interleaved."""
-    model = build(ModelSpec(name=name), 0, 10, shape)
+    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    engine = Engine(plan, model, Group(None, 0, 1, 60.0), Sgd(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch, metrics = RandomBatch(batch_size, shape), Metrics(0)
     server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
     scraper = subprocess.Popen(
@@ -126,8 +151,8 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
     times: dict[str, list[float]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as folder:
         recorders = {
-            "on": Recorder(Path(folder) / "on.jsonl", Silent(), {}, 50, metrics),
-            "off": Recorder(Path(folder) / "off.jsonl", Silent(), {}, 50),
+            "on": Recorder(Path(folder) / "on.jsonl", Silent(), described(plan), 50, metrics),
+            "off": Recorder(Path(folder) / "off.jsonl", Silent(), described(plan), 50),
         }
         for round_ in range(rounds + 1):
             for key, recorder in recorders.items():
@@ -135,7 +160,7 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
                 start, count = time.perf_counter(), 0
                 while time.perf_counter() - start < seconds:
                     count += 1
-                    recorder.step(engine.step(batch, LR, count), count, 1, batch_size, LR)
+                    recorder.step(session.step(batch, LR), count, 1, batch_size, LR)
                 if round_:
                     times[key].append((time.perf_counter() - start) / count)
         for recorder in recorders.values():

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from benchmarks.emulated import ROOT, WORKERS, EmulatedCluster, Measured, base_job, with_plan
 from horizonml.bench.results import Run, load_run
 from horizonml.cli.tables import print_table
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed

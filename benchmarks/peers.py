@@ -19,13 +19,16 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.nn import functional
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 
 StepFunction = Callable[[], None]
 LR = 0.05
@@ -37,14 +40,14 @@ class RandomBatch:
     def __init__(self, size: int, shape: tuple[int, ...], classes: int = 10) -> None:
         generator = torch.Generator().manual_seed(0)
         self.size = size
-        self._images = torch.randn(size, *shape, generator=generator)
-        self._labels = torch.randint(0, classes, (size,), generator=generator)
+        self._inputs = torch.randn(size, *shape, generator=generator)
+        self._targets = torch.randint(0, classes, (size,), generator=generator)
 
-    def images(self, start: int, stop: int) -> Tensor:
-        return self._images[start:stop]
+    def inputs(self, start: int, stop: int) -> Tensor:
+        return self._inputs[start:stop]
 
-    def labels(self, start: int, stop: int) -> Tensor:
-        return self._labels[start:stop]
+    def targets(self, start: int, stop: int) -> Tensor:
+        return self._targets[start:stop]
 
 
 def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
@@ -56,13 +59,10 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    engine = Engine(plan, model, group, Sgd(), batch.size)
-    number = 0
+    session = Session(plan, TrainState(model, Sgd()), group, ImageClassification(), batch.size)
 
     def step() -> None:
-        nonlocal number
-        engine.step(batch, LR, number)
-        number += 1
+        session.step(batch, LR)
 
     return step
 
@@ -72,7 +72,7 @@ def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, bat
     world_size = config["world_size"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = nn.parallel.DistributedDataParallel(model.stage(0, len(model.chain)), **config.get("ddp_options", {}))
     optimizer = optimizer_for(module)
 
@@ -94,7 +94,7 @@ def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model,
     os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))
     hvd.init()
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
-    images, labels = batch.images(own.start, own.stop), batch.labels(own.start, own.stop)
+    images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
     module = model.stage(0, len(model.chain))
     optimizer = hvd.DistributedOptimizer(optimizer_for(module), module.named_parameters())
     hvd.broadcast_parameters(module.state_dict(), root_rank=0)
@@ -114,7 +114,7 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
     own = plan.stages[rank]
     module = model.stage(own.start, own.stop)
     optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    images, labels = batch.inputs(0, batch.size), batch.targets(0, batch.size)
     entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
 
     def step() -> None:
@@ -143,69 +143,93 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
 def torch_pipeline(
     config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch
 ) -> StepFunction:
-    """torch.distributed.pipelining's Schedule1F1B or ScheduleGPipe, with static shapes."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+    """A schedule of torch.distributed.pipelining, with static shapes; ranks may hold several stages."""
+    from torch.distributed import pipelining
 
     plan = Plan.from_json(config["plan"])
     world_size = config["world_size"]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    own = plan.stages[rank]
-    module = model.stage(own.start, own.stop)
+    held = plan.stages_of(rank)
+    modules = [model.stage(plan.stages[number].start, plan.stages[number].stop) for number in held]
     rows = batch.size // plan.micro_batches
     assert rows * plan.micro_batches == batch.size, "torch needs equal micro-batches"
-    entry, exit_ = model.chain.boundaries[own.start], model.chain.boundaries[own.stop]
-    stage = PipelineStage(
-        module,
-        rank,
-        world_size,
-        torch.device("cpu"),
-        input_args=(torch.empty(rows, *entry.shape, device="meta", requires_grad=rank > 0),),
-        output_args=(torch.empty(rows, *exit_.shape, device="meta", requires_grad=True),),
-    )
-    kind = {"torch_1f1b": Schedule1F1B, "torch_gpipe": ScheduleGPipe}[config["peer"]]
-    schedule = kind(stage, plan.micro_batches, loss_fn=functional.cross_entropy)
-    optimizer = optimizer_for(module)
-    images, labels = batch.images(0, batch.size), batch.labels(0, batch.size)
+    boundaries = [torch.empty(rows, *boundary.shape, device="meta") for boundary in model.chain.boundaries]
+    stages = [
+        pipelining.PipelineStage(
+            module,
+            number,
+            len(plan.stages),
+            torch.device("cpu"),
+            input_args=(boundaries[plan.stages[number].start].requires_grad_(number > 0),),
+            output_args=(boundaries[plan.stages[number].stop].requires_grad_(),),
+        )
+        for number, module in zip(held, modules, strict=True)
+    ]
+    kind = getattr(pipelining, TORCH_SCHEDULES[config["peer"]])
+    single = len(plan.stages) == world_size
+    schedule = kind(stages[0] if single else stages, plan.micro_batches, loss_fn=functional.cross_entropy)
+    optimizer = optimizer_for(nn.ModuleList(modules))
+    inputs = (batch.inputs(0, batch.size),) if 0 in held else ()
+    last = {"target": batch.targets(0, batch.size), "losses": []} if len(plan.stages) - 1 in held else {}
 
     def step() -> None:
         optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(images)
-        elif rank == world_size - 1:
-            schedule.step(target=labels, losses=[])
-        else:
-            schedule.step()
+        schedule.step(*inputs, **last)
         optimizer.step()
 
     return step
 
 
+TORCH_SCHEDULES = {
+    "torch_1f1b": "Schedule1F1B",
+    "torch_gpipe": "ScheduleGPipe",
+    "torch_interleaved": "ScheduleInterleaved1F1B",
+    "torch_interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "torch_zbv": "ScheduleZBVZeroBubble",
+}
+
+
 class _Sleep(torch.autograd.Function):
-    """Takes time, but no processor."""
+    """Takes time, but no processor: forward, and for the gradient of what entered."""
 
     @staticmethod
-    def forward(context: Any, value: Tensor, scale: Tensor, seconds: float) -> Tensor:
+    def forward(context: Any, value: Tensor, seconds: float) -> Tensor:
         context.seconds = seconds
         time.sleep(seconds * len(value))
-        return value * scale
+        return value.view_as(value)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * context.seconds * len(gradients[0]))
-        return gradients[0], torch.zeros(1), None
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds * len(gradients[0]))
+        return gradients[0], None
+
+
+class _SleepForWeight(torch.autograd.Function):
+    """Takes time for the gradient of a weight."""
+
+    @staticmethod
+    def forward(context: Any, weight: Tensor, seconds: float) -> Tensor:
+        context.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(context.seconds)
+        return gradients[0], None
 
 
 class Sleeping(nn.Module):
-    """A layer that sleeps `seconds` per sample forward, twice as long backward."""
+    """A layer that sleeps `seconds` per sample forward, as long for its input's gradient, and for its weight's."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        self.scale = nn.Parameter(torch.ones(1))
+        self.weight = nn.Parameter(torch.zeros(1, 1))
 
     def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(value, self.scale, self.seconds)
-        return result
+        result: Tensor = _Sleep.apply(value, self.seconds)
+        weight: Tensor = _SleepForWeight.apply(self.weight, self.seconds * len(value))
+        return result + weight
 
 
 def sleeping_model(layers: int, seconds: float, num_classes: int = 10) -> nn.Sequential:
@@ -230,8 +254,7 @@ PEERS = {
     "ddp": ddp,
     "horovod": horovod,
     "sequential": sequential,
-    "torch_1f1b": torch_pipeline,
-    "torch_gpipe": torch_pipeline,
+    **dict.fromkeys(TORCH_SCHEDULES, torch_pipeline),
 }
 
 
@@ -245,7 +268,9 @@ def main() -> None:
         keep_freed_memory()
     store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
     batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
-    model = build(ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, tuple(config["shape"]))
+    model = build(
+        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec(tuple(config["shape"]))
+    )
     step = PEERS[config["peer"]](config, rank, store, model, batch)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -109,6 +109,12 @@ class OutOfMemory(HorizonError):
         )
 
 
+def of_kind(name: str, message: str) -> HorizonError:
+    """Return an error of the class with this name, which another rank has raised; of the base class if unknown."""
+    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind is not OutOfMemory}
+    return kinds.get(name, HorizonError)(message)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had, as Python or as PyTorch says it."""
     text = str(error)

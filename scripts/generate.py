@@ -13,7 +13,7 @@ import filemap
 import reference
 import yaml
 
-from horizonml.telemetry.metrics import document
+from horizonml.telemetry.table import document
 
 ROOT = Path(__file__).resolve().parent.parent
 

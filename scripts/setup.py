@@ -64,7 +64,7 @@ def install_torch(python: Path, pip: list[str]) -> None:
     if not attempt(*pip, exact[0]):
         refuse_cuda(python, f"torch=={TORCH}")
         run(*pip, f"torch=={TORCH}")
-    # Without its dependencies: they would pull in another torch. See horizonml/models/vision.py for a CUDA build.
+    # Without its dependencies: they would pull in another torch. See horizonml/machine/torchvision.py for a CUDA build.
     if not attempt(*pip, "--no-deps", exact[1]):
         run(*pip, "--no-deps", f"torchvision=={TORCHVISION}")
 

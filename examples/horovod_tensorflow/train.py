@@ -92,8 +92,8 @@ def train(options: argparse.Namespace, idle: int) -> None:
             number += 1
             record = StepRecord(
                 step=number, epoch=epoch, time=time.time(), wall=wall, **clock.totals, samples=len(own),
-                batch=len(batch), loss=float(total[0]), accuracy=float(total[1]), lr=options.lr, bytes_sent=sent,
-                bytes_received=sent, links={"members": (sent, sent)}, cpu_seconds=cpu_seconds() - cpu,
+                batch=len(batch), loss=float(total[0]), metrics={"accuracy": float(total[1])}, lr=options.lr,
+                bytes_sent=sent, bytes_received=sent, links={"members": (sent, sent)}, cpu_seconds=cpu_seconds() - cpu,
                 rss_bytes=rss_bytes(), joules=None, divergence=None,
             )  # fmt: skip
             cpu = cpu_seconds()
@@ -103,7 +103,13 @@ def train(options: argparse.Namespace, idle: int) -> None:
         clock.pause()
         cpu = cpu_seconds()
         evaluation = EvaluationRecord(
-            number, epoch, time.time(), time.perf_counter() - started, *held_out, len(test_labels)
+            number,
+            epoch,
+            time.time(),
+            time.perf_counter() - started,
+            held_out[0],
+            {"accuracy": held_out[1]},
+            len(test_labels),
         )
         lines.write(evaluation.to_json())
         if hvd.rank() == 0:

@@ -77,9 +77,9 @@ class Summary:
     updates: int
     epochs: int
     samples: int  # trained on, over all epochs
-    accuracy: float | None  # on held-out data, after the last epoch; None if there was no evaluation
+    accuracy: float | None  # on held-out data, after the last epoch; None without an evaluation, or for other tasks
     loss: float | None
-    train_accuracy: float  # mean over the last epoch's batches
+    train_accuracy: float | None  # mean over the last epoch's batches
     train_loss: float
     epoch_seconds: float  # the samples of an epoch at the run's median speed
     samples_per_second: float  # the median over the parts of the run: its epochs, or fifths where it has few
@@ -194,7 +194,7 @@ def summarise(run: Run) -> Summary:
     samples = sum(step["batch"] for step in lead.settled)
     last = epochs[max(epochs)]
     epoch_seconds = max(sum(step["batch"] for step in part) for part in epochs.values()) / speed
-    evaluation = run.evaluations[-1] if run.evaluations else {"accuracy": None, "loss": None}
+    evaluation = run.evaluations[-1] if run.evaluations else {}
     return Summary(
         ranks=len(run.ranks),
         plan="+".join(str(len(stage["ranks"])) for stage in plan["stages"]),
@@ -202,9 +202,9 @@ def summarise(run: Run) -> Summary:
         updates=len(run.steps),
         epochs=len(epochs),
         samples=sum(step["batch"] for step in run.steps),
-        accuracy=evaluation["accuracy"],
-        loss=evaluation["loss"],
-        train_accuracy=_weighted(last, "accuracy"),
+        accuracy=evaluation.get("accuracy"),
+        loss=evaluation.get("loss"),
+        train_accuracy=_weighted(last, "accuracy") if all("accuracy" in step for step in last) else None,
         train_loss=_weighted(last, "loss"),
         epoch_seconds=epoch_seconds,
         samples_per_second=speed,

@@ -42,7 +42,7 @@ def show_plan(
             raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
     import torch
 
-    from horizonml.engine.group import Group
+    from horizonml.comm.group import Group
     from horizonml.machine.device import available_cores, memory_limit, threads_per_rank
     from horizonml.machine.memory import keep_freed_memory
     from horizonml.machine.usage import rss_bytes
@@ -72,7 +72,7 @@ def show_plan(
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
 
     def measured() -> Profile:
-        return cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
+        return cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
 
     if devices is None:
         profiles = [measured()] * world_size
@@ -119,7 +119,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     """Measure a model's layers here, print them, and write them as YAML. Raises HorizonError."""
     import torch
 
-    from horizonml.engine.group import Group
+    from horizonml.comm.group import Group
     from horizonml.machine.device import available_cores, memory_limit, threads_per_rank, versions
     from horizonml.machine.memory import keep_freed_memory
     from horizonml.profiling.measure import cached_profile
@@ -127,8 +127,8 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
 
     keep_freed_memory()
     torch.set_num_threads(threads or threads_per_rank(available_cores(), 1))
-    info, model = describe_together(job, Group(None, 0, 1, 60.0))
-    profile = cached_profile(model, profile_key(job, info), job.batch_size, lambda text: print(text, file=sys.stderr))
+    _, model = describe_together(job, Group(None, 0, 1, 60.0))
+    profile = cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
     _print_layers(job, profile)
     if out is not None:
         about = {

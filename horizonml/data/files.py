@@ -14,7 +14,7 @@ from torch import Tensor
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
-from horizonml.models.vision import import_torchvision
+from horizonml.machine.torchvision import import_torchvision
 from horizonml.text import count
 
 _LOCK_SECONDS = 1800.0
@@ -23,7 +23,7 @@ _TEST_FOLDERS = ("test", "val", "valid")
 
 
 def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) -> ArraySource:
-    """CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
+    """Read CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
 
     torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
     while the others wait. Raises DataError.
@@ -111,11 +111,13 @@ class FolderSource:
         return len(self._files)
 
     def images(self, indices: Tensor) -> Tensor:
+        """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is no image."""
         if not len(indices):
             return torch.empty(0, 3, self._size, self._size, dtype=torch.uint8)
         return torch.stack([self._decode(self._files[index][0]) for index in indices.tolist()])
 
     def labels(self, indices: Tensor) -> Tensor:
+        """Return the classes, int64 `[n]`."""
         return torch.tensor([self._files[index][1] for index in indices.tolist()], dtype=torch.int64)
 
     def _decode(self, path: Path) -> Tensor:

@@ -25,11 +25,11 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in an epoch, the smaller last one included."""
+        """The number of batches in an epoch, the smaller last one included."""
         return -(-self.samples // self.batch_size)
 
     def indices(self, epoch: int, step: int) -> Tensor:
-        """Sample indices, int64 `[batch]`, of the step (from 0) of an epoch (from 0)."""
+        """Return the sample indices, int64 `[batch]`, of a step (from 0) of an epoch (from 0)."""
         assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(name_seed(self._seed, "order", epoch))
@@ -38,7 +38,7 @@ class Sampler:
         return self._order[step * self.batch_size : (step + 1) * self.batch_size]
 
     def batch_sizes(self) -> set[int]:
-        """The sizes of batch that occur (one, or two with a smaller last one)."""
+        """Return the sizes of batch that occur: one, or two with a smaller last one."""
         rest = self.samples % self.batch_size
         full = {self.batch_size} if self.samples >= self.batch_size else set()
         return full | ({rest} if rest else set())

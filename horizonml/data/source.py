@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """Images and labels by index."""
+    """Images and labels by index from 0."""
 
     def __len__(self) -> int: ...
 
     def images(self, indices: Tensor) -> Tensor:
-        """uint8 pixels, or float32 values that are already normalised, `[n, channels, height, width]`."""
+        """Return uint8 pixels, or float32 values that are already normalised, `[n, channels, height, width]`."""
 
     def labels(self, indices: Tensor) -> Tensor:
-        """Classes, int64 `[n]`."""
+        """Return the classes, int64 `[n]`."""
 
 
 class ArraySource:
@@ -28,7 +28,7 @@ class ArraySource:
         self._length = len(images) if images is not None else 0
 
     def keep(self, images: bool, labels: bool) -> None:
-        """Let go of what is not wanted."""
+        """Free the images or the labels that are not wanted."""
         self._images = self._images if images else None
         self._labels = self._labels if labels else None
 
@@ -36,9 +36,11 @@ class ArraySource:
         return self._length
 
     def images(self, indices: Tensor) -> Tensor:
+        """Return the pixels or values as they were given, `[n, channels, height, width]`."""
         assert self._images is not None, "this rank has no images"
         return self._images[indices % len(self) if self._wrap else indices]
 
     def labels(self, indices: Tensor) -> Tensor:
+        """Return the classes, int64 `[n]`."""
         assert self._labels is not None, "this rank has no labels"
         return self._labels[indices % len(self) if self._wrap else indices]

@@ -25,8 +25,14 @@ class _Seed(torch.autograd.Function):
         return ctx.gradient, None
 
 
+def seeded(output: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return a number from which to start a backward pass; `gradient` has the shape of `output`, None for a loss."""
+    if gradient is None:
+        return output
+    number: Tensor = _Seed.apply(output, gradient)  # type: ignore[no-untyped-call]
+    return number
+
+
 def backward(output: Tensor, gradient: Tensor | None) -> None:
     """Compute the gradients of all leaves from `gradient`, which has the shape of `output`; None for a loss."""
-    if gradient is not None:
-        output = _Seed.apply(output, gradient)  # type: ignore[no-untyped-call]
-    torch.autograd.backward(output)
+    torch.autograd.backward(seeded(output, gradient))

@@ -13,18 +13,36 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from horizonml.comm.group import Group, Work
 from horizonml.engine.clock import Clock
 from horizonml.engine.codec import Codec
-from horizonml.engine.group import Group, Work
 from horizonml.models.chain import Boundary
 from horizonml.plan.plan import Route
 
 SMALL = 64 << 10
 _SENDS_UNDER_WAY = 4
+_MOST_MICRO_BATCHES = 1 << 14
+
+
+class Direction(IntEnum):
+    """What a link carries."""
+
+    ACTIVATIONS = 0
+    GRADIENTS = 1
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where two stages meet: the tensor at the boundary, its format on the way, and the number of the stage behind."""
+
+    boundary: Boundary
+    format: str
+    number: int
 
 
 @dataclass
@@ -34,33 +52,41 @@ class _Expected:
     encoded: Tensor
     headers: list[tuple[Work, int]]
     parts: list[tuple[Work, int]]
+    bytes: int = 0  # from other ranks
 
 
 class Link:
     """One direction of a boundary, as this rank sees it: it only receives, or only sends."""
 
-    def __init__(self, group: Group, clock: Clock, boundary: Boundary, direction: int, format: str = "fp32") -> None:
-        """`direction` is 0 for activations and 1 for gradients; it keeps their messages apart."""
-        self._group, self._clock, self._codec, self._direction = group, clock, Codec(boundary, format), direction
+    def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
+        self._group, self._clock, self._codec = group, clock, Codec(cut.boundary, cut.format)
+        self._first = cut.number * 4 * _MOST_MICRO_BATCHES + 2 * direction
         self._expected: dict[int, _Expected] = {}
         self._sending: deque[tuple[Work, int, Tensor]] = deque()
         self._header = torch.zeros(1)
         self.sent_bytes = self.received_bytes = 0
 
-    def _tag(self, micro: int) -> int:
-        return 4 * micro + 2 * self._direction
+    def _tag(self, micro: int, header: bool = False) -> int:
+        return self._group.channel("boundaries").tag(self._first + 4 * micro + header)
 
-    def _has_header(self, rows: int) -> bool:
-        return rows * self._codec.bytes_per_sample >= SMALL
+    def _has_header(self, route: Route) -> bool:
+        large = (route.stop - route.start) * self._codec.bytes_per_sample >= SMALL
+        return large and route.peer != self._group.rank
+
+    def _bytes(self, encoded: Tensor, routes: list[Route]) -> int:
+        """Return the bytes that go to, or come from, other ranks."""
+        rows = sum(route.stop - route.start for route in routes if route.peer != self._group.rank)
+        return rows * encoded.nbytes // max(1, len(encoded))
 
     def expect(self, micro: int, rows: int, routes: list[Route]) -> None:
         """Post the receives for this rank's `rows` of a micro-batch."""
         assert micro not in self._expected
         expected = _Expected(self._codec.empty(rows), [], [])
+        expected.bytes = self._bytes(expected.encoded, routes)
         for route in routes:
-            if self._has_header(route.stop - route.start):
+            if self._has_header(route):
                 header = torch.empty(1)
-                expected.headers.append((self._group.receive(header, route.peer, self._tag(micro) + 1), route.peer))
+                expected.headers.append((self._group.receive(header, route.peer, self._tag(micro, True)), route.peer))
             part = expected.encoded[route.start : route.stop]
             expected.parts.append((self._group.receive(part, route.peer, self._tag(micro)), route.peer))
         self._expected[micro] = expected
@@ -76,7 +102,7 @@ class Link:
             self._clock.switch("transfer", "receive", micro)
         for work, peer in expected.parts:
             self._group.wait(work, peer)
-        self.received_bytes += expected.encoded.nbytes
+        self.received_bytes += expected.bytes
         if self._codec.format != "fp32":
             self._clock.switch("compute", "decode", micro)
         return self._codec.decode(expected.encoded)
@@ -88,12 +114,12 @@ class Link:
         encoded = self._codec.encode(tensor.detach())
         self._clock.switch("transfer", "send", micro)
         for route in routes:
-            if self._has_header(route.stop - route.start):
-                work = self._group.send(self._header, route.peer, self._tag(micro) + 1)
+            if self._has_header(route):
+                work = self._group.send(self._header, route.peer, self._tag(micro, True))
                 self._sending.append((work, route.peer, self._header))
             part = encoded[route.start : route.stop]
             self._sending.append((self._group.send(part, route.peer, self._tag(micro)), route.peer, part))
-        self.sent_bytes += encoded.nbytes
+        self.sent_bytes += self._bytes(encoded, routes)
         while len(self._sending) > 2 * _SENDS_UNDER_WAY * len(routes):
             self._finish_one()
 

@@ -30,7 +30,7 @@ class Pair:
 
 
 def find_pairs(module: fx.GraphModule) -> list[Pair]:
-    """The pairs of a module, in order; no layer is in two. Raises ModelError naming a layer that cannot be split."""
+    """Return the pairs of a module, in order; no layer is in two. Raises ModelError if a layer cannot be split."""
     calls = [node for node in module.graph.nodes if node.op == "call_module"]
     for node in calls:
         _check(str(node.target), module.get_submodule(str(node.target)))
@@ -49,7 +49,7 @@ def find_pairs(module: fx.GraphModule) -> list[Pair]:
 
 
 def is_depthwise(layer: nn.Module) -> bool:
-    """Whether every channel of a convolution has its own filter."""
+    """Return whether every channel of a convolution has its own filter."""
     return isinstance(layer, nn.Conv2d) and 1 < layer.groups == layer.in_channels == layer.out_channels
 
 

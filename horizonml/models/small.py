@@ -8,9 +8,9 @@ from torch import nn
 
 
 def digits_cnn(num_classes: int = 10, channels: int = 1, image_size: int = 8, width: int = 32) -> nn.Sequential:
-    """Six convolutions with batch normalisation, two halvings of the picture, one linear layer.
+    """Return six convolutions with batch normalisation, two halvings of the image, and one linear layer.
 
-    Takes `[batch, channels, image_size, image_size]` and returns `[batch, num_classes]`.
+    The network takes `[batch, channels, image_size, image_size]` and returns `[batch, num_classes]`.
     """
     if image_size < 4:
         raise ValueError(f"image_size must be at least 4, not {image_size}")

@@ -55,7 +55,7 @@ def find(name: str) -> Callable[..., nn.Module]:
 
 def _import(name: str) -> ModuleType:
     if name.split(".")[0] == "torchvision":
-        from horizonml.models.vision import import_torchvision
+        from horizonml.machine.torchvision import import_torchvision
 
         import_torchvision()
     here = os.getcwd()

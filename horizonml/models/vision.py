@@ -1,53 +1,30 @@
-"""torchvision beside a CPU build of torch.
-
-PyPI's torchvision for x86 is compiled for CUDA. Beside a CPU torch its compiled operators do not load, and the
-plain import then fails while it describes two of them (`nms`, `qnms`) that are not there. We need models,
-transforms and data sets, none of which use those operators, so on exactly that failure the import is repeated with
-a `register_fake` that passes over operators that do not exist. `torchvision.ops.nms` and the C++ image decoders stay
-unavailable; a matching CPU build from the CPU wheel index has everything.
-"""
+"""The models for images that jobs can name: a small one of our own, and torchvision's."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import torch
+from torch import nn
+
+from horizonml.errors import ModelError
+from horizonml.machine.torchvision import import_torchvision
+from horizonml.models.small import digits_cnn
+from horizonml.tasks.task import InputSpec
 
 
-def import_torchvision() -> ModuleType:
-    """torchvision, imported so that it works whether or not its compiled operators load."""
-    if "torchvision" in sys.modules:
-        return sys.modules["torchvision"]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Failed to load image Python extension")
-        try:
-            return importlib.import_module("torchvision")
-        except RuntimeError as error:
-            if "torchvision::" not in str(error) or "does not exist" not in str(error):
-                raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        strict = torch.library.register_fake
-        torch.library.register_fake = _tolerant(strict)
-        try:
-            return importlib.import_module("torchvision")
-        finally:
-            torch.library.register_fake = strict
+def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return a model's constructor and the keyword arguments that suit these outputs and images.
 
-
-def _tolerant(strict: Callable[..., Any]) -> Callable[..., Any]:
-    def register_fake(operator: Any, *args: Any, **kwargs: Any) -> Any:
-        def decorate(function: Any) -> Any:
-            try:
-                return strict(operator, *args, **kwargs)(function)
-            except RuntimeError:
-                return function
-
-        return decorate
-
-    return register_fake
+    Raises ModelError if the input is no image `[channels, height, width]`.
+    """
+    if len(input.shape) != 3:
+        raise ModelError(
+            f"model {name} takes images of shape [channels, height, width], but the data has inputs of shape "
+            f"{list(input.shape)}; choose another model"
+        )
+    channels, height, _ = input.shape
+    if name == "digits_cnn":
+        return digits_cnn, {"num_classes": outputs, "channels": channels, "image_size": height}
+    size = {"image_size": height} if name.startswith("vit") else {}
+    return getattr(import_torchvision().models, name), {"num_classes": outputs, **size}

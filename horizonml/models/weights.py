@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +107,7 @@ class Tape(TorchDispatchMode):
         return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def replay(self, target: Tensor, seed: int) -> Tensor:
-        """A real tensor with the first value of `target`, a meta tensor of the recording."""
+        """Return a real tensor with the first value of `target`, a meta tensor of the recording."""
         view = self._view(target)
         needed, calls = {view.storage}, []
         for call in reversed(self._calls):
@@ -134,7 +134,7 @@ class Tape(TorchDispatchMode):
 
 
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
-    """Run a constructor without allocating its tensors; returns the model on the meta device, and the tape."""
+    """Run a constructor without allocating its tensors; return the model on the meta device, and the tape."""
     tape = Tape()
     with _initialisers_on(tape), tape:
         model = build()
@@ -171,15 +171,21 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def materialise(module: nn.Module, tape: Tape, seed: int) -> nn.Module:
-    """Return a copy of `module` in which every parameter and buffer of the recording has its first value."""
+def materialise(module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of `module` in which every parameter and buffer of the recording has its first value.
+
+    Those in `held`, by name, are taken from there instead: not as copies, but as the very tensors.
+    """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
         for registry in (owner._parameters, owner._buffers):
             for name, tensor in registry.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and full in held:
+                    values[id(tensor)] = held[full]
                 if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
                     continue
-                value = tape.replay(tensor, name_seed(seed, f"{prefix}.{name}" if prefix else name))
+                value = tape.replay(tensor, name_seed(seed, full))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value

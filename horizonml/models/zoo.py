@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.job.schema import TORCHVISION_MODELS, ModelSpec
+from horizonml.job.schema import MODELS, ModelSpec
 from horizonml.models.chain import Chain
-from horizonml.models.small import digits_cnn
 from horizonml.models.source import find
-from horizonml.models.vision import import_torchvision
+from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record
+from horizonml.tasks.task import InputSpec
 
 _log = logging.getLogger(__name__)
+_OUTPUTS = ("num_outputs", "num_classes")  # what constructors call the number of outputs; the second is torchvision's
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,16 @@ class Model:
     tape: Tape
     seed: int
 
-    def stage(self, start: int, stop: int) -> nn.Module:
+    def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with the values that training begins with.
 
-        Each call makes a module of its own: what happens to one, in measuring say, changes no other.
+        Each call makes a module of its own: what happens to one, in measuring say, changes no other. But parameters and
+        buffers in `held`, by name, become part of the module as they are.
         """
-        return materialise(self.chain.slice(start, stop), self.tape, self.seed)
+        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held)
 
     def parameter_names(self) -> dict[str, int]:
-        """The layer that holds each parameter and buffer, by the tensor's name in the original model."""
+        """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
         return {
             name: index
             for index in range(len(self.chain))
@@ -46,13 +49,13 @@ class Model:
         }
 
     def parameter_shapes(self) -> list[torch.Size]:
-        """Of all parameters, in no particular order."""
+        """Return the shapes of all parameters, in no particular order."""
         return [parameter.shape for parameter in self.chain.slice(0, len(self.chain)).parameters()]
 
 
-def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...]) -> Model:
-    """The model of a job for images of shape `[channels, height, width]`. Raises ModelError."""
-    constructor = _constructor(spec, classes, sample_shape)
+def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:
+    """Build the model of a job, which must return `outputs` values for each sample of `input`. Raises ModelError."""
+    constructor = _constructor(spec, outputs, input)
     try:
         model, tape = record(constructor)
     except RuntimeError as reason:  # NotImplementedError is one
@@ -71,36 +74,25 @@ def build(spec: ModelSpec, seed: int, classes: int, sample_shape: tuple[int, ...
         raise ModelError(
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
-    chain = Chain(model, sample_shape)
-    outputs = chain.boundaries[-1].shape
-    if outputs != (classes,):
+    chain = Chain(model, input)
+    returned = chain.boundaries[-1].shape
+    if returned != (outputs,):
         raise ModelError(
-            f"{spec.name} returns {list(outputs)} values per sample, but the data has {classes} classes; "
+            f"{spec.name} returns {list(returned)} values per sample, but the data needs {outputs}; "
             "set the number of outputs in model.options"
         )
     return Model(chain, tape, seed)
 
 
-def channels_of(spec: ModelSpec, data_channels: int) -> int:
-    """The number of colour channels that the model wants for data that has `data_channels`."""
-    return 3 if spec.name in TORCHVISION_MODELS else data_channels
-
-
-def _constructor(spec: ModelSpec, classes: int, sample_shape: tuple[int, ...]) -> Callable[[], nn.Module]:
+def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
+    """Return a function that constructs the model with the job's options, and what they leave out."""
     function: Callable[..., nn.Module]
-    options = dict(spec.options)
-    if spec.name == "digits_cnn":
-        function = digits_cnn
-        options = {"num_classes": classes, "channels": sample_shape[0], "image_size": sample_shape[1], **options}
-    elif spec.name in TORCHVISION_MODELS:
-        function = getattr(import_torchvision().models, spec.name)
-        options.setdefault("num_classes", classes)
-        if spec.name.startswith("vit"):
-            options.setdefault("image_size", sample_shape[1])
+    if spec.name in MODELS:
+        function, defaults = vision_model(spec.name, outputs, input)
     else:
         function = find(spec.name)
-        if _accepts(function, "num_classes"):
-            options.setdefault("num_classes", classes)
+        defaults = {name: outputs for name in _OUTPUTS if _accepts(function, name)}
+    options = defaults | spec.options
     return lambda: _call(spec, lambda: function(**options))
 
 

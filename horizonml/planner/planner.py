@@ -33,7 +33,7 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
     micro_batches = parallel.micro_batches or 1
     if parallel.stages is None:  # one stage, which sends nothing on
         ranks = tuple(range(world_size))
-        sync = Sync.CHANNELS if parallel.strategy == "tensor" else Sync.ALL_REDUCE
+        sync = _sync(parallel)
         return Plan((Stage(0, layers, ranks, (1.0,) * world_size, sync),), parallel.schedule, micro_batches)
     ends = [spec.layers[1] + 1 if spec.layers else layers for spec in parallel.stages]
     plan = Plan(_stages(parallel.stages, ends, _format(parallel)), parallel.schedule, micro_batches)
@@ -177,6 +177,15 @@ def _balance(profile: Profile, rows: int, shares: Sequence[float]) -> list[int] 
 
 def _largest_share(spec: StageSpec) -> float:
     return max(spec.shares) / sum(spec.shares) if spec.shares else 1 / len(spec.ranks)
+
+
+def _sync(parallel: Parallel) -> Sync:
+    """How members agree."""
+    if parallel.strategy == "horovod":
+        return Sync.HOROVOD_FP16 if parallel.gradient_compression == "fp16" else Sync.HOROVOD
+    if parallel.strategy == "tensor":
+        return Sync.CHANNELS
+    return {"none": Sync.ALL_REDUCE, "fp16": Sync.FP16, "powersgd": Sync.POWERSGD}[parallel.gradient_compression]
 
 
 def _format(parallel: Parallel) -> str:

@@ -7,7 +7,6 @@ about times.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from torch import Tensor
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.engine.codec import Codec
-from horizonml.engine.optim import Optimizer
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Sgd
 from horizonml.machine.device import available_cores, device_name
@@ -27,6 +25,7 @@ from horizonml.models.chain import Boundary
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import FORMATS
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.state.optim import Optimizer
 
 _FORMAT = 5
 _SIZES = (4, 16, 64)
@@ -49,6 +48,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
         "torch": torch.__version__,
         "layers": model.chain.names,
         "shapes": [boundary.shape for boundary in model.chain.boundaries],
+        "input": str(model.chain.boundaries[0].dtype),
         "sizes": sizes,
         **key,
     }
@@ -81,7 +81,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         boundary = model.chain.boundaries[index]
         times = []
         for size in sizes:
-            runs = _runs(module, (size, *boundary.shape), index > 0)
+            runs = _runs(module, boundary, size, index > 0)
             usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
             times.append(usual)
             if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
@@ -90,8 +90,8 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         size = sum(parameter.nbytes for parameter in module.parameters())
         if size > largest:
             largest, update = size, _update_seconds_per_byte(module)
-        least = least if _trains_on_one(module, boundary.shape) else 2
-        layers.append((size, _saved_bytes(module, boundary.shape, index > 0)))
+        least = least if _trains_on_one(module, boundary) else 2
+        layers.append((size, _saved_bytes(module, boundary, index > 0)))
         del module
     # All layers must know the same sizes.
     known = min(len(times) for times in rows)
@@ -114,14 +114,14 @@ def _clock() -> Callable[[], float]:
     return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
 
 
-def _runs(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> list[tuple[float, float]]:
-    """Seconds forward and backward of a few runs.
+def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: bool) -> list[tuple[float, float]]:
+    """Return the seconds forward and backward of a few runs on `size` samples.
 
     Each has an input and an output of its own: in training, too, other micro-batches have been through the processor's
     caches since it last saw these.
     """
-    copies = max(1, min(_REPEATS, _COLD_BYTES // (4 * math.prod(shape))))
-    inputs = [torch.randn(shape, requires_grad=needs_gradient) for _ in range(copies)]
+    copies = max(1, min(_REPEATS, _COLD_BYTES // (size * entry.bytes_per_sample)))
+    inputs = [entry.example(size, needs_gradient) for _ in range(copies)]
     kept: list[Tensor] = []
     runs = []
     for number in range(2 * _REPEATS):
@@ -149,16 +149,16 @@ def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple
 
 
 @torch.no_grad()
-def _trains_on_one(module: torch.nn.Module, shape: tuple[int, ...]) -> bool:
+def _trains_on_one(module: torch.nn.Module, entry: Boundary) -> bool:
     try:
-        module(torch.zeros(1, *shape))
+        module(torch.zeros(1, *entry.shape, dtype=entry.dtype))
     except ValueError:  # as BatchNorm says that it needs more than one value per channel
         return False
     return True
 
 
-def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient: bool) -> int:
-    """Bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
+def _saved_bytes(module: torch.nn.Module, entry: Boundary, needs_gradient: bool) -> int:
+    """Return the bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
     samples = 2
@@ -169,7 +169,7 @@ def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    entered = torch.randn(samples, *shape, requires_grad=needs_gradient)
+    entered = entry.example(samples, needs_gradient)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         left = module(entered)  # keeps all saved tensors, and so their addresses, until they are counted
     return (sum(kept.values()) + int(left.nbytes)) // samples
@@ -177,11 +177,12 @@ def _saved_bytes(module: torch.nn.Module, shape: tuple[int, ...], needs_gradient
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
-    optimizer = Optimizer(Sgd(), module)
+    optimizer, state = Optimizer(Sgd()), dict[str, dict[str, Tensor]]()
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     clock, times = _clock(), []
     for _ in range(1 + _REPEATS):
         start = clock()
-        optimizer.step(lr=1e-9)
+        optimizer.step(parameters, state, 1e-9)
         times.append(clock() - start)
     return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
 

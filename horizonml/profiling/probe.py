@@ -7,10 +7,9 @@ from time import perf_counter, process_time
 
 import torch
 
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.planner.hardware import Network
 
-_PROBE_TAG = (1 << 30) + 100
 _PROBE_BYTES = 256 << 10
 _SLOW_SECONDS, _VERY_SLOW_SECONDS = 5e-3, 5e-2
 MOST_PROBED = 16  # ranks between which every pair is probed
@@ -43,7 +42,8 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
                 # Both see about the same, but must decide alike whether the link is slow: rank by rank.
                 slow = torch.tensor([seconds if seconds > _SLOW_SECONDS else 0.0])
                 other = torch.zeros(1)
-                works = [group.receive(other, peer, _PROBE_TAG), group.send(slow, peer, _PROBE_TAG)]
+                tag = group.channel("probe").tag()
+                works = [group.receive(other, peer, tag), group.send(slow, peer, tag)]
                 for work in works:
                     group.wait(work, peer)
                 if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
@@ -94,7 +94,8 @@ def _exchange(group: Group, peer: int, size: int, times: int = 3, usage: _Usage 
     best, used = float("inf"), process_time()
     for _ in range(times):
         start = perf_counter()
-        works = [group.receive(received, peer, _PROBE_TAG), group.send(sent, peer, _PROBE_TAG)]
+        tag = group.channel("probe").tag()
+        works = [group.receive(received, peer, tag), group.send(sent, peer, tag)]
         for work in works:
             group.wait(work, peer)
         best = min(best, perf_counter() - start)

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from horizonml.comm.group import Group
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.engine.group import Group
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.device import OtherWork, available_cores, device_name, threads_per_rank
@@ -121,8 +121,7 @@ def _try_layer(
     layer: nn.Module, boundary: Boundary, rows: int, candidates: list[int], deadline: float
 ) -> Iterator[tuple[int, float]]:
     """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
-    shape = (rows, *boundary.shape)
-    entered = torch.randn(shape) if boundary.dtype.is_floating_point else torch.zeros(shape, dtype=boundary.dtype)
+    entered = boundary.example(rows)
     times: dict[int, list[float]] = {threads: [] for threads in candidates}
     for turn in range(1 + _REPEATS):
         if turn > 1 and time.perf_counter() > deadline:

@@ -38,7 +38,7 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
         epochs = [e["epoch"] for e in evaluations]
         style |= {"marker": look.marker, "markersize": 4}
         held_out.plot(epochs, [e["loss"] for e in evaluations], **style)
-        accuracy.plot(epochs, [e["accuracy"] for e in evaluations], **style)
+        accuracy.plot(epochs, [e.get("accuracy", math.nan) for e in evaluations], **style)
     loss.set(title="Training loss (cross-entropy)", xlabel="step", yscale="log")
     held_out.set(title="Held-out loss (cross-entropy)", xlabel="epoch", yscale="log")
     accuracy.set(title="Held-out accuracy (%)", xlabel="epoch")

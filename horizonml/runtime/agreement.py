@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from horizonml.data.datasets import DataInfo, agree, describe
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.data.dataset import DataInfo
+from horizonml.data.images import ImageInfo, agree, describe
 from horizonml.engine.sync.compressed import compression_ratio
 from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job.schema import Job, Sgd
-from horizonml.models.zoo import Model, build, channels_of
+from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.explain import largest_layer, shortage, uncut
@@ -25,6 +26,7 @@ from horizonml.planner.search import Found, Problem
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.runtime.stragglers import Forecast
+from horizonml.tasks.choose import task_for
 from horizonml.text import human_seconds
 
 
@@ -47,25 +49,23 @@ class Agreed:
         return cls(Plan.from_json(value["plan"]), forecast)
 
 
-def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
-    """The data as all ranks see it, and the model for it."""
-    found: list[DataInfo | None] = []
+def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
+    """Return the data as all ranks see it, and the model for it. Raises DataError and ModelError."""
+    task = task_for(job)
+    found: list[ImageInfo | None] = []
     info: dict[str, Any] | None = None
     problem = None
     try:
-        described = describe(job.data)
-        if described is not None:
-            channels = channels_of(job.model, described.shape[0])
-            described = describe(job.data, channels)
-        info = vars(described) if described is not None else None
+        described = describe(job.data, task.channels(job.model))
+        info = described.to_json() if described is not None else None
     except HorizonError as error:
         problem = str(error)
     for rank, (value, trouble) in enumerate(group.gather_json([info, problem])):
         if trouble is not None:
             raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
-        found.append(None if value is None else DataInfo(**{**value, "shape": tuple(value["shape"])}))
+        found.append(None if value is None else ImageInfo.from_json(value))
     agreed = agree(found, job.data)
-    return agreed, build(job.model, job.seed, agreed.classes, agreed.shape)
+    return agreed, build(job.model, job.seed, task.outputs(agreed), task.input(agreed))
 
 
 def make_plan(
@@ -96,7 +96,7 @@ def make_plan(
     problem = None
     if group.rank == (lead if automatic else 0):
         try:
-            own = cached_profile(model, profile_key(job, info), job.batch_size, say).to_json()
+            own = cached_profile(model, profile_key(job), job.batch_size, say).to_json()
         except HorizonError as error:
             problem = str(error)
     measured = group.gather_json([own, problem])
@@ -126,7 +126,7 @@ def make_plan(
             answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
-    answer = group.share_json(answer)
+    answer = group.broadcast(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
     agreed = Agreed.from_json(answer)
@@ -157,9 +157,9 @@ def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[
         say(f"measured devices and links: {path}")
 
 
-def profile_key(job: Job, info: DataInfo) -> dict[str, Any]:
-    """What a profile depends on, beside the device."""
-    return {"model": job.model.model_dump(), "classes": info.classes, "shape": info.shape}
+def profile_key(job: Job) -> dict[str, Any]:
+    """Return what a profile depends on, beside the device and the shapes of the layers."""
+    return {"model": job.model.model_dump()}
 
 
 def describe_problem(

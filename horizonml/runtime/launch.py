@@ -22,6 +22,7 @@ from horizonml.machine.network import listen, split_address
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalCluster
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count
@@ -54,7 +55,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
-        if outcome in ("complete", "already complete"):
+        if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE):
             own.completed()
             if stay and not stop.wanted:
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
@@ -123,15 +124,15 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
         raise JobError(f"{RENDEZVOUS}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
 
 
-def _farewell(job: Job, outcome: str, step: int | None) -> str:
+def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     """Return what to say at the end; `step` is that of the newest checkpoint, if there is one."""
-    if outcome == "already complete":
+    if outcome is Outcome.ALREADY_COMPLETE:
         return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
-    if outcome == "stopped":
+    if outcome is Outcome.STOPPED:
         if step is None:
             return "stopped as asked: nothing was saved"
         return f"stopped as asked: a checkpoint is saved (step {step}); run the same command again to continue from it"
-    if outcome == "stopped waiting":
+    if outcome is Outcome.STOPPED_WAITING:
         return "stopped as asked, while waiting for the other ranks"
     if step is None:
         return f"done: records are in {job.run_folder}; nothing was saved, because checkpoint.enabled is false"

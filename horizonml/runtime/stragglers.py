@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from horizonml.engine.group import Group, TreeSum
+from horizonml.comm.group import Group
+from horizonml.comm.tree import TreeSum
 from horizonml.plan.plan import Plan
 from horizonml.planner.search import Problem, search
 
@@ -22,7 +23,6 @@ _SETTLE = 3  # steps of a new plan that do not count: they pay for caches and co
 _WORTH = 0.1  # a new plan must promise to save this part of a step
 _NEWS = 1.2  # a slowdown has to change by this factor before a new plan is tried again
 _LITTLE = 0.1  # of the busiest rank's computing: a smaller difference does not count
-_TAG = (1 << 30) + 50
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Watch:
     ) -> None:
         """`problem` is what the plan was made for, on rank 0; None elsewhere."""
         self._group, self._threshold, self._replan = group, threshold, replan
-        self._sum = TreeSum(group, range(group.world_size), _TAG, torch.zeros(group.world_size, dtype=torch.float64))
+        tag = group.channel("stragglers").tag()
+        self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(group.world_size, dtype=torch.float64))
         self._measured: list[float] = []
         self._stragglers: tuple[int, ...] = ()
         self._tried: tuple[float, ...] = (1.0,) * group.world_size
@@ -130,7 +131,7 @@ class Watch:
             if usable and found.prediction.seconds < (1 - _WORTH) * before:
                 forecast = Forecast.of(problem, found.plan)
                 answer = {"plan": found.plan.to_json(), "forecast": forecast.to_json()}
-        answer = self._group.share_json(answer)
+        answer = self._group.broadcast(answer)
         if answer is None:
             return False
         self._adopt(Plan.from_json(answer["plan"]), Forecast.from_json(answer["forecast"]), problem)

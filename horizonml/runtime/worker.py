@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from horizonml.data.datasets import Data, DataInfo, load
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.images import ImageInfo, load
+from horizonml.engine.session import Session
 from horizonml.errors import DataError, HorizonError, JobError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -28,23 +29,26 @@ from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
-from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import Membership, Terms, meet
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.signals import Cancelled, StopRequest
 from horizonml.runtime.stragglers import Watch
-from horizonml.runtime.trainer import Outcome, Progress, train
+from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
 from horizonml.state.move import move
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.choose import task_for
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
+from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
 
@@ -63,6 +67,8 @@ class Worker:
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
         self._agreed: Agreed | None = None
+        self._state: TrainState | None = None  # which outlives all groups
+        self._info: ImageInfo | None = None  # of the data that it is for
         # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
         self._moved_away = self._begun = False
         self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
@@ -78,7 +84,7 @@ class Worker:
         job, identity = self._job, self._identity
         self._folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         if not fresh and completed(job.run_folder / "checkpoints", job):
-            return "already complete"
+            return Outcome.ALREADY_COMPLETE
         if identity.world_size == 1:
             return self._train(None, fresh)
         membership, fruitless = None, 0
@@ -95,7 +101,7 @@ class Worker:
             try:
                 membership = meet(identity, terms, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
-                return "stopped waiting"
+                return Outcome.STOPPED_WAITING
             self._rank = membership.rank
             try:
                 outcome = self._train(membership, fresh)
@@ -117,16 +123,15 @@ class Worker:
                 membership.leave(str(error) or type(error).__name__, "failed" if failed else "other")
                 raise
             else:
-                membership.leave("done" if outcome != "re-form" else "meets again")
-                if outcome != "re-form":
+                membership.leave("done" if outcome is not Outcome.RE_FORM else "meets again")
+                if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:
                     break
                 self._check_recoverable("another rank stops")
                 self.say("another rank stops or joins; meeting again")
-            gc.collect()
             self._metrics.waiting([])
-        return "stopped"
+        return Outcome.STOPPED
 
     def _check_recoverable(self, reason: str) -> None:
         """Raise PeerLost if there is nothing that training could go on from."""
@@ -194,10 +199,13 @@ class Worker:
             watch = Watch(
                 group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
             )
-        engine = engine_for(job, agreed.plan, model, group)
-        _check_smallest_batch(job, engine, info)
-        data = load_for(job, engine, info)
-        checkpoints, start = None, None
+        if self._state is None or info != self._info:
+            self._state, self._info = TrainState(model, job.optimizer), info
+        state = self._state
+        session = Session(agreed.plan, state, group, task_for(job), job.batch_size)
+        _check_smallest_batch(job, session, info)
+        data = load_for(job, session, info)
+        checkpoints, found = None, None
         if job.checkpoint.enabled:
             checkpoints = Checkpoints(
                 job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible_with(job, info), names
@@ -205,63 +213,68 @@ class Worker:
             if first and not job.checkpoint.resume:
                 checkpoints.set_aside()
             else:
-                found = checkpoints.resume(engine)
-                start = Progress(found.step, found.metrics) if found is not None else None
+                found = checkpoints.resume(state, agreed.plan)
+        if found is None and state.step:
+            state.restart()
         self._begun = True
-        self._begin_equal(engine)
-        if not first and start is None:
+        self._begin_equal(session)
+        if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
         steps = job.epochs * -(-info.train // job.batch_size)
-        about = {
-            "rank": rank,
-            "started_as_rank": self._identity.rank,
-            "world_size": group.world_size,
-            "generation": generation,
-            "host": names[rank],
-            "node": group.hosts[rank],
-            "job": job.model_dump(),
-            "layers": model.chain.names,
-            "rss_idle_bytes": self._idle,
-            "threads": torch.get_num_threads(),
-            "cores": here.cores,
-            "memory": memory_limit(),
-            "machine": machine(),
-            "versions": versions(),
-        }
+        about = RunInfo(
+            rank=rank,
+            started_as_rank=self._identity.rank,
+            world_size=group.world_size,
+            generation=generation,
+            host=names[rank],
+            node=group.hosts[rank],
+            job=job,
+            layers=model.chain.names,
+            rss_idle_bytes=self._idle,
+            threads=torch.get_num_threads(),
+            cores=here.cores,
+            memory=memory_limit(),
+            machine=machine(),
+            versions=versions(),
+            plan=agreed.plan,
+        )
         energy = EnergyMeter() if here.ranks[0] == rank else None
         source = "resumed"
         while True:
-            recorder = self._recorder(about, engine, watch, steps, start, source, energy)
-            outcome: str = "failed"
+            recorder = self._recorder(about, session, watch, steps, source, energy)
+            outcome = "failed"
             try:
-                result, reached = train(job, engine, data, checkpoints, recorder, start, self._stop, newcomers, watch)
-                outcome = result
+                result = train(job, session, data, checkpoints, recorder, self._stop, newcomers, watch)
+                outcome = result.value
             finally:
+                session.close()
                 self._steps += recorder.steps
                 recorder.close(outcome)
                 self.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
-            if result != "re-plan":
+            if result is not Outcome.RE_PLAN:
                 return result
             assert watch is not None
             predicted = human_seconds(watch.forecast.seconds)
-            self.say(f"step {reached.step}: a new plan, predicted to take {predicted} a step:")
+            self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
             self.say(watch.plan.describe(model.chain.names))
-            replanned = engine_for(job, watch.plan, model, group)
-            _check_smallest_batch(job, replanned, info)
-            received = move(engine, replanned, model, group)
-            moved = sum(group.gather_json(received))
+            moved = sum(group.gather_json(move(state, session.plan, watch.plan, group)))
+            session = Session(watch.plan, state, group, task_for(job), job.batch_size)
+            _check_smallest_batch(job, session, info)
             self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
-            engine, start, source = replanned, reached, "on"
+            source = "on"
             self._agreed = Agreed(watch.plan, watch.forecast, watch.problem)
-            data = load_for(job, engine, info)
+            data = load_for(job, session, info)
 
     def _set_aside(self, group: Group) -> None:
         """Make room for a fresh run; the one before is kept beside it, on every disk. Raises JobError on all ranks."""
         leads = Disks(self._job.run_folder, group).leads
-        problems = group.gather_json(self._folder.set_aside() if leads[group.rank] == group.rank else None)
-        for rank, problem in enumerate(problems):
+
+        def set_aside() -> None:
+            problem = self._folder.set_aside() if leads[group.rank] == group.rank else None
             if problem is not None:
-                raise JobError(problem if group.world_size == 1 else f"rank {rank}: {problem}")
+                raise JobError(problem)
+
+        group.agree(set_aside)
 
     def _agree(
         self,
@@ -286,9 +299,9 @@ class Worker:
         self._agreed, self._planned_for = agreed, started_as
         return agreed
 
-    def _begin_equal(self, engine: Engine) -> None:
+    def _begin_equal(self, session: Session) -> None:
         """See that all members of a stage begin with the same state, bit for bit."""
-        for rank, name in share_state(engine):
+        for rank, name in share_state(session.state, session.plan, session.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
@@ -296,35 +309,33 @@ class Worker:
 
     def _recorder(
         self,
-        about: dict[str, Any],
-        engine: Engine,
+        about: RunInfo,
+        session: Session,
         watch: Watch | None,
         steps: int,
-        start: Progress | None,
         source: str,
         energy: EnergyMeter | None,
     ) -> Recorder:
         """Return what takes down all that happens from now on, by this plan."""
-        job, done = self._job, start.step if start else 0
-        display = display_for(about["rank"], job.epochs, steps, done)
-        about = {
-            **about,
-            "stage": engine.stage_number,
-            "plan": engine.plan.to_json(),
-            "forecast": watch.forecast.seconds if watch else None,
-            "resumed_at": done,
-        }
+        job, done, plan = self._job, session.state.step, session.plan
+        display = display_for(about.rank, job.epochs, steps, done)
+        forecast = watch.forecast.seconds if watch else None
+        about = replace(about, plan=plan, forecast=forecast, resumed_at=done)
         file = job.run_folder / f"rank-{self._identity.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, self._metrics, energy)
         self._metrics.started(about, job.epochs, steps, done)
-        if start and done < steps:
+        if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
-        if about["rank"]:
-            stage, stages = engine.plan.stages[engine.stage_number], len(engine.plan.stages)
-            others, place = count(about["world_size"] - 1, "other rank"), engine.stage_number + 1
+        if about.rank:
+            others = count(about.world_size - 1, "other rank")
+            held = [
+                f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
+                f"{plan.stages[number].stop - 1}"
+                for number in session.stages
+            ]
             print(
-                f"rank {self._identity.rank}: connected to {others}; trains stage {place} of {stages}, layers "
-                f"{stage.start} to {stage.stop - 1}, from step {done} of {steps}",
+                f"rank {self._identity.rank}: connected to {others}; trains {'; '.join(held)}, from step {done} of "
+                f"{steps}",
                 flush=True,
             )
         return recorder
@@ -347,20 +358,9 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def engine_for(job: Job, plan: Plan, model: Model, group: Group) -> Engine:
-    """The engine that runs a plan."""
-    kind: type[Engine] = Engine
-    if job.parallel.strategy == "horovod" and job.parallel.stages is None and group.world_size > 1:
-        from horizonml.engine.sync.horovod import HorovodEngine
-
-        kind = HorovodEngine
-    compression = job.parallel.gradient_compression
-    return kind(plan, model, group, job.optimizer, job.batch_size, job.label_smoothing, compression)
-
-
-def load_for(job: Job, engine: Engine, info: DataInfo) -> Data:
-    """The data for this rank: images for the first stage, labels for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", images=engine.is_first, labels=engine.is_last)
+def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
@@ -375,10 +375,10 @@ def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
     }
 
 
-def _check_smallest_batch(job: Job, engine: Engine, info: DataInfo) -> None:
+def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
     """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
     for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
-        for rank, problem in enumerate(engine.group.gather_json(engine.try_smallest(size))):
+        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size))):
             if problem is not None:
                 raise DataError(
                     f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "

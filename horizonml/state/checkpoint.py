@@ -27,10 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml import __version__
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.files import sync_folder, write_atomically
+from horizonml.plan.plan import Plan
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.equal import share_state
 from horizonml.state.shards import (
@@ -50,6 +50,7 @@ from horizonml.state.shards import (
     steps,
     verify_shard,
 )
+from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -96,25 +97,28 @@ class Checkpoints:
             for leftover in [*folder.glob(".step-*"), *folder.glob(".old-*")]:
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def save(self, engine: Engine, step: int, details: dict[str, Any]) -> list[str]:
-        """Write a checkpoint; all ranks call this after the same step.
+    def save(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> list[str]:
+        """Write a checkpoint of the state; all ranks call this after the same step.
 
         `details` go into the metadata. Return what went wrong on which rank: nothing if the checkpoint is saved.
         Otherwise training can go on, and the checkpoints there were are kept.
         """
         # A group that was thought dead may wake up and go on with this very step: its folder has another name.
+        step = state.step
         hidden = self._folder / f".{folder_name(step)}-{self._disks.word[:8]}"
-        self._equalise(engine)
-        writers = [self._disks.writers(stage.ranks) for stage in engine.plan.stages]
-        tensors = engine.state()  # which members may have to put together
-        report = {}
-        if self._group.rank in writers[engine.stage_number].values():
-            report = self._write_shard(tensors, hidden, shard_name(engine.stage_number))
-        gathered = self._group.gather_json([report, details if self._group.rank == 0 else None])
+        self._equalise(state, plan)
+        writers = [self._disks.writers(stage.ranks) for stage in plan.stages]
+        written = {}
+        for number in plan.stages_of(self._group.rank):
+            stage = plan.stages[number]
+            tensors = state.whole(self._group, stage.start, stage.stop)  # which all members have to put together
+            if self._group.rank in writers[number].values():
+                written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
+        gathered = self._group.gather_json([written, details if self._group.rank == 0 else None])
         reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
         shards, failed = _agreed(writers, reports)
         if not failed:
-            shards, received = self._copy(hidden, engine, shards)
+            shards, received = self._copy(hidden, plan, shards)
             metadata = {
                 "format": FORMAT,
                 "horizonml": __version__,
@@ -122,7 +126,7 @@ class Checkpoints:
                 "step": step,
                 **details,
                 "compatible": self._compatible,
-                "plan": engine.plan.to_json(),
+                "plan": plan.to_json(),
                 "shards": {name: shard.model_dump() for name, shard in shards.items()},
             }
             failed = self._everywhere(lambda: self._prepare(hidden, metadata, shards, received))
@@ -139,9 +143,9 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         return []
 
-    def _equalise(self, engine: Engine) -> None:
+    def _equalise(self, state: TrainState, plan: Plan) -> None:
         """See that the members of a stage still hold the same: processors that round differently drift apart."""
-        drifted = share_state(engine)
+        drifted = share_state(state, plan, self._group)
         if drifted and not self._drift_told:
             ranks = ", ".join(str(rank) for rank, _ in drifted)
             _log.warning(
@@ -164,14 +168,14 @@ class Checkpoints:
         except (OSError, safetensors.SafetensorError) as error:
             return {"error": str(error)}
 
-    def _copy(self, hidden: Path, engine: Engine, shards: dict[str, Shard]) -> tuple[dict[str, Shard], list[str]]:
+    def _copy(self, hidden: Path, plan: Plan, shards: dict[str, Shard]) -> tuple[dict[str, Shard], list[str]]:
         """Bring every shard to the disks that keep it.
 
         Return the shards with the names of these machines, and the names of those that this rank's disk received.
         """
         kept: dict[str, Shard] = {}
         copies: list[Copy] = []
-        for number, stage in enumerate(engine.plan.stages):
+        for number, stage in enumerate(plan.stages):
             name, writers = shard_name(number), self._disks.writers(stage.ranks)
             keepers = self._disks.keepers(stage.ranks)
             for disk in keepers:
@@ -226,11 +230,11 @@ class Checkpoints:
         if problems:
             raise CheckpointError(f"the checkpoints of an earlier run cannot be moved: {'; '.join(problems)}")
 
-    def resume(self, engine: Engine) -> Metadata | None:
+    def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact on all machines together; return None if there is none.
 
-        Damaged ones are passed over by name. Raises CheckpointError if all are damaged, or if the one to resume
-        belongs to another model or data.
+        `state` must hold the layers that this rank has in the plan. Damaged checkpoints are passed over by name. Raises
+        CheckpointError if all are damaged, or if the one to resume belongs to another model or data.
         """
         found = self._group.gather_json([path.name for path in steps(self._folder)] if self._disks.is_lead else [])
         names = {name for there in found for name in there if is_folder_name(name)}
@@ -243,11 +247,12 @@ class Checkpoints:
             # Two groups may have saved the same step; each version is whole only by itself.
             for version in dict.fromkeys(there.version for there in seen if there.version):
                 having = [there if there.version == version else _Seen() for there in seen]
-                outcome = self._resume_from(engine, name, having)
+                outcome = self._resume_from(state, plan, name, having)
                 refused = self._first_problem(outcome)
                 if refused is None:
                     assert isinstance(outcome, Metadata)
-                    self.newest = outcome.step
+                    self.newest = state.step = outcome.step
+                    state.metrics = dict(outcome.metrics)
                     return outcome
                 if refused.final:
                     raise CheckpointError(refused.text)
@@ -278,13 +283,13 @@ class Checkpoints:
                 return _Problem(str(value["text"]), value["final"] is True)
         return None
 
-    def _resume_from(self, engine: Engine, name: str, seen: list[_Seen]) -> Metadata | _Problem:
+    def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
         """Load one checkpoint; `seen[r]` is what rank r has of it."""
         path, rank = self._folder / name, self._group.rank
         holder = next(rank for rank, there in enumerate(seen) if there.version)
         own = read_metadata(path).model_dump() if seen[rank].version else None  # which was read a moment ago
         try:
-            metadata = check(self._group.share_json(own, holder), path)
+            metadata = check(self._group.broadcast(own, holder), path)
         except CheckpointError as error:
             return _Problem(str(error))
         where: dict[str, list[int]] = {
@@ -304,7 +309,7 @@ class Checkpoints:
             except OSError as error:
                 problem = f"{path}: {error.strerror or error}"
         copies: list[Copy] = []
-        for stage in engine.plan.stages:
+        for stage in plan.stages:
             for lead in dict.fromkeys(self._disks.leads[rank] for rank in stage.ranks):
                 for file in metadata.needed(stage.start, stage.stop):
                     if lead not in where[file]:
@@ -323,18 +328,19 @@ class Checkpoints:
                     final=True,
                 )
         received = [copy.path.name for copy in copies if copy.target == self._disks.leads[rank]]
-        own_stage = engine.plan.stages[engine.stage_number]
-        return self._load(engine, path, metadata, metadata.needed(own_stage.start, own_stage.stop), received)
+        spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
+        files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
+        return self._load(state, path, metadata, files, received)
 
     def _load(
-        self, engine: Engine, path: Path, metadata: Metadata, files: list[str], received: list[str]
+        self, state: TrainState, path: Path, metadata: Metadata, files: list[str], received: list[str]
     ) -> Metadata | _Problem:
         try:
             for file in files:
                 if file in received:  # the others were verified when they were looked at
                     verify_shard(path / file, metadata.shards[file])
             with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
-                engine.load_state(read, names)
+                state.load(read, names)
         except CheckpointError as error:
             return _Problem(str(error))
         except KeyError as error:
@@ -356,7 +362,7 @@ def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str
     for number, ranks in enumerate(writers):
         name = shard_name(number)
         for rank in sorted(ranks.values()):
-            report = reports[rank]
+            report = reports[rank].get(name) if isinstance(reports[rank], dict) else None
             if isinstance(report, dict) and "error" in report:
                 failed.append(f"rank {rank}: {report['error']}")
                 continue

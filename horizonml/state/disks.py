@@ -21,10 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from horizonml.engine.group import Group, Work
+from horizonml.comm.group import Group, Work
 
 _log = logging.getLogger(__name__)
-_TAG = (1 << 30) + 20_000
 _CHUNK = 1 << 20
 
 
@@ -37,7 +36,7 @@ class Disks:
         Names of machines say nothing: two boards may have the same name, and a network drive may be on all of them.
         """
         self._group = group
-        self.word = str(group.share_json(uuid.uuid4().hex))  # which no other group has
+        self.word = str(group.broadcast(uuid.uuid4().hex))  # which no other group has
         if not re.fullmatch("[0-9a-f]{32}", self.word):
             self.word = "0" * 32
         own = folder / f".probe-{self.word}-{group.rank}"
@@ -91,7 +90,7 @@ class Disks:
         In each round every copy moves one chunk, so that nobody waits for the whole of another's file. What arrives is
         checked when it is used: a disk that fails on the way does not end the others.
         """
-        rank = self._group.rank
+        rank, channel = self._group.rank, self._group.channel("files")
         copies = [copy for copy in copies if copy.source != copy.target]
         mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in copies if copy.concerns(rank)}
         try:
@@ -104,10 +103,10 @@ class Disks:
                         continue
                     if copy.source == rank:
                         chunk = mine[copy].read(size)
-                        works.append((self._group.send(chunk, copy.target, _TAG + number), copy.target))
+                        works.append((self._group.send(chunk, copy.target, channel.tag(number)), copy.target))
                     else:
                         chunk = torch.empty(size, dtype=torch.uint8)
-                        works.append((self._group.receive(chunk, copy.source, _TAG + number), copy.source))
+                        works.append((self._group.receive(chunk, copy.source, channel.tag(number)), copy.source))
                     received.append((mine[copy], chunk))  # also keeps what is sent alive
                 for work, peer in works:
                     self._group.wait(work, peer)

@@ -6,32 +6,33 @@ Gradients are summed, never parameters: members that begin unequal stay unequal 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from horizonml.engine.engine import Engine
+from horizonml.comm.group import Group
 from horizonml.errors import StateDiffers
+from horizonml.plan.plan import Plan
+from horizonml.state.train_state import TrainState
 
-_TAG = (1 << 30) + 2000
 
-
-def share_state(engine: Engine) -> list[tuple[int, str]]:
+def share_state(state: TrainState, plan: Plan, group: Group) -> list[tuple[int, str]]:
     """Compare the state of every stage's members; give those that differ what their stage's first member holds.
 
     Return, on all ranks, which ranks differed, each with the name of a tensor that did. All ranks of the group call
     this. Raises StateDiffers if some cannot be made equal.
     """
-    differing = _differing(engine)
+    differing = _differing(state, plan, group)
     if differing:
-        _send(engine, differing)
-        left = _differing(engine)
+        _send(state, plan, group, differing)
+        left = _differing(state, plan, group)
         if left:
             raise StateDiffers(
                 "members of a stage do not hold the same state: "
-                + "; ".join(f"rank {rank} differs in {name}" for rank, name in left)
+                + "; ".join(f"rank {one.rank} differs in {one.name}" for one in left)
             )
-    return differing
+    return [(one.rank, one.name) for one in differing]
 
 
 def digest(state: dict[str, Tensor]) -> dict[str, str]:
@@ -44,37 +45,68 @@ def digest(state: dict[str, Tensor]) -> dict[str, str]:
     return found
 
 
-def _differing(engine: Engine) -> list[tuple[int, str]]:
-    """Return the ranks whose state is not that of their stage's first member, each with a tensor that differs."""
-    group, plan = engine.group, engine.plan
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
-        return []
-    own = digest(engine.replicated_state())
-    together = hashlib.blake2b("".join(f"{k}{own[k]}" for k in sorted(own)).encode(), digest_size=16).hexdigest()
-    digests = group.gather_json(together)
-    unequal = {rank for stage in plan.stages for rank in stage.ranks if digests[rank] != digests[stage.ranks[0]]}
-    if not unequal:
-        return []
-    # Which tensors: only where there is something to tell.
-    every = group.gather_json(own)
-    found = []
-    for rank in sorted(unequal):
-        first = every[plan.stages[plan.stages_of(rank)[0]].ranks[0]]
-        names = sorted(name for name in first.keys() | every[rank].keys() if first.get(name) != every[rank].get(name))
-        found.append((rank, str(names[0])))
+@dataclass(frozen=True)
+class _Difference:
+    """A member that does not hold what its stage's first member does."""
+
+    rank: int
+    stage: int
+    name: str  # of a tensor
+
+
+def _digests(state: TrainState, plan: Plan, rank: int) -> dict[int, dict[str, str]]:
+    """Return the digests of what all members hold alike, for each stage of this rank that has other members."""
+    found = {}
+    for number in plan.stages_of(rank):
+        stage = plan.stages[number]
+        if len(stage.ranks) > 1:
+            found[number] = digest(state.replicated(stage.start, stage.stop))
     return found
 
 
-def _send(engine: Engine, differing: list[tuple[int, str]]) -> None:
+def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]:
+    """Return the members whose state is not that of their stage's first member, each with a tensor that differs."""
+    if all(len(stage.ranks) == 1 for stage in plan.stages):
+        return []
+    own = _digests(state, plan, group.rank)
+    # JSON has keys of text only.
+    everyone = group.gather_json({str(number): _together(digests) for number, digests in own.items()})
+    unequal = [
+        (rank, number)
+        for number, stage in enumerate(plan.stages)
+        for rank in stage.ranks[1:]
+        if everyone[rank][str(number)] != everyone[stage.ranks[0]][str(number)]
+    ]
+    if not unequal:
+        return []
+    # Which tensors: only where there is something to tell.
+    every = group.gather_json({str(number): digests for number, digests in own.items()})
+    found = []
+    for rank, number in unequal:
+        first, other = every[plan.stages[number].ranks[0]][str(number)], every[rank][str(number)]
+        names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+        found.append(_Difference(rank, number, str(names[0])))
+    return found
+
+
+def _together(digests: dict[str, str]) -> str:
+    text = "".join(f"{name}{digests[name]}" for name in sorted(digests))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _send(state: TrainState, plan: Plan, group: Group, differing: list[_Difference]) -> None:
     """Send the replicated state of a stage's first member to the members that differ from it."""
-    group, plan = engine.group, engine.plan
-    state = engine.replicated_state()
-    for rank, _ in differing:
-        source = plan.stages[plan.stages_of(rank)[0]].ranks[0]
-        for place, name in enumerate(sorted(state) if group.rank in (rank, source) else []):
-            tensor = state[name].contiguous()
+    channel = group.channel("state")
+    for one in differing:
+        stage = plan.stages[one.stage]
+        source = stage.ranks[0]
+        if group.rank not in (one.rank, source):
+            continue
+        tensors = state.replicated(stage.start, stage.stop)
+        for place, name in enumerate(sorted(tensors)):
+            tensor = tensors[name].contiguous()
             if group.rank == source:
-                group.wait(group.send(tensor, rank, _TAG + place), rank)
+                group.wait(group.send(tensor, one.rank, channel.tag(place)), one.rank)
             else:
-                group.wait(group.receive(tensor, source, _TAG + place), source)
-                state[name].copy_(tensor)
+                group.wait(group.receive(tensor, source, channel.tag(place)), source)
+                tensors[name].copy_(tensor)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group, Work
 from horizonml.errors import PeerLost
-from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
-
-_TAG = (1 << 30) + 1000
+from horizonml.state.train_state import TrainState
 
 
 def senders(old: Plan, new: Plan) -> list[tuple[int, int, int]]:
-    """Which layer goes from which rank to which: `(layer, from, to)`, in the order of layers.
+    """Return which layer goes from which rank to which: `(layer, from, to)`, in the order of layers.
 
     A rank that has a layer already gets none; of several that could send, those send that have sent least.
     """
@@ -36,41 +32,37 @@ def senders(old: Plan, new: Plan) -> list[tuple[int, int, int]]:
     return found
 
 
-def move(old: Engine, new: Engine, model: Model, group: Group) -> int:
-    """Give the new engine what the old ones hold: parameters, buffers, optimizer state. All ranks must call this.
+def move(state: TrainState, old: Plan, new: Plan, group: Group) -> int:
+    """Bring parameters, buffers and optimizer state of each layer to the ranks that hold it in the new plan.
 
-    Returns the bytes that this rank has received. Raises PeerLost.
+    All ranks must call this, with no session on the state; the next one lets go of the layers that have left. Returns
+    the bytes that this rank has received. Raises PeerLost.
     """
-    layer_of = model.parameter_names()
-    held = old.state()
-    names: dict[int, list[str]] = {}  # a tensor is called model/NAME or optimizer/NAME/KEY
-    for key in held:
-        name = key.partition("/")[2]
-        name = name.rpartition("/")[0] if key.startswith("optimizer/") else name
-        names.setdefault(layer_of[name], []).append(key)
-    moves = senders(old.plan, new.plan)
+    held: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in state.tensors().items():
+        held.setdefault(state.layer_of(key), {})[key] = tensor
+    moves = senders(old, new)
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
-    # What there is to receive: a rank without the layer does not know what its optimizer keeps.
+    # What there is to receive: a rank without the layer does not know whether its optimizer has begun.
     offers: dict[int, list[str]] = {}
-    for offered in group.gather_json([[layer, names[layer]] for layer in mine if layer in names]):
+    for offered in group.gather_json([[layer, list(held[layer])] for layer in mine if layer in held]):
         offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}
-    works: list[tuple[Any, int, Tensor]] = []
+    works: list[tuple[Work, int, Tensor]] = []
     received: dict[str, Tensor] = {}
-    tags = itertools.count(_TAG)
+    tags = map(group.channel("layers").tag, itertools.count())
     for layer, sender, receiver in moves:
+        expected = state.expected(layer) if receiver == group.rank else {}
         for key in offers.get(layer, []):
             tag = next(tags)
             if group.rank == sender:
-                tensor = held[key].contiguous().view(-1)
+                tensor = held[layer][key].contiguous().view(-1)
                 works.append((group.send(tensor, receiver, tag), receiver, tensor))
             elif group.rank == receiver:
-                expected = new.expects(key)  # a peer decides neither shapes nor dtypes
-                if expected is None:
+                if key not in expected:  # a peer decides neither shapes nor dtypes
                     raise PeerLost(f"rank {sender} offers {key}, which layer {layer} does not have")
-                received[key] = torch.empty(expected.shape, dtype=expected.dtype)
+                received[key] = torch.empty_like(expected[key], device="cpu")
                 works.append((group.receive(received[key].view(-1), sender, tag), sender, received[key]))
     for work, peer, _ in works:
         group.wait(work, peer)
-    together = {**held, **received}
-    new.load_state(together.__getitem__, together)
+    state.put(received)
     return sum(tensor.nbytes for tensor in received.values())

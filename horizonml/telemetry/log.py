@@ -48,7 +48,7 @@ class JsonLines:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write what is left and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file; a line that a crash cut short is left out."""
+    """Yield the records of a file; a line that a crash cut short is left out."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, StepRecord, metric_text
 
 _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which speed and time split are averaged
@@ -19,16 +19,16 @@ class Display(Protocol):
     """Shows the course of a training."""
 
     def message(self, text: str) -> None:
-        """Say something."""
+        """Show a message."""
 
     def step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Show a step that is done."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """An epoch has been evaluated."""
+        """Show what an epoch's evaluation found."""
 
     def close(self) -> None:
-        """The training is over."""
+        """End the display."""
 
 
 class Silent:
@@ -66,10 +66,13 @@ class _Window:
 
 
 def _evaluated(record: EvaluationRecord, epochs: int) -> str:
-    return (
-        f"epoch {record.epoch}/{epochs}: held-out loss {record.loss:.4f}, accuracy {record.accuracy:.2%} "
-        f"({record.samples} samples)"
-    )
+    return f"epoch {record.epoch}/{epochs}: held-out {_judged(record)} ({record.samples} samples)"
+
+
+def _judged(record: StepRecord | EvaluationRecord) -> str:
+    """Return the loss and the task's metrics for people: `loss 0.0231, accuracy 99.16%`."""
+    metrics = (f"{name} {metric_text(name, value)}" for name, value in record.metrics.items())
+    return ", ".join([f"loss {record.loss:.4f}", *metrics])
 
 
 class Lines:
@@ -86,8 +89,7 @@ class Lines:
         if time.monotonic() - self._last > _LINE_SECONDS:
             self._last = time.monotonic()
             print(
-                f"epoch {record.epoch}/{self._epochs}: step {record.step}, loss {record.loss:.4f}, "
-                f"accuracy {record.accuracy:.2%} | {self._window.words()}",
+                f"epoch {record.epoch}/{self._epochs}: step {record.step}, {_judged(record)} | {self._window.words()}",
                 flush=True,
             )
 
@@ -100,7 +102,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with the current loss, accuracy, speed and time split (compute/transfer/wait)."""
+    """A progress bar with the current loss, metrics, speed and time split (compute/transfer/wait)."""
 
     def __init__(self, epochs: int, steps: int, done: int) -> None:
         self._epochs, self._window = epochs, _Window()
@@ -123,7 +125,8 @@ class Bar:
 
     def step(self, record: StepRecord) -> None:
         self._window.add(record)
-        words = f"loss {record.loss:.4f} acc {record.accuracy:.1%} {self._window.words(short=not self._wide)}"
+        metrics = (f"{name[:3]} {metric_text(name, value, 1)} " for name, value in record.metrics.items())
+        words = f"loss {record.loss:.4f} {''.join(metrics)}{self._window.words(short=not self._wide)}"
         self._progress.update(self._task, completed=record.step, epoch=record.epoch, words=words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -134,7 +137,7 @@ class Bar:
 
 
 def display_for(rank: int, epochs: int, steps: int, done: int) -> Display:
-    """The display that suits this rank and its standard output."""
+    """Return the display that suits this rank and its standard output."""
     if rank != 0:
         return Silent()
     return Bar(epochs, steps, done) if sys.stdout.isatty() else Lines(epochs)

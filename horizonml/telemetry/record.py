@@ -1,10 +1,63 @@
-"""What is recorded of a training: one record per rank and step, and one per evaluation."""
+"""What is recorded of a training: a rank's place in it, one record per step, and one per evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from horizonml.job.schema import Job
+from horizonml.plan.plan import Plan
+
+SHARES = frozenset({"accuracy"})  # the metrics that are parts of a whole, from 0 to 1: people read them in percent
+
+
+def metric_key(name: str) -> str:
+    """Return what a task's metric is called in records and in Prometheus."""
+    return name.replace(" ", "_").replace("-", "_")
+
+
+def metric_text(name: str, value: float, digits: int = 2) -> str:
+    """Return a metric's value for people: `99.16%` for a share, with so many digits after the point."""
+    return f"{value:.{digits}%}" if name in SHARES else f"{value:.4f}"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What one rank trains, where, and by which plan: the first record of its file."""
+
+    rank: int  # in the group; the process may have been started as another one
+    started_as_rank: int
+    world_size: int
+    generation: int  # counts the formations of the group
+    host: str
+    node: str  # identifies the machine
+    job: Job
+    layers: list[str]
+    rss_idle_bytes: int  # of this process before it had a model
+    threads: int
+    cores: float  # that this machine's ranks may use
+    memory: float  # bytes that they may use
+    machine: dict[str, Any]  # as it describes itself
+    versions: dict[str, str]
+    plan: Plan
+    forecast: float | None = None  # seconds of a step, as an automatic plan predicts them
+    resumed_at: int = 0  # steps that were done already
+
+    @property
+    def stage(self) -> int:
+        """The rank's stage; its first one where it holds several."""
+        return self.plan.stages_of(self.rank)[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain JSON values."""
+        return {
+            "kind": "run",
+            **vars(self),
+            "job": self.job.model_dump(),
+            "plan": self.plan.to_json(),
+            "stage": self.stage,
+        }
 
 
 @dataclass(frozen=True)
@@ -21,7 +74,7 @@ class StepRecord:
     samples: int  # rows of the batch this rank worked on
     batch: int  # size of the global batch
     loss: float  # mean over the global batch
-    accuracy: float  # training accuracy over the global batch, 0 to 1
+    metrics: Mapping[str, float]  # the task's metrics by name, means over the global batch
     lr: float
     bytes_sent: int
     bytes_received: int
@@ -32,22 +85,36 @@ class StepRecord:
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"kind": "step", **vars(self)}
+        """Return the record as plain JSON values; each metric has a key of its own."""
+        return {"kind": "step", **_with_metrics(vars(self))}
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Loss and accuracy on held-out data after an epoch."""
+    """The loss and the task's metrics on held-out data after an epoch."""
 
     step: int
     epoch: int
     time: float
     seconds: float
     loss: float
-    accuracy: float
+    metrics: Mapping[str, float]
     samples: int
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return {"kind": "evaluation", **vars(self)}
+        """Return the record as plain JSON values; each metric has a key of its own."""
+        return {"kind": "evaluation", **_with_metrics(vars(self))}
+
+
+def _with_metrics(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record with its metrics among them, at the place of the field `metrics`."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name != "metrics":
+            found[name] = value
+            continue
+        for metric, mean in value.items():
+            key = metric_key(metric)
+            assert key not in fields, f"a record has a field {key!r} already; rename the task's metric"
+            found[key] = mean
+    return found

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from horizonml.engine.clock import Clock
-from horizonml.engine.engine import Step, Totals
+from horizonml.engine.step import Step, Totals
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.usage import cpu_seconds, rss_bytes
-from horizonml.runtime.stragglers import Look
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, RunInfo, StepRecord
 
 
 class Recorder:
@@ -24,18 +24,18 @@ class Recorder:
         self,
         path: Path,
         display: Display,
-        about: dict[str, Any],
+        info: RunInfo,
         timeline_every: int,
         metrics: Metrics | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
-        """`about` describes the rank and the run; it is the first record of the file. `energy` is this machine's."""
+        """`path` is the rank's file, of which `info` becomes a record. `energy` is this machine's meter."""
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self.steps = metrics, 0  # steps recorded
-        self._rank = about["rank"]
-        self._lines.write({"kind": "run", "time": time.time(), **about})
+        self._rank = info.rank
+        self._lines.write({**info.to_json(), "time": time.time()})
         self._cpu = cpu_seconds()
 
     def message(self, text: str) -> None:
@@ -56,7 +56,7 @@ class Recorder:
             samples=step.samples,
             batch=batch,
             loss=step.totals.loss,
-            accuracy=step.totals.accuracy,
+            metrics=step.totals.metrics,
             lr=lr,
             bytes_sent=step.bytes_sent,
             bytes_received=step.bytes_received,
@@ -77,20 +77,24 @@ class Recorder:
 
     def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
         """Record an evaluation on held-out data after step `number`."""
-        record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.accuracy, totals.samples)
+        record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.metrics, totals.samples)
         self._lines.write(record.to_json())
         self._display.evaluation(record)
         if self._metrics is not None:
             self._metrics.evaluation(record)
 
-    def slowdowns(self, look: Look, number: int) -> None:
-        """Record how ranks' computing compares with the plan, as found after step `number`."""
-        factors = [round(factor, 4) for factor in look.slowdowns]
+    def slowdowns(self, slowdowns: Sequence[float], stragglers: Sequence[int] | None, number: int) -> None:
+        """Record how ranks' computing compares with the plan, as found after step `number`.
+
+        `slowdowns[r]` is how many times as long as planned rank r computes, compared with the others; `stragglers` are
+        the ranks that take too long, where these are news, or None.
+        """
+        factors = [round(factor, 4) for factor in slowdowns]
         self._lines.write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
         if self._metrics is not None:
-            self._metrics.slowdown(look.slowdowns[self._rank])
-        if look.news:
-            told = ", ".join(f"rank {rank} computes {factors[rank]:.1f} times as long" for rank in look.stragglers)
+            self._metrics.slowdown(slowdowns[self._rank])
+        if stragglers is not None:
+            told = ", ".join(f"rank {rank} computes {factors[rank]:.1f} times as long" for rank in stragglers)
             found = f"{told} as planned, compared with the others" if told else "all are as fast as planned again"
             self._display.message(f"step {number}: {found}")
 
@@ -103,12 +107,12 @@ class Recorder:
             self._metrics.checkpoint(number, saved, seconds)
 
     def skip(self) -> None:
-        """What happened since the last step (an evaluation, a checkpoint) belongs to no step."""
+        """Count what happened since the last step (an evaluation, a checkpoint) to no step."""
         self._cpu = cpu_seconds()
         self._joules_since()
 
     def _joules_since(self) -> float | None:
-        """Joules since the last call."""
+        """Return the joules since the last call, or None where the machine does not tell."""
         total = self._energy.joules() if self._energy is not None else None
         if total is None:
             return None
@@ -123,7 +127,7 @@ class Recorder:
 
 
 def _timeline(step: Step, number: int) -> dict[str, Any]:
-    """The spans of a step in Unix time, so that those of several ranks can be laid side by side."""
+    """Return the spans of a step in Unix time, so that those of several ranks can be laid side by side."""
     offset = Clock.unix_offset()
     spans = [[s.kind, s.what, s.micro, s.start + offset, s.end + offset] for s in step.spans]
     return {"kind": "timeline", "step": number, "spans": spans}

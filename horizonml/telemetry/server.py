@@ -69,7 +69,7 @@ class Server:
         self._thread.start()
 
     def last_look(self, until: Callable[[], bool]) -> None:
-        """Where Prometheus comes regularly, wait until it has come once more, or `until` says to end."""
+        """Wait until Prometheus has come once more, if it comes regularly, or until `until` says to end."""
         now = time.monotonic()
         if now - self._looked > _REGULARLY:
             return

@@ -1,7 +1,7 @@
 """Grafana's dashboards, as tables of panels: `make generate` writes grafana/dashboards/*.json from them.
 
 A panel's title names what it shows, and its description begins with the question that it answers. Queries use the
-metrics of horizonml/telemetry/metrics.py and Grafana's own variables only, so they work in any Prometheus, with or
+metrics of horizonml/telemetry/table.py and Grafana's own variables only, so they work in any Prometheus, with or
 without the rules.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import Store
 
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import parse
 from horizonml.planner.hardware import Host

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from horizonml.models.vision import import_torchvision
+from horizonml.machine.torchvision import import_torchvision
 from tests.distributed.processes import environment, horizonml, ours, rank_process, steps, wait_for
 
 ENDLESS = ["--set", "epochs=10000"]

@@ -9,39 +9,40 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.models.zoo import build
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 
 STEPS = 14  # PowerSGD begins after ten
 
 
 def train(
-    rank: int, world_size: int, store: Store, members: tuple[int, ...], model_name: str, send: str, compression: str
+    rank: int, world_size: int, store: Store, members: tuple[int, ...], model_name: str, send: str, sync: Sync
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps of a plan with so many members per stage, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec(SHAPE))
     stages, first = [], 0
     for number, count in enumerate(members):
         start, stop = (len(model.chain) * (number + k) // len(members) for k in (0, 1))
-        stages.append(Stage(start, stop, tuple(range(first, first + count)), (1.0,) * count, send=send))
+        stages.append(Stage(start, stop, tuple(range(first, first + count)), (1.0,) * count, sync, send))
         first += count
     group = Group(store, rank, world_size, 30.0)
     plan = Plan(tuple(stages), micro_batches=2)
-    engine = Engine(plan, model, group, Sgd(momentum=0.5), FULL, gradient_compression=compression)
-    reports = [engine.step(RandomBatch(step), LR / 10, step, measure_divergence=True) for step in range(STEPS)]
-    state = {key: value.clone() for key, value in engine.state().items()}
+    session = session_for(plan, model, group, Sgd(momentum=0.5), FULL)
+    reports = [session.step(RandomBatch(step), LR / 10, measure_divergence=True) for step in range(STEPS)]
+    state = state_of(session)
     group.close()
     return state, reports
 
 
 def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: str) -> float:
     """How far parameters are from where they should be, compared with the way that they have come."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, SHAPE)
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec(SHAPE))
     start = model.stage(0, len(model.chain)).state_dict()
     names = [name for name in start if f"model/{name}" in state and "running" not in name and "tracked" not in name]
     apart = torch.cat([(state[f"model/{name}"] - exact[f"model/{name}"]).flatten() for name in names])
@@ -54,7 +55,7 @@ def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: st
 )
 def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, error: float) -> None:
     members = (1, 2, 1)
-    exact, compressed = (pool.run(4, train, members, model, format, "none") for format in ("fp32", send))
+    exact, compressed = (pool.run(4, train, members, model, format, Sync.ALL_REDUCE) for format in ("fp32", send))
     for (state, reports), (other, exact_reports) in zip(compressed, exact, strict=True):
         for direction in ("previous", "next"):
             for before, after in zip(exact_reports[0].traffic[direction], reports[0].traffic[direction], strict=True):
@@ -68,8 +69,8 @@ def test_links_send_less(pool: Pool, model: str, send: str, bytes_ratio: float, 
     ("model", "kind", "error"), [("wide", "fp16", 0.002), ("normed", "fp16", 0.002), ("wide", "powersgd", 0.3)]
 )
 def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None:
-    exact, compressed = (pool.run(3, train, (3,), model, "fp32", compression) for compression in ("none", kind))
-    again = pool.run(3, train, (3,), model, "fp32", kind)
+    exact, compressed = (pool.run(3, train, (3,), model, "fp32", sync) for sync in (Sync.ALL_REDUCE, Sync(kind)))
+    again = pool.run(3, train, (3,), model, "fp32", Sync(kind))
     for (state, reports), (other, exact_reports), (repeated, _) in zip(compressed, exact, again, strict=True):
         assert all(torch.equal(state[key], repeated[key]) for key in state)
         assert all(torch.equal(state[key], compressed[0][0][key]) for key in state)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.group import Group
-from horizonml.job.jobfile import parse
-from horizonml.job.schema import ModelSpec
+from horizonml.comm.group import Group
+from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.runtime.worker import engine_for
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.shards import steps
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
 
 
 def keepers_of(rank: int, world_size: int, store: Store, folder: Path, nodes: list[str]) -> list[list[int]]:
@@ -65,15 +65,16 @@ def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int)
 def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Save, on a disk of its own, when the last bit of a parameter is another one on rank 1."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, (1, 8, 8))
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
-    engine = engine_for(parse("{}", "job"), plan, model, group)
+    session = session_for(plan, model, group, Sgd(), 64)
+    session.state.step = 5
     if rank == 1:
         with torch.no_grad():
-            next(engine.module.parameters()).mul_(1 + 1e-6)
+            next(session.stages[0].module.parameters()).mul_(1 + 1e-6)
     try:
-        problems = Checkpoints(folder / str(rank), group, 2, {}).save(engine, 5, {})
-        return problems, {name: tensor.clone() for name, tensor in engine.state().items()}
+        problems = Checkpoints(folder / str(rank), group, 2, {}).save(session.state, plan, {})
+        return problems, state_of(session)
     finally:
         group.close()
 

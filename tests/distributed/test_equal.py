@@ -11,22 +11,25 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.data.datasets import load
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.data.images import load
 from horizonml.job.jobfile import parse
-from horizonml.job.schema import Job
+from horizonml.job.schema import Job, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
 from horizonml.runtime.signals import StopRequest
-from horizonml.runtime.trainer import train
-from horizonml.runtime.worker import engine_for, find_hosts
+from horizonml.runtime.trainer import Outcome, train
+from horizonml.runtime.worker import find_hosts
 from horizonml.state.equal import share_state
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
+from tests.records import run_info
 
 
 def job(folder: Path, **parallel: Any) -> Job:
@@ -43,7 +46,7 @@ def job(folder: Path, **parallel: Any) -> Job:
 
 def test_measuring_leaves_what_is_trained_as_it_was(tmp_path: Path) -> None:
     spec = job(tmp_path, strategy="single").model
-    measured, untouched = (build(spec, 0, 10, (1, 8, 8)) for _ in range(2))
+    measured, untouched = (build(spec, 0, 10, InputSpec((1, 8, 8))) for _ in range(2))
     measure(measured, (4, 16))
     layers = len(measured.chain)
     ours, theirs = (model.stage(0, layers).state_dict() for model in (measured, untouched))
@@ -61,12 +64,12 @@ def trained(
         info, model = describe_together(job, group)
         hosts = [Host(tuple(range(world_size)), 1.0, 1e12)]
         agreed = make_plan(job, model, info, group, hosts, ["here"] * world_size, lambda text: None)
-        engine = engine_for(job, agreed.plan, model, group)
-        assert share_state(engine) == []
-        data = load(job.data, info, cache, images=engine.is_first, labels=engine.is_last)
-        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, 0)
-        assert train(job, engine, data, None, recorder, None, StopRequest())[0] == "complete"
-        return engine.plan.to_json(), {name: tensor.clone() for name, tensor in engine.state().items()}
+        session = session_for(agreed.plan, model, group, job.optimizer, job.batch_size)
+        assert share_state(session.state, agreed.plan, group) == []
+        data = load(job.data, info, cache, inputs=session.is_first, targets=session.is_last)
+        recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 0)
+        assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
+        return session.plan.to_json(), state_of(session)
     finally:
         group.close()
         del os.environ["HORIZONML_CACHE"]
@@ -106,13 +109,13 @@ def test_memory_is_shared_by_ranks_of_one_machine_and_not_of_one_name(pool: Pool
 def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     group = Group(store, rank, world_size, 30.0)
     spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
-    model = build(spec, 0, 10, (1, 8, 8))
+    model = build(spec, 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
-    engine = engine_for(parse("{}", "job"), plan, model, group)
+    session = session_for(plan, model, group, Sgd(), 64)
     if rank == 2:
-        engine.module.state_dict()["1.running_mean"] += 1e-6
+        session.stages[min(session.stages)].module.state_dict()["1.running_mean"] += 1e-6
     try:
-        return share_state(engine), {name: tensor.clone() for name, tensor in engine.state().items()}
+        return share_state(session.state, plan, group), state_of(session)
     finally:
         group.close()
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.distributed import Store, TCPStore
 
-from horizonml.engine.group import MOST_JSON, Group
+from horizonml.comm.group import MOST_JSON, Group
 from horizonml.errors import PeerLost
 from tests.distributed.pool import Pool
 
 
 def announces(rank: int, world_size: int, store: Store, size: int) -> str:
     """Gather a value, of which rank 1 announces another size than it has."""
-    from horizonml.engine import group as module
+    from horizonml.comm import group as module
 
     group = Group(store, rank, world_size, 30.0)
     original = torch.tensor

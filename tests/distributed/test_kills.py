@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.tasks.task import InputSpec
+from tests.distributed.sessions import session_for
 
 RANKS, ROUNDS, PATIENCE = 4, 20, 30.0
 STEP_TIMEOUT = 300.0  # which nobody may wait for
@@ -31,10 +32,10 @@ STEP_TIMEOUT = 300.0  # which nobody may wait for
 class Noise:
     size = 64
 
-    def images(self, start: int, stop: int) -> Tensor:
+    def inputs(self, start: int, stop: int) -> Tensor:
         return torch.randn(stop - start, 1, 8, 8)
 
-    def labels(self, start: int, stop: int) -> Tensor:
+    def targets(self, start: int, stop: int) -> Tensor:
         return torch.zeros(stop - start, dtype=torch.int64)
 
 
@@ -51,15 +52,15 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store: Any = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, (1, 8, 8))  # 10 MB: several buckets on a ring
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec((1, 8, 8)))  # 10 MB: several buckets on a ring
     layers = len(model.chain)
     group = Group(PrefixStore(f"{name}-1", store), rank, RANKS, STEP_TIMEOUT)
-    engine = Engine(plan_for(RANKS, kind, layers), model, group, Sgd(), Noise.size)
+    session = session_for(plan_for(RANKS, kind, layers), model, group, Sgd(), Noise.size)
     pipe.send("trains")
     step = 0
     try:
         while True:
-            engine.step(Noise(), 0.1, step)
+            session.step(Noise(), 0.1)
             step += 1
     except PeerLost:
         begin = time.monotonic()
@@ -68,8 +69,8 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     survivors: list[int] = pipe.recv()
     ranks = len(survivors)
     group = Group(PrefixStore(f"{name}-2", store), survivors.index(rank), ranks, STEP_TIMEOUT)
-    engine = Engine(plan_for(ranks, kind, layers), model, group, Sgd(), Noise.size)
-    engine.step(Noise(), 0.1, 0)
+    session = session_for(plan_for(ranks, kind, layers), model, group, Sgd(), Noise.size)
+    session.step(Noise(), 0.1)
     group.close()
     pipe.send("goes on")
 
@@ -78,7 +79,7 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
 def test_no_survivor_waits_for_a_time_out_whenever_a_rank_is_killed(kind: str) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["horizonml.engine.engine", "tests.models"])
+    context.set_forkserver_preload(["horizonml.engine.session", "tests.models"])
     dice = random.Random(0)
     for number in range(ROUNDS // 2):
         ends = [context.Pipe() for _ in range(RANKS)]

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from horizonml import __version__
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.errors import PeerLost, RendezvousError
 from horizonml.machine import network
 from horizonml.machine.network import interface_of, listen, route_to, split_address

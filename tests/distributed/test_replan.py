@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.job.schema import ModelSpec, Sgd
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import move, senders
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for
+from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 
 ONE = (1.0,)
@@ -50,20 +53,24 @@ def test_only_layers_that_change_hands_travel_and_senders_take_turns() -> None:
 
 def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tuple[dict[str, Tensor], list[int]]:
     """Two steps by each of some plans; what a rank holds in the end, and the bytes it received on the way."""
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE)
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
     assert len(model.chain) == 15
     group = Group(store, rank, world_size, 30.0)
-    received, engine = [], None
+    received: list[int] = []
+    session = session_for(plans[0], model, group, Sgd(momentum=0.9), FULL)
     for number, plan in enumerate(plans):
-        new = Engine(plan, model, group, Sgd(momentum=0.9), FULL)
-        if engine is not None:
-            before = {key: value.clone() for key, value in engine.state().items()}
-            received.append(move(engine, new, model, group))
-            assert all(torch.equal(value, before[key]) for key, value in new.state().items() if key in before)
-        engine = new
+        if number:
+            before, addresses = state_of(session), {k: v.data_ptr() for k, v in session.state.tensors().items()}
+            session.close()
+            received.append(move(session.state, session.plan, plan, group))
+            session = Session(plan, session.state, group, ImageClassification(), FULL)
+            assert all(torch.equal(value, before[key]) for key, value in state_of(session).items() if key in before)
+            # Layers that stay are the same tensors, not copies.
+            now = {k: v.data_ptr() for k, v in session.state.tensors().items()}
+            assert all(now[key] == addresses[key] for key in now.keys() & addresses.keys())
         for step in range(2):
-            engine.step(RandomBatch(2 * number + step), LR, 2 * number + step)
-    state = {key: value.clone() for key, value in engine.state().items()} if engine else {}
+            session.step(RandomBatch(2 * number + step), LR)
+    state = state_of(session)
     group.close()
     return state, received
 
@@ -79,7 +86,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
         assert any(key.startswith("optimizer/") for key in state)
         assert all(torch.equal(state[key], other[key]) for key in state)
         assert (sum(received) > 0) == bool(received[0] or received[1])
-    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE).stage(3, 5)
+    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE)).stage(3, 5)
     size = sum(2 * value.nbytes for value in layers.parameters()) + sum(value.nbytes for value in layers.buffers())
     assert [received for _, received in moved] == [[0, size], [size, 0], [0, 0]]
 
@@ -87,7 +94,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
 def test_any_plan_follows_any_other(pool: Pool) -> None:
     results = pool.run(3, through, [PIPELINE, HYBRID, DDP, SHIFTED])
     names = {key for state, _ in results for key in state}
-    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, SHAPE).stage(0, 15)
+    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE)).stage(0, 15)
     assert {f"model/{name}" for name in whole.state_dict()} <= names
     assert all(value.isfinite().all() for state, _ in results for value in state.values())
 

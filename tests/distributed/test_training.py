@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.data.datasets import describe, load
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
+from horizonml.data.images import describe, load
 from horizonml.errors import CheckpointError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.models.zoo import build
 from horizonml.planner.planner import fixed_plan
 from horizonml.runtime.signals import StopRequest
-from horizonml.runtime.trainer import Progress, train
-from horizonml.runtime.worker import engine_for
+from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
-from horizonml.state.shards import export, read_metadata, steps
+from horizonml.state.shards import Metadata, export, read_metadata, steps
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
+from tests.records import run_info
 
 LAYERS = {"plain": 10, "normed": 10}
 PIPELINE5 = [{"ranks": [rank], "layers": [2 * rank, 2 * rank + 1]} for rank in range(5)]
@@ -68,25 +70,27 @@ class StopAfter(StopRequest):
 
 def run(
     rank: int, world_size: int, store: Store, job: Job, stop_after: int | None = None, stopping_rank: int = 0
-) -> tuple[str, dict[str, Tensor], Progress | None]:
+) -> tuple[str, dict[str, Tensor], Metadata | None]:
     """What a rank does after the rendezvous; its outcome, its state, and what it resumed from."""
     group = Group(store, rank, world_size, 30.0)
     info = describe(job.data)
     assert info is not None
-    model = build(job.model, job.seed, info.classes, info.shape)
-    engine = engine_for(job, fixed_plan(job, len(model.chain), world_size), model, group)
-    data = load(job.data, info, Path("unused"), images=engine.is_first, labels=engine.is_last)
+    model = build(job.model, job.seed, info.classes, InputSpec(info.shape))
+    plan = fixed_plan(job, len(model.chain), world_size)
+    session = session_for(plan, model, group, job.optimizer, job.batch_size)
+    data = load(job.data, info, Path("unused"), inputs=session.is_first, targets=session.is_last)
     if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
         job = job.model_copy(update={"folder": str(job.run_folder).format(rank=rank)})
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, job.checkpoint.keep, compatible)
-    recorder = Recorder(job.run_folder / f"rank-{rank}.jsonl", Silent(), {"rank": rank}, job.telemetry.timeline_every)
+    recorder = Recorder(
+        job.run_folder / f"rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), job.telemetry.timeline_every
+    )
     try:
-        metadata = checkpoints.resume(engine)
-        resumed = Progress(metadata.step, metadata.metrics) if metadata else None
+        resumed = checkpoints.resume(session.state, plan)
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
-        outcome, _ = train(job, engine, data, checkpoints, recorder, resumed, stop)
-        state = {key: value.clone() for key, value in engine.state().items()}
+        outcome = train(job, session, data, checkpoints, recorder, stop)
+        state = state_of(session)
     finally:
         recorder.close("done")
         group.close()
@@ -275,12 +279,14 @@ def test_what_an_earlier_run_saved_is_kept_and_neither_resumed_nor_in_the_way(po
 def set_aside(rank: int, world_size: int, store: Store, job: Job) -> list[str]:
     """Begin anew in a folder with checkpoints, and save one."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(job.model, job.seed, 10, (1, 8, 8))
-    engine = engine_for(job, fixed_plan(job, len(model.chain), world_size), model, group)
+    model = build(job.model, job.seed, 10, InputSpec((1, 8, 8)))
+    plan = fixed_plan(job, len(model.chain), world_size)
+    session = session_for(plan, model, group, job.optimizer, job.batch_size)
     compatible = {"model": job.model.name, "batch_size": job.batch_size}
     checkpoints = Checkpoints(job.run_folder / "checkpoints", group, 2, compatible)
     checkpoints.set_aside()
-    assert checkpoints.save(engine, 5, {}) == []
+    session.state.step = 5
+    assert checkpoints.save(session.state, plan, {}) == []
     return [path.name for path in steps(job.run_folder / "checkpoints")]
 
 

@@ -1,4 +1,4 @@
-"""Horovod as a strategy: gradient truth against ddp, the broadcast, checkpoints, compression."""
+"""Horovod as a strategy: gradient truth against ddp, checkpoints, compression."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from horizonml.engine.engine import Engine
-from horizonml.engine.group import Group
-from horizonml.engine.sync.horovod import HorovodEngine
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
 from horizonml.job.schema import Adam, Job, ModelSpec, Sgd
 from horizonml.models.zoo import build
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
+from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 from tests.distributed.test_training import job, run, whole
 
@@ -32,22 +33,19 @@ def pool() -> Iterator[Pool]:
     processes.close()
 
 
-def engine(
-    kind: str, rank: int, world_size: int, store: Store, name: str, optimizer: Sgd | Adam, compression: str = "none"
-) -> Engine:
-    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, SHAPE)
+def session_of(kind: Sync, rank: int, world_size: int, store: Store, name: str, optimizer: Sgd | Adam) -> Session:
+    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, InputSpec(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
-    if kind == "horovod":
-        return HorovodEngine(plan, model, group, optimizer, FULL, compression=compression)
-    return Engine(plan, model, group, optimizer, FULL)
+    plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size, kind),))
+    return session_for(plan, model, group, optimizer, FULL)
 
 
-def train(rank: int, world_size: int, store: Store, kind: str, *arguments: Any) -> tuple[dict[str, Tensor], list[Any]]:
-    one = engine(kind, rank, world_size, store, *arguments)
-    reports = [one.step(RandomBatch(step), LR, step, measure_divergence=True) for step in range(3)]
+def train(rank: int, world_size: int, store: Store, kind: Sync, *arguments: Any) -> tuple[dict[str, Tensor], list[Any]]:
+    one = session_of(kind, rank, world_size, store, *arguments)
+    reports = [one.step(RandomBatch(step), LR, measure_divergence=True) for step in range(3)]
     evaluated = one.evaluate([RandomBatch(9)])
-    state = {key: value.clone() for key, value in one.state().items()}
+    state = state_of(one)
+    one.close()
     one.group.close()
     return state, [*reports, evaluated]
 
@@ -55,7 +53,7 @@ def train(rank: int, world_size: int, store: Store, kind: str, *arguments: Any) 
 @pytest.mark.parametrize("optimizer", [Sgd(weight_decay=1e-3), Sgd(nesterov=True), Sgd(momentum=0.0)], ids=str)
 @pytest.mark.parametrize("model", ["plain", "normed", "wide"])
 def test_horovod_changes_the_parameters_as_ddp_does(pool: Pool, model: str, optimizer: Sgd) -> None:
-    ours, theirs = (pool.run(3, train, kind, model, optimizer) for kind in ("ddp", "horovod"))
+    ours, theirs = (pool.run(3, train, kind, model, optimizer) for kind in (Sync.ALL_REDUCE, Sync.HOROVOD))
     for (expected, reports), (state, others) in zip(ours, theirs, strict=True):
         assert state.keys() == expected.keys()
         assert all(distance(value, expected[key]) < 1e-5 for key, value in state.items())
@@ -65,36 +63,17 @@ def test_horovod_changes_the_parameters_as_ddp_does(pool: Pool, model: str, opti
             assert other.samples == one.samples
             assert other.compute + other.transfer + other.wait == pytest.approx(other.wall, rel=0.02)
         assert others[3].loss == pytest.approx(reports[3].loss, rel=1e-5)
-        assert (others[3].accuracy, others[3].samples) == (reports[3].accuracy, reports[3].samples)
+        assert (others[3].metrics, others[3].samples) == (reports[3].metrics, reports[3].samples)
 
 
 def test_compression_to_16_bits_is_near_but_not_the_same(pool: Pool) -> None:
-    exact, _ = pool.run(2, train, "horovod", "plain", Sgd())[0]
-    state, reports = pool.run(2, train, "horovod", "plain", Sgd(), "fp16")[0]
+    exact, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0]
+    state, reports = pool.run(2, train, Sync.HOROVOD_FP16, "plain", Sgd())[0]
     differences = [distance(value, exact[key]) for key, value in state.items() if key.startswith("model/")]
     assert 1e-6 < max(differences) < 1e-2
-    full, _ = pool.run(2, train, "horovod", "plain", Sgd())[1]
+    full, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[1]
     assert full.keys() == state.keys()
-    assert reports[0].bytes_sent < 0.6 * pool.run(2, train, "horovod", "plain", Sgd())[0][1][0].bytes_sent
-
-
-def disturbed(rank: int, world_size: int, store: Store) -> dict[str, Tensor]:
-    """Every rank begins with parameters and momentum of its own."""
-    one = engine("horovod", rank, world_size, store, "plain", Adam(name="adam"))
-    with torch.no_grad():
-        for tensor in one.state().values():
-            tensor.add_(rank)
-    one.step(RandomBatch(0), LR, 0)
-    state = {key: value.clone() for key, value in one.state().items()}
-    one.group.close()
-    return state
-
-
-def test_parameters_and_optimizer_state_are_those_of_rank_0(pool: Pool) -> None:
-    states = pool.run(3, disturbed)
-    assert any("exp_avg_sq" in key for key in states[0])
-    for state in states[1:]:
-        assert all(torch.equal(value, states[0][key]) for key, value in state.items())
+    assert reports[0].bytes_sent < 0.6 * pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0][1][0].bytes_sent
 
 
 def horovod_job(folder: Path, **changes: Any) -> Job:

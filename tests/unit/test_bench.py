@@ -59,14 +59,15 @@ def write_run(
             lines.append(
                 StepRecord(
                     step=number, epoch=epoch, time=100.0 + number, wall=wall, compute=wall - wait - transfer,
-                    transfer=transfer, wait=wait, samples=batch // ranks, batch=batch, loss=2.0 / number, accuracy=0.5,
-                    lr=0.1, bytes_sent=1000, bytes_received=1000, links={"members": (1000, 1000), "next": (0, 0)},
+                    transfer=transfer, wait=wait, samples=batch // ranks, batch=batch, loss=2.0 / number,
+                    metrics={"accuracy": 0.5}, lr=0.1, bytes_sent=1000, bytes_received=1000,
+                    links={"members": (1000, 1000), "next": (0, 0)},
                     cpu_seconds=wall / 2, rss_bytes=rss + rank, joules=3.0 if rank == 0 else None,
                     divergence=0.5 if number % 2 else None,
                 ).to_json()
             )  # fmt: skip
             if number % (steps // epochs) == 0:
-                lines.append(EvaluationRecord(number, epoch, 100.0, 0.1, 0.3, accuracy, 10).to_json())
+                lines.append(EvaluationRecord(number, epoch, 100.0, 0.1, 0.3, {"accuracy": accuracy}, 10).to_json())
         spans = [["compute", "forward", 0, 1.0, 1.1], ["wait", "receive", -1, 1.1, 1.2]]
         lines.append({"kind": "timeline", "step": steps, "spans": spans})
         (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

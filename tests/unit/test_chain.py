@@ -8,10 +8,11 @@ from torch import nn
 
 from horizonml.errors import ModelError
 from horizonml.job.schema import MODELS, ModelSpec
+from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.chain import Chain
-from horizonml.models.vision import import_torchvision
 from horizonml.models.weights import materialise, record
 from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec
 from tests import models
 
 SHAPES = {"digits_cnn": (1, 8, 8), "vit_b_16": (3, 64, 64)}
@@ -39,7 +40,7 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
 
     torch.manual_seed(0)
     original = constructor()
-    chain = Chain(original, shape_of(name))
+    chain = Chain(original, InputSpec(shape_of(name)))
     assert len(chain) >= 14
     layers = [chain.slice(index, index + 1) for index in range(len(chain))]
     names = [key for layer in layers for key in layer.state_dict()]
@@ -75,7 +76,7 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_mode_reaches_the_layers(name: str) -> None:
-    model = build(ModelSpec(name=name), 0, 10, shape_of(name))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape_of(name)))
     stage = model.stage(0, len(model.chain))
     for mode in (True, False):
         stage.train(mode)
@@ -83,7 +84,7 @@ def test_training_mode_reaches_the_layers(name: str) -> None:
 
 
 def test_slices_of_any_width_are_the_same_function() -> None:
-    model = build(ModelSpec(), 3, 10, (1, 8, 8))
+    model = build(ModelSpec(), 3, 10, InputSpec((1, 8, 8)))
     images = torch.randn(4, 1, 8, 8)
     whole = model.stage(0, len(model.chain)).eval()(images)
     for cuts in ([5], [1, 2, 3], [4, 9, 14]):
@@ -95,7 +96,7 @@ def test_slices_of_any_width_are_the_same_function() -> None:
 
 def test_modules_that_cannot_be_traced_or_frozen_become_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), models.BranchesOnMode(), models.BranchesOnValue(), nn.Linear(4, 4))
-    chain = Chain(model, (4,))
+    chain = Chain(model, InputSpec((4,)))
     assert len(chain) == 4
     value = torch.randn(3, 4)
     stage = chain.slice(0, 4)
@@ -105,15 +106,15 @@ def test_modules_that_cannot_be_traced_or_frozen_become_layers() -> None:
 
 
 def test_no_cut_where_two_tensors_live_or_a_weight_is_shared() -> None:
-    assert Chain(models.TwoTensors(), (8,)).names == ["add", "out"]
-    chain = Chain(models.Tied(), (8,))
+    assert Chain(models.TwoTensors(), InputSpec((8,))).names == ["add", "out"]
+    chain = Chain(models.Tied(), InputSpec((8,)))
     assert chain.names[-1] == "after"
     assert len(chain) == 2
 
 
 def test_no_cut_before_an_operation_in_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU())
-    assert len(Chain(model, (4,))) == 3
+    assert len(Chain(model, InputSpec((4,)))) == 3
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_models_that_cannot_be_chains_are_refused(
     constructor: Callable[[], nn.Module], shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
-        Chain(constructor(), shape)
+        Chain(constructor(), InputSpec(shape))
 
 
 @pytest.mark.parametrize(
@@ -139,14 +140,14 @@ def test_models_that_cannot_be_chains_are_refused(
         (ModelSpec(name="resnet18", options={"with": 3}), "cannot be built with options"),
         (
             ModelSpec(name="resnet18", options={"num_classes": 7}),
-            r"returns \[7\] values per sample, but the data has 10",
+            r"returns \[7\] values per sample, but the data needs 10",
         ),
         (ModelSpec(name="vit_b_16", options={"image_size": 33}), "cannot be built"),
     ],
 )
 def test_wrong_models_are_named(spec: ModelSpec, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        build(spec, 0, 10, (3, 32, 32))
+        build(spec, 0, 10, InputSpec((3, 32, 32)))
 
 
 # Initial values --------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_recording_allocates_nothing_and_replay_makes_the_values() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121", "convnext_tiny", "vit_b_16"])
 def test_initial_values_are_distributed_as_the_model_wants(name: str) -> None:
-    model = build(ModelSpec(name=name), 0, 10, shape_of(name))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape_of(name)))
     made = model.stage(0, len(model.chain)).state_dict()
     extra = {"image_size": 64} if name == "vit_b_16" else {}
     real = getattr(import_torchvision().models, name)(num_classes=10, **extra).state_dict()
@@ -184,7 +185,7 @@ def test_initial_values_are_distributed_as_the_model_wants(name: str) -> None:
 
 def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
     def values(seed: int, cuts: list[int]) -> dict[str, torch.Tensor]:
-        model = build(ModelSpec(name="resnet18"), seed, 10, (3, 32, 32))
+        model = build(ModelSpec(name="resnet18"), seed, 10, InputSpec((3, 32, 32)))
         stages = [model.stage(a, b) for a, b in zip([0, *cuts], [*cuts, len(model.chain)], strict=True)]
         return {key: value for stage in stages for key, value in stage.state_dict().items()}
 
@@ -195,7 +196,7 @@ def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
 
 
 def test_a_stage_holds_its_own_layers_only() -> None:
-    model = build(ModelSpec(name="resnet18"), 0, 10, (3, 32, 32))
+    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec((3, 32, 32)))
     stage = model.stage(0, 4)
     assert {p.device.type for p in stage.parameters()} == {"cpu"}
     rest = [p for index in range(4, len(model.chain)) for p in model.chain.slice(index, index + 1).parameters()]
@@ -208,10 +209,11 @@ import resource
 from torch import nn
 from horizonml.job.schema import ModelSpec
 from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-build(ModelSpec(), 0, 10, (1, 8, 8)).stage(0, 3)
+build(ModelSpec(), 0, 10, InputSpec((1, 8, 8))).stage(0, 3)
 before = peak()
-model = build(ModelSpec(name="tests.models:heavy"), 0, 10, (1, 8, 8))
+model = build(ModelSpec(name="tests.models:heavy"), 0, 10, InputSpec((1, 8, 8)))
 stage = model.stage(2, 4)
 print(peak() - before, sum(p.nbytes for p in stage.parameters()) >> 20)
 """
@@ -226,12 +228,12 @@ def test_a_model_larger_than_the_memory_can_be_started() -> None:
 
 
 def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCaptureFixture) -> None:
-    first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, (1, 8, 8)).stage(0, 3).state_dict()
-    again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, (1, 8, 8)).stage(0, 3).state_dict()
+    first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec((1, 8, 8))).stage(0, 3).state_dict()
+    again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec((1, 8, 8))).stage(0, 3).state_dict()
     assert "builds the whole of tests.models:reads_back" in caplog.text
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
 def test_a_constructor_that_fails_is_told_in_one_line() -> None:
     with pytest.raises(ModelError, match=r"model tests\.models:broken cannot be built: no such device$"):
-        build(ModelSpec(name="tests.models:broken"), 0, 10, (1, 8, 8))
+        build(ModelSpec(name="tests.models:broken"), 0, 10, InputSpec((1, 8, 8)))

@@ -8,11 +8,12 @@ import pytest
 import torch
 from PIL import Image
 
-from horizonml.data.datasets import Data, DataInfo, agree, describe, load
+from horizonml.data.dataset import Data
+from horizonml.data.images import ImageInfo, agree, describe, load
 from horizonml.data.sampler import Sampler
 from horizonml.errors import DataError
 from horizonml.job.schema import DataSpec
-from horizonml.models.vision import import_torchvision
+from horizonml.machine.torchvision import import_torchvision
 
 
 def loaded(spec: DataSpec, cache: Path, channels: int | None = None) -> Data:
@@ -25,16 +26,16 @@ def test_the_embedded_digits_are_real(tmp_path: Path) -> None:
     data = loaded(DataSpec(), tmp_path)
     assert (data.info.train, data.info.held_out, data.info.shape) == (1438, 359, (1, 8, 8))
     everything = torch.arange(data.info.train)
-    images, labels = data.train.images(everything), data.train.labels(everything)
+    images, labels = data.train.inputs(everything), data.train.targets(everything)
     assert images.shape == (1438, 1, 8, 8)
     assert abs(float(images.mean())) < 0.05
     assert abs(float(images.std()) - 1) < 0.05
     assert sorted(set(labels.tolist())) == list(range(10))
     # The pictures belong to their labels: the nearest class mean already finds most of the held-out ones.
     means = torch.stack([images[labels == digit].mean(0) for digit in range(10)])
-    others = data.held_out.images(torch.arange(359))
+    others = data.held_out.inputs(torch.arange(359))
     guesses = (others[:, None] - means).flatten(2).norm(dim=2).argmin(1)
-    assert float((guesses == data.held_out.labels(torch.arange(359))).float().mean()) > 0.85
+    assert float((guesses == data.held_out.targets(torch.arange(359))).float().mean()) > 0.85
 
 
 def test_training_and_held_out_samples_do_not_overlap(tmp_path: Path) -> None:
@@ -47,8 +48,8 @@ def test_a_rank_keeps_only_what_its_stage_needs(tmp_path: Path) -> None:
     for images, labels in ((True, False), (False, True), (False, False)):
         info = describe(DataSpec())
         assert info is not None
-        data = load(DataSpec(), info, tmp_path, images=images, labels=labels)
-        for wanted, read in ((images, data.train.images), (labels, data.held_out.labels)):
+        data = load(DataSpec(), info, tmp_path, inputs=images, targets=labels)
+        for wanted, read in ((images, data.train.inputs), (labels, data.held_out.targets)):
             if wanted:
                 assert len(read(torch.arange(3))) == 3
             else:
@@ -58,8 +59,8 @@ def test_a_rank_keeps_only_what_its_stage_needs(tmp_path: Path) -> None:
 
 def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
     data = loaded(DataSpec(samples=100, image_size=12), tmp_path, channels=3)
-    assert data.info == DataInfo(10, (3, 12, 12), 100, 359)
-    images = data.train.images(torch.arange(5))
+    assert data.info == ImageInfo(10, (3, 12, 12), 100, 359)
+    images = data.train.inputs(torch.arange(5))
     assert images.shape == (5, 3, 12, 12)
     assert torch.equal(images[:, 0], images[:, 2])
 
@@ -67,24 +68,26 @@ def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
 def test_synthetic_data_has_any_shape_and_repeats_itself(tmp_path: Path) -> None:
     spec = DataSpec(name="synthetic", samples=50_000, classes=7, image_size=16, channels=1)
     data = loaded(spec, tmp_path)
-    assert data.info == DataInfo(7, (1, 16, 16), 50_000, 10_000)
+    assert data.info == ImageInfo(7, (1, 16, 16), 50_000, 10_000)
     picked = torch.tensor([3, 49_999])
-    assert torch.equal(data.train.images(picked), loaded(spec, tmp_path).train.images(picked))
-    assert data.train.labels(picked).max() < 7
+    assert torch.equal(data.train.inputs(picked), loaded(spec, tmp_path).train.inputs(picked))
+    assert data.train.targets(picked).max() < 7
 
 
 def test_augmentation_is_the_same_whoever_holds_the_sample(tmp_path: Path) -> None:
-    data = loaded(DataSpec(name="synthetic", samples=64), tmp_path)
-    images = data.train.images(torch.arange(10))
+    data = loaded(DataSpec(name="synthetic", samples=64, augment=True), tmp_path)
+    images = data.train.inputs(torch.arange(10))
     whole = data.train.augment(images, 10, 0, seed=5)
     part = data.train.augment(images[4:7], 10, 4, seed=5)
     assert torch.equal(whole[4:7], part)
     assert not torch.equal(whole, images)
     assert not torch.equal(whole, data.train.augment(images, 10, 0, seed=6))
+    plain = loaded(DataSpec(name="synthetic", samples=64), tmp_path)
+    assert torch.equal(plain.train.augment(images, 10, 0, seed=5), images)
 
 
 def test_augmentation_shifts_and_mirrors_pixels(tmp_path: Path) -> None:
-    data = loaded(DataSpec(name="synthetic", samples=64, image_size=16, channels=1), tmp_path)
+    data = loaded(DataSpec(name="synthetic", samples=64, image_size=16, channels=1, augment=True), tmp_path)
     images = torch.zeros(200, 1, 16, 16)
     images[:, 0, 8, 4] = 1
     moved = data.train.augment(images, 200, 0, seed=1).flatten(1).argmax(1)
@@ -107,7 +110,7 @@ def test_wishes_that_the_data_cannot_fulfil(spec: DataSpec, words: str) -> None:
 
 
 def test_ranks_must_see_the_same_data() -> None:
-    one, other = DataInfo(2, (3, 8, 8), 10, 2), DataInfo(2, (3, 8, 8), 11, 2)
+    one, other = ImageInfo(2, (3, 8, 8), 10, 2), ImageInfo(2, (3, 8, 8), 11, 2)
     spec = DataSpec(name="folder", folder="/data")
     assert agree([None, one, one], spec) == one
     with pytest.raises(DataError, match=r"rank 1 sees classes 2.*train 11"):
@@ -129,9 +132,9 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     write_images(tmp_path / "cat", 5, 50)
     write_images(tmp_path / "dog", 5, 200)
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
-    assert data.info == DataInfo(2, (3, 8, 8), 8, 2)
+    assert data.info == ImageInfo(2, (3, 8, 8), 8, 2)
     everything = torch.arange(8)
-    images, labels = data.train.images(everything), data.train.labels(everything)
+    images, labels = data.train.inputs(everything), data.train.targets(everything)
     assert images.shape == (8, 3, 8, 8)
     assert torch.equal(images[:, 0].mean((1, 2)) > 0.5, labels == 1)
 
@@ -142,7 +145,7 @@ def test_a_folder_with_its_own_test_images(tmp_path: Path) -> None:
         write_images(tmp_path / part / "dog", count, 200)
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
     assert (data.info.train, data.info.held_out) == (8, 6)
-    assert data.held_out.labels(torch.arange(6)).tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.held_out.targets(torch.arange(6)).tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         file.write_bytes(b"not a picture")
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
     with pytest.raises(DataError, match=r"\.png is not a readable image"):
-        data.train.images(torch.arange(1))
+        data.train.inputs(torch.arange(1))
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:
@@ -178,8 +181,8 @@ def write_mnist(root: Path, count: int) -> None:
 def test_mnist_is_read_from_a_folder(tmp_path: Path) -> None:
     write_mnist(tmp_path, 60_000)
     data = loaded(DataSpec(name="mnist", folder=str(tmp_path), download=False, samples=100), tmp_path)
-    assert data.train.images(torch.arange(3)).shape == (3, 1, 28, 28)
-    assert data.held_out.labels(torch.arange(12)).tolist() == [*range(10), 0, 1]
+    assert data.train.inputs(torch.arange(3)).shape == (3, 1, 28, 28)
+    assert data.held_out.targets(torch.arange(12)).tolist() == [*range(10), 0, 1]
 
 
 def test_cifar10_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +206,8 @@ def test_cifar10_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(cifar, attribute, [[name, sums[name]] for name, _ in getattr(cifar, attribute)])
     monkeypatch.setattr(cifar, "meta", {**cifar.meta, "md5": sums["batches.meta"]})
     data = loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
-    assert data.train.images(torch.arange(4)).shape == (4, 3, 32, 32)
-    assert data.train.labels(torch.tensor([11])).tolist() == [1]
+    assert data.train.inputs(torch.arange(4)).shape == (4, 3, 32, 32)
+    assert data.train.targets(torch.tensor([11])).tolist() == [1]
     (base / "data_batch_3").write_bytes(b"cut short")
     with pytest.raises(DataError, match="cifar10 is missing or corrupt"):
         loaded(DataSpec(name="cifar10", folder=str(tmp_path), download=False), tmp_path)
@@ -224,8 +227,8 @@ def test_svhn_is_read_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             splits[part] = [url, name, hashlib.md5((tmp_path / name).read_bytes()).hexdigest()]
     monkeypatch.setattr(svhn, "split_list", splits)
     data = loaded(DataSpec(name="svhn", folder=str(tmp_path), download=False, samples=26_032), tmp_path)
-    assert data.held_out.images(torch.arange(2)).shape == (2, 3, 32, 32)
-    assert data.held_out.labels(torch.arange(2)).tolist() == [0, 0]  # "10" stands for the digit 0
+    assert data.held_out.inputs(torch.arange(2)).shape == (2, 3, 32, 32)
+    assert data.held_out.targets(torch.arange(2)).tolist() == [0, 0]  # "10" stands for the digit 0
 
 
 def test_a_corrupt_archive_is_a_clear_error(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from horizonml.kube.diagnosis import Condition, amount, condition, requests, roo
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
 from horizonml.kube.status import Row, parse, problems, row
 from horizonml.telemetry.metrics import Metrics
-from tests.unit.test_metrics import ABOUT, STEP, record
+from tests.unit.test_metrics import INFO, STEP, record
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = Job.model_validate({"name": "j", "parallel": {"strategy": "pipeline", "workers": 3}})
@@ -177,7 +177,7 @@ def test_rows_tell_what_ranks_do() -> None:
     metrics.waiting([0, 11])
     assert row(3, "pi", Condition("Running"), {}, shown(metrics), 1.0).phase == "Waits for rank 0, 11"
     metrics.formed(2, 4)
-    metrics.started(ABOUT, epochs=4, steps=40, done=10)
+    metrics.started(INFO, epochs=4, steps=40, done=10)
     metrics.step(record(11), STEP)
     before = shown(metrics)
     metrics.step(record(12), STEP)

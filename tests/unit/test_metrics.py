@@ -1,26 +1,31 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.engine.engine import Step, Totals
+from horizonml.engine.step import Step, Totals
+from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.device import memory_used, throttled_seconds
+from horizonml.plan.plan import Plan, Stage
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.signals import StopRequest
 from horizonml.runtime.worker import Worker
 from horizonml.telemetry import server
 from horizonml.telemetry.metrics import Metrics
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
+from horizonml.telemetry.progress import Lines
+from horizonml.telemetry.record import EvaluationRecord, RunInfo, StepRecord
 from horizonml.telemetry.server import Server
 from tests.web import get
 
@@ -39,13 +44,13 @@ def values(metrics: Metrics) -> dict[str, float]:
 def record(number: int) -> StepRecord:
     return StepRecord(
         step=number, epoch=1, time=100.0 + number, wall=0.2, compute=0.1, transfer=0.04, wait=0.06, samples=16,
-        batch=64, loss=2.0, accuracy=0.25, lr=0.1, bytes_sent=30, bytes_received=12, cpu_seconds=0.1, rss_bytes=1,
-        divergence=0.5, joules=2.5, links={"previous": (10, 5), "next": (20, 7), "members": (0, 0)},
+        batch=64, loss=2.0, metrics={"accuracy": 0.25}, lr=0.1, bytes_sent=30, bytes_received=12, cpu_seconds=0.1,
+        rss_bytes=1, divergence=0.5, joules=2.5, links={"previous": (10, 5), "next": (20, 7), "members": (0, 0)},
     )  # fmt: skip
 
 
 STEP = Step(
-    Totals(2.0, 0.25, 64),
+    Totals(2.0, {"accuracy": 0.25}, 64),
     0.2,
     0.1,
     0.04,
@@ -56,27 +61,26 @@ STEP = Step(
     0.5,
     [],
 )
-ABOUT = {
-    "rank": 1,
-    "stage": 1,
-    "host": "pi-4",
-    "job": {
-        "name": "digits",
-        "model": {"name": "digits_cnn"},
-        "data": {"name": "digits"},
-        "parallel": {"strategy": "pipeline", "stages": None},
-    },
-    "plan": {
-        "stages": [
-            {"ranks": [0], "start": 0, "stop": 3, "send": "int8"},
-            {"ranks": [2, 1], "start": 3, "stop": 9, "send": "fp32"},
-        ],
-        "schedule": "1f1b",
-        "micro_batches": 4,
-    },
-    "forecast": 0.25,
-    "versions": {"horizonml": "1", "torch": "2"},
-}
+INFO = RunInfo(
+    rank=1,
+    started_as_rank=3,
+    world_size=3,
+    generation=2,
+    host="pi-4",
+    node="boot/10.0.0.4",
+    job=parse("{name: digits, parallel: {strategy: pipeline}}", "job"),
+    layers=["a"],
+    rss_idle_bytes=1,
+    threads=1,
+    cores=4.0,
+    memory=1e9,
+    machine={"processor": "a"},
+    versions={"horizonml": "1", "torch": "2"},
+    plan=Plan(
+        (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 9, (2, 1), (1.0, 1.0))), schedule="1f1b", micro_batches=4
+    ),
+    forecast=0.25,
+)
 
 
 def test_a_worker_tells_how_many_ranks_the_job_was_started_with() -> None:
@@ -98,10 +102,10 @@ def test_metrics_tell_what_happened() -> None:
     assert values(metrics)["horizonml_waiting_for_rank{peer=4}"] == 1
     metrics.formed(2, 4)
     assert metrics.unready is None
-    metrics.started(ABOUT, epochs=4, steps=40, done=10)
+    metrics.started(INFO, epochs=4, steps=40, done=10)
     for number in (11, 12):
         metrics.step(record(number), STEP)
-    metrics.evaluation(EvaluationRecord(12, 2, 0.0, 0.3, 1.5, 0.75, 10))
+    metrics.evaluation(EvaluationRecord(12, 2, 0.0, 0.3, 1.5, {"accuracy": 0.75}, 10))
     metrics.checkpoint(12, True, 0.4)
     metrics.checkpoint(12, False, 0.4)
     metrics.lost_peer()
@@ -121,6 +125,7 @@ def test_metrics_tell_what_happened() -> None:
         "horizonml_samples_total": 32,
         "horizonml_rank_samples_total": 32,
         "horizonml_training_loss": 2.0,
+        "horizonml_training_accuracy_ratio": 0.25,
         "horizonml_held_out_accuracy_ratio": 0.75,
         "horizonml_epoch_duration_seconds": 0.4,
         "horizonml_step_duration_seconds_count": 2,
@@ -145,6 +150,37 @@ def test_metrics_tell_what_happened() -> None:
     assert values(metrics)["horizonml_ready"] == 0
     metrics.completed()
     assert (values(metrics)["horizonml_complete"], values(metrics)["horizonml_ready"], metrics.unready) == (1, 1, None)
+
+
+def test_the_metrics_of_any_task_are_shown_and_recorded_under_their_names() -> None:
+    metrics, means = Metrics(3), {"mean absolute error": 0.125}
+    metrics.step(replace(record(1), metrics=means), STEP)
+    metrics.evaluation(EvaluationRecord(1, 1, 0.0, 0.3, 1.5, means, 10))
+    now = values(metrics)
+    assert now["horizonml_training_mean_absolute_error"] == now["horizonml_held_out_mean_absolute_error"] == 0.125
+    assert not any("accuracy" in name for name in now)
+    assert replace(record(1), metrics=means).to_json()["mean_absolute_error"] == 0.125
+    with pytest.raises(AssertionError, match="rename the task's metric"):
+        replace(record(1), metrics={"wall": 1.0}).to_json()
+
+
+def test_records_are_as_they_were_when_the_accuracy_was_a_field_of_its_own() -> None:
+    step, info = record(1).to_json(), INFO.to_json()
+    assert (step["kind"], step["accuracy"], "metrics" in step) == ("step", 0.25, False)
+    assert list(step)[10:13] == ["loss", "accuracy", "lr"]
+    assert (info["kind"], info["stage"], info["job"]["name"]) == ("run", 1, "digits")
+    assert info["plan"]["stages"][1]["ranks"] == [2, 1]
+    json.dumps([step, info])
+
+
+def test_people_see_shares_in_percent_and_other_metrics_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Lines(8)
+    lines.step(record(1))
+    lines.evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"accuracy": 0.9916}, 359))
+    lines.evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"mean absolute error": 0.5}, 359))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples) | 320 samples/s |")
+    assert second.startswith("epoch 2/8: held-out loss 0.0231, mean absolute error 0.5000 (359 samples)")
 
 
 @pytest.mark.parametrize("version", [1, 2])

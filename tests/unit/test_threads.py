@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.job.schema import Job, ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads, fewest, try_threads
+from horizonml.tasks.task import InputSpec
 
 
 @pytest.fixture
 def model() -> Model:
-    return build(ModelSpec(name="digits_cnn"), 0, 10, (1, 8, 8))
+    return build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec((1, 8, 8)))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ def broken(op, *args, **kwargs):
     return strict(op, *args, **kwargs)
 if BREAK:
     torch.library.register_fake = broken
-from horizonml.models.vision import import_torchvision
+from horizonml.machine.torchvision import import_torchvision
 vision = import_torchvision()
 assert import_torchvision() is vision
 if not BREAK:

@@ -1,0 +1,30 @@
+"""How the members of a stage agree on its gradients: a file for each way, chosen by the plan's `Stage.sync`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from horizonml.engine.sync.allreduce import AllReduce
+from horizonml.engine.sync.base import Alone, GradientSync, Members
+from horizonml.engine.sync.channels import Channels
+from horizonml.engine.sync.compressed import HalfAllReduce, PowerSgdAllReduce
+from horizonml.plan.plan import Sync
+
+
+def sync_for(module: nn.Module, members: Members) -> GradientSync:
+    """Return this rank's side of the agreement of a stage; all members call this together. Raises PeerLost."""
+    if len(members.ranks) == 1:
+        return Alone()
+    match members.stage.sync:
+        case Sync.ALL_REDUCE:
+            return AllReduce(module, members)
+        case Sync.FP16:
+            return HalfAllReduce(module, members)
+        case Sync.POWERSGD:
+            return PowerSgdAllReduce(module, members)
+        case Sync.CHANNELS:
+            return Channels(module, members)
+        case Sync.HOROVOD | Sync.HOROVOD_FP16:
+            from horizonml.engine.sync.horovod import HorovodSync  # which not every installation has
+
+            return HorovodSync(module, members)

@@ -11,18 +11,17 @@ hold the same state after every step. Where gradients are compressed, they do so
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from horizonml.engine.clock import Clock
-from horizonml.engine.group import Group, TreeSum, Work
-from horizonml.engine.sync.compressed import Compressed, compressed
+from horizonml.comm.group import Work
+from horizonml.comm.tree import TreeSum
+from horizonml.engine.sync.base import Members, float_and_other, trainable
 from horizonml.planner.sums import BUCKET_BYTES, in_buckets
+from horizonml.state.parts import Part
 
 # Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one
 # machine, where only the number of messages counts.
@@ -31,7 +30,7 @@ TREE_BYTES_ON_ONE_HOST = 4 << 20
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """Parameters whose gradients travel together; `extra` values follow them in the buffer."""
 
     parameters: list[nn.Parameter]
@@ -52,112 +51,75 @@ class _Bucket:
         return self.flat[self.flat.numel() - self.extra :]
 
 
-class GradientSum(Protocol):
-    """Sums gradients within a stage. For each step: `begin`, then `arm` before the last backward pass, `finish`."""
+class AllReduce:
+    """Sums of 32-bit floats over two members or more."""
 
-    bytes_per_step: int
+    def __init__(self, module: nn.Module, members: Members, split: Mapping[str, Part] | None = None) -> None:
+        """Take part in the sums of a stage. All parameters must be float32. Raises PeerLost.
 
-    def begin(self, measure_divergence: bool) -> None: ...
-
-    def arm(self, weight: float) -> None: ...
-
-    def finish(self, weight: float) -> float | None: ...
-
-
-class Reducer:
-    """Sums gradients over `ranks`, the members of a stage, of which this rank is one."""
-
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        buffers: Iterable[Tensor],
-        group: Group,
-        ranks: tuple[int, ...],
-        clock: Clock,
-        tag: int,
-        alike: bool = False,
-        compression: str = "none",
-    ) -> None:
-        """All parameters must be float32. `tag` must be free for this stage's tree.
-
-        `alike` says that all members compute the same gradients, so that they are averaged. `compression` is "none",
-        "fp16" or "powersgd"; of the sums only, so that all members still hold the same.
+        `split` names the parameters and buffers of which each member holds a part of its own, which are not summed;
+        then all members compute the same gradients of the others, and these are averaged.
         """
-        self._group, self._ranks, self._clock, self._alike = group, ranks, clock, alike
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._lead = ranks[0] == group.rank
-        averaged, copied = float_and_other(buffers)
-        self._averaged, self._copied = averaged, copied
-        extra = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
-        self._buckets: list[_Bucket] = []
-        self.bytes_per_step = 0  # sent, and as many received
-        if len(ranks) == 1:
-            return
-        # torch's PowerSGD hangs with more than one bucket on gloo.
-        limit = float("inf") if compression == "powersgd" else BUCKET_BYTES
-        parts = in_buckets([parameter.nbytes for parameter in self._parameters], limit)
-        self._buckets = [_Bucket([self._parameters[i] for i in part]) for part in parts] or [_Bucket([])]
-        self._compressed: Compressed | None = None
-        if compression != "none":
-            self._compressed = compressed(compression, group, ranks, [p.shape for p in self._parameters])
-            if extra:
-                self._buckets.append(_Bucket([], extra))
-        elif extra:
-            last = self._buckets[-1]
-            self._buckets[-1] = _Bucket(last.parameters, extra)
+        self.replicas = 1 if split is None else len(members.ranks)
+        self.parts: Mapping[str, Part] = split or {}
+        self._members, self._group, self._clock = members, members.group, members.clock
+        self._parameters = [parameter for name, parameter in trainable(module).items() if name not in self.parts]
+        self._averaged, self._copied = float_and_other(
+            buffer for name, buffer in module.named_buffers() if name not in self.parts
+        )
+        self._buckets = self._make_buckets(sum(buffer.numel() for buffer in [*self._averaged, *self._copied]))
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
-        self._tree = None
-        if self._compressed is not None:
-            self._whole = (total - 4 * extra, 4 * extra)
-        elif total <= (TREE_BYTES_ON_ONE_HOST if group.on_one_host(ranks) else TREE_BYTES):
-            assert len(self._buckets) == 1
-            self._tree = TreeSum(group, ranks, tag, self._buckets[0].flat)
-            self.bytes_per_step = total * self._tree.messages
-        else:
-            self.bytes_per_step = 2 * (len(ranks) - 1) * total // len(ranks)
+        self._tree = self._make_tree(total)
+        count = len(members.ranks)
+        self._bytes = total * self._tree.messages if self._tree else 2 * (count - 1) * total // count
+        self.bytes_sent = 0
         if self._tree is None:
             # Now, while all members are here: one without samples comes to its first sum only after the others' loss,
             # for which they would wait while they wait for it to connect.
-            group.among(ranks)
+            self._group.among(members.ranks)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
-        self._armed = False
-        self._measure = False
+        self._armed = self._measure = False
         self._works: list[Work] = []
-        # A strong reference would be a circle through autograd, which Python cannot collect: connections stay open.
-        me = weakref.ref(self)
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in self._parameters]
 
-        def ready(parameter: nn.Parameter) -> None:
-            reducer = me()
-            if reducer is not None:
-                reducer._ready(parameter)
+    def _make_buckets(self, extra: int) -> list[Bucket]:
+        """Return the buckets in the order in which they are sent; the last has room for `extra` values of buffers."""
+        parts = in_buckets([parameter.nbytes for parameter in self._parameters], BUCKET_BYTES)
+        grouped = [[self._parameters[index] for index in part] for part in parts] or [[]]
+        return [*map(Bucket, grouped[:-1]), Bucket(grouped[-1], extra)]
 
+    def _make_tree(self, total: int) -> TreeSum | None:
+        """Return a tree, if that is faster than a ring for so many bytes."""
+        ranks = self._members.ranks
+        if total > (TREE_BYTES_ON_ONE_HOST if self._group.on_one_host(ranks) else TREE_BYTES):
+            return None
+        assert len(self._buckets) == 1
+        tag = self._group.channel("gradients").tag(self._members.number)
+        return TreeSum(self._group, ranks, tag, self._buckets[0].flat)
+
+    def close(self) -> None:
+        """As in `GradientSync`. Gradients go, too, for they lie in the buckets."""
+        for hook in self._hooks:
+            hook.remove()
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(ready)
+            parameter.grad = None
 
     def begin(self, measure_divergence: bool) -> None:
-        """Before a step; no parameter has a gradient."""
-        if self._buckets:
-            self._measure = measure_divergence
-            self._works = []
-            for bucket in self._buckets:
-                bucket.missing, bucket.own = len(bucket.parameters), None
-            if self._compressed is not None:
-                sent = self._compressed.ratio * self._whole[0] + self._whole[1]
-                self.bytes_per_step = int(2 * (len(self._ranks) - 1) * sent / len(self._ranks))
-            if self._tree is not None:
-                self._tree.post()
+        """As in `GradientSync`."""
+        self._measure, self._works, self._armed = measure_divergence, [], False
+        self.bytes_sent = self._bytes
+        for bucket in self._buckets:
+            bucket.missing, bucket.own = len(bucket.parameters), None
+        if self._tree is not None:
+            self._tree.post()
 
     def arm(self, weight: float) -> None:
-        """Before the last backward pass of the step; `weight` is this member's part of the batch.
-
-        All forward passes are done, so the running statistics are final.
-        """
-        if not self._buckets:
-            return
+        """As in `GradientSync`."""
         self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
+            first = float(self._members.place == 0)
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
-            copied = [buffer.flatten().float() * self._lead for buffer in self._copied]
+            copied = [buffer.flatten().float() * first for buffer in self._copied]
             torch.cat(averaged + copied, out=self._buckets[-1].tail)
 
     def _ready(self, parameter: nn.Parameter) -> None:
@@ -171,7 +133,7 @@ class Reducer:
         while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].missing:
             self._works.append(self._send(self._buckets[len(self._works)]))
 
-    def _send(self, bucket: _Bucket) -> Work:
+    def _send(self, bucket: Bucket) -> Work:
         gradients = []
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:  # this member had no samples, or the loss does not depend on it
@@ -181,26 +143,20 @@ class Reducer:
                 gradients.append(parameter.grad)
         if gradients:
             torch._foreach_copy_(bucket.views, gradients)
-        if self._alike:
+        if self.replicas > 1:
             bucket.flat[: bucket.flat.numel() - bucket.extra].mul_(self._weight)
         for parameter in bucket.parameters:
             parameter.grad = None
         if self._measure:
             bucket.own = bucket.flat[: bucket.flat.numel() - bucket.extra].clone()
-        if self._tree is not None:
-            return _Done()
-        if self._compressed is not None and bucket.parameters:
-            return self._compressed.begin(bucket.flat, bucket.views)
-        return self._group.all_reduce(bucket.flat, self._ranks)
+        return _ByTree() if self._tree is not None else self._sum(bucket.flat, bucket.views)
+
+    def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        """Begin to sum a bucket in place; `views` are its gradients."""
+        return self._group.all_reduce(flat, self._members.ranks)
 
     def finish(self, weight: float) -> float | None:
-        """After the last backward pass: wait for the sums and make them the parameters' gradients.
-
-        Returns the divergence `|g_i - g| / |g|` of this member's own mean gradient from the stage's, if `begin`
-        asked for it and this member had samples. `weight` as for `arm`.
-        """
-        if not self._buckets:
-            return None
+        """As in `GradientSync`."""
         if not self._armed:  # no samples here, so no backward pass either
             self.arm(weight)
         for bucket in self._buckets:
@@ -220,7 +176,7 @@ class Reducer:
                 parameter.grad = view
         self._take_buffers()
         # Where all compute the same gradients there is nothing to compare.
-        return self._divergence(weight) if self._measure and weight > 0 and not self._alike else None
+        return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
 
     def _take_buffers(self) -> None:
         if not self._buckets[-1].extra:
@@ -241,13 +197,7 @@ class Reducer:
         return float((difference / norm) ** 0.5) if norm > 0 else 0.0
 
 
-def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Buffers that can be averaged, and those that are counts or flags."""
-    every = list(buffers)
-    return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
-
-
-class _Done:
+class _ByTree:
     """The sum of a bucket that waits for the tree."""
 
     def wait(self) -> None:

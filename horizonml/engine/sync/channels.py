@@ -12,37 +12,20 @@ job's own group, where the clock sees what is sent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from horizonml.engine.clock import Clock
-from horizonml.engine.group import Group, TreeSum
+from horizonml.comm.tree import TreeSum
+from horizonml.engine.sync.allreduce import AllReduce
+from horizonml.engine.sync.base import Members
 from horizonml.errors import ModelError
 from horizonml.models.channels import find_pairs, is_depthwise
-from horizonml.plan.plan import Stage
-
-
-@dataclass(frozen=True)
-class Part:
-    """What the members hold of a tensor: member i has `[start, stop) = bounds[i]` along `dim`."""
-
-    dim: int
-    bounds: list[tuple[int, int]]
-    member: int  # this one
-
-    @property
-    def size(self) -> int:
-        """Of the whole."""
-        return self.bounds[-1][1]
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This member's part of the whole tensor, as a copy."""
-        start, stop = self.bounds[self.member]
-        return tensor.detach().narrow(self.dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+from horizonml.state.parts import Part, gather
 
 
 class Exchange:
@@ -51,14 +34,14 @@ class Exchange:
     A word along a tree comes first: until it is through, a member waits for the others; from then on bytes move.
     """
 
-    def __init__(self, group: Group, ranks: tuple[int, ...], clock: Clock, tag: int) -> None:
-        """`tag` must be free for this stage's tree."""
-        self._group, self._ranks, self._clock = group, ranks, clock
-        self._here = TreeSum(group, ranks, tag, torch.zeros(1))
+    def __init__(self, members: Members) -> None:
+        self._group, self._ranks, self._clock = members.group, members.ranks, members.clock
+        tag = members.group.channel("members").tag(members.number)
+        self._here = TreeSum(members.group, members.ranks, tag, torch.zeros(1))
         self.bytes = 0  # sent by this member, and as many received
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all members' tensors, in a new one."""
+        """Return the sum of all members' tensors, in a new one."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         before = self._begin()
         self._group.wait(self._group.all_reduce(total, self._ranks))
@@ -66,18 +49,14 @@ class Exchange:
         self.bytes += 2 * (len(self._ranks) - 1) * total.nbytes // len(self._ranks)
         return total
 
-    def gather(self, own: Tensor, dim: int, parts: list[tuple[int, int]]) -> Tensor:
-        """All members' tensors side by side along `dim`; `parts[i]` is where member i's lies."""
-        front = own.detach().movedim(dim, 0)
-        longest = max(stop - start for start, stop in parts)
-        padded = front.new_zeros(longest, *front.shape[1:])
-        padded[: len(front)] = front
+    def gather(self, own: Tensor, dim: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
+        """Return all members' tensors side by side along `dim`; `bounds[i]` is where member i's lies."""
         before = self._begin()
-        everyone = self._group.all_gather(padded, self._ranks)
+        whole = gather(own, dim, bounds, self._group, self._ranks)
         self._clock.switch(*before)
-        self.bytes += (len(self._ranks) - 1) * padded.nbytes
-        rows = [tensor[: stop - start] for tensor, (start, stop) in zip(everyone, parts, strict=True)]
-        return torch.cat(rows).movedim(0, dim).contiguous()
+        longest = max(stop - start for start, stop in bounds)
+        self.bytes += (len(self._ranks) - 1) * longest * (own.nbytes // max(1, own.shape[dim]))
+        return whole
 
     def _begin(self) -> tuple[Any, str, int]:
         before = self._clock.current
@@ -117,10 +96,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, value: Tensor, exchange: Exchange, dim: int, parts: list[tuple[int, int]], member: int
+        context: Any, value: Tensor, exchange: Exchange, dim: int, bounds: Sequence[tuple[int, int]], member: int
     ) -> Tensor:
-        context.place = (dim, *parts[member])
-        return exchange.gather(value, dim, parts)
+        context.place = (dim, *bounds[member])
+        return exchange.gather(value, dim, bounds)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -149,7 +128,7 @@ class _Layer(nn.Module):
         return functional.conv2d(value, self.weight, bias, stride, padding, dilation, groups)
 
 
-class _Outputs(_Layer):
+class _ColwiseParallel(_Layer):
     """Some output channels; all of them where `gathered` says where they lie."""
 
     exchange: Exchange
@@ -175,7 +154,7 @@ class _Between(_Layer):
         return self.apply_to(value, self.bias)
 
 
-class _Inputs(_Layer):
+class _RowwiseParallel(_Layer):
     """Some input channels; the sum over the members is the layer's output."""
 
     exchange: Exchange
@@ -187,19 +166,19 @@ class _Inputs(_Layer):
         return result + (self.bias if self.dim == -1 else self.bias[:, None, None])
 
 
-class Channels:
-    """A stage's module, of which this member keeps its part."""
+class Channels(AllReduce):
+    """A stage's module of which this member keeps its part; what all hold alike is averaged over the members."""
 
-    def __init__(self, module: nn.Module, stage: Stage, member: int, exchange: Exchange) -> None:
+    def __init__(self, module: nn.Module, members: Members) -> None:
         """Change `module`, which holds the stage's layers in full, in place.
 
         `parts[name]` tells what this member holds of a parameter or buffer; those without an entry it holds in full.
         Raises ModelError naming a layer that cannot be split.
         """
         assert isinstance(module, fx.GraphModule)
-        self.parts: dict[str, Part] = {}
-        self.exchange = exchange
-        self._module, self._stage, self._member = module, stage, member
+        self._module, self._stage_members = module, members
+        self._exchange = Exchange(members)
+        self._split: dict[str, Part] = {}
         pairs = find_pairs(module)
         firsts = {pair.first for pair in pairs}
         seconds = {pair.second: pair for pair in pairs}
@@ -210,38 +189,53 @@ class Channels:
                 self._split_norm(name, layer)
             elif isinstance(layer, (nn.Conv2d, nn.Linear)):
                 if name in seconds:
-                    self._split_inputs(name, layer, self.parts[f"{seconds[name].first}.weight"])
+                    self._split_inputs(name, layer, self._split[f"{seconds[name].first}.weight"])
                 else:
                     self._split_outputs(name, layer, alone=name not in firsts, between=name in between)
+        super().__init__(module, members, self._split)
+
+    def begin(self, measure_divergence: bool) -> None:
+        """As in `GradientSync`."""
+        super().begin(measure_divergence)
+        self._exchange.bytes = 0
+
+    def finish(self, weight: float) -> float | None:
+        """As in `GradientSync`."""
+        divergence = super().finish(weight)
+        self.bytes_sent += self._exchange.bytes
+        return divergence
 
     def _part(self, name: str, channels: int) -> Part:
-        bounds = self._stage.parts(channels)
+        bounds = self._stage_members.stage.parts(channels)
         if any(start == stop for start, stop in bounds):
             raise ModelError(
                 f"layer {name} has {channels} channels, which cannot be split over {len(bounds)} ranks; use at most "
                 f"{channels} workers, or another parallel.strategy"
             )
-        return Part(0, bounds, self._member)
+        return Part(0, tuple(bounds), self._stage_members.place, self._stage_members.ranks)
 
     def _split_outputs(self, name: str, layer: nn.Conv2d | nn.Linear, alone: bool, between: bool) -> None:
         part = self._part(name, layer.weight.shape[0])
         bias = None if layer.bias is None else part.of(layer.bias)
-        new: _Layer = (_Between if between else _Outputs)(layer, part.of(layer.weight), bias)
-        if isinstance(new, _Outputs):
-            new.exchange, new.gathered = self.exchange, part if alone else None
+        new: _Layer = (_Between if between else _ColwiseParallel)(layer, part.of(layer.weight), bias)
+        if isinstance(new, _ColwiseParallel):
+            new.exchange, new.gathered = self._exchange, part if alone else None
         self._replace(name, layer, new, {"weight": part} | ({} if bias is None else {"bias": part}))
 
     def _split_inputs(self, name: str, layer: nn.Conv2d | nn.Linear, entering: Part) -> None:
         each = layer.weight.shape[1] // entering.size  # values per channel, where a picture was flattened
-        part = Part(1, [(start * each, stop * each) for start, stop in entering.bounds], self._member)
-        new = _Inputs(layer, part.of(layer.weight), None if layer.bias is None else layer.bias.detach().clone())
-        new.exchange = self.exchange
+        bounds = tuple((start * each, stop * each) for start, stop in entering.bounds)
+        part = replace(entering, dim=1, bounds=bounds)
+        new = _RowwiseParallel(
+            layer, part.of(layer.weight), None if layer.bias is None else layer.bias.detach().clone()
+        )
+        new.exchange = self._exchange
         self._replace(name, layer, new, {"weight": part})
 
     def _split_norm(self, name: str, layer: nn.BatchNorm2d) -> None:
         part = self._part(name, layer.num_features)
         own = {key: part.of(value) if value.dim() else value.clone() for key, value in layer.state_dict().items()}
-        start, stop = part.bounds[self._member]
+        start, stop = part.bounds[part.member]
         new = nn.BatchNorm2d(
             stop - start, layer.eps, layer.momentum, layer.affine, track_running_stats=layer.track_running_stats
         )
@@ -250,20 +244,5 @@ class Channels:
 
     def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, Part]) -> None:
         self._module.set_submodule(name, new)
-        self.parts |= {f"{name}.{key}": part for key, part in parts.items()}
+        self._split |= {f"{name}.{key}": part for key, part in parts.items()}
         old.to("meta")  # frees the whole
-
-    def whole(self, name: str, own: Tensor) -> Tensor:
-        """A tensor put together from the members' parts; all members must call this.
-
-        `name` is that of a parameter or buffer; `own` may also be a state of the optimizer for it.
-        """
-        part = self.parts.get(name)
-        if part is None or own.dim() == 0:
-            return own
-        return self.exchange.gather(own, part.dim, part.bounds)
-
-    def own(self, name: str, whole: Tensor) -> Tensor:
-        """The inverse of `whole`."""
-        part = self.parts.get(name)
-        return whole if part is None or whole.dim() == 0 else part.of(whole)

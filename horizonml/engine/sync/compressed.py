@@ -1,8 +1,8 @@
 """Sums of gradients that send fewer bytes: in 16 bits, or as products of thin matrices (PowerSGD).
 
-Both are lossy; `none` is the default everywhere. PowerSGD (Vogels et al., NeurIPS 2019) is torch's own communication
-hook, with error feedback and warm start; what it has to remember is not in checkpoints, so a resumed run sends the
-first steps whole, as a new one does.
+Both are lossy; plain sums are the default everywhere. PowerSGD (Vogels et al., NeurIPS 2019) is torch's own
+communication hook, with error feedback and warm start; what it has to remember is not in checkpoints, so a resumed run
+sends the first steps whole, as a new one does.
 """
 
 from __future__ import annotations
@@ -10,32 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from horizonml.engine.group import Group, Work
+from horizonml.comm.group import Work
+from horizonml.comm.tree import TreeSum
+from horizonml.engine.sync.allreduce import AllReduce, Bucket
+from horizonml.engine.sync.base import Members
 
 POWERSGD_RANK = 4  # columns of the matrices that stand for a gradient
 WHOLE_STEPS = 10  # before PowerSGD begins
 _WORTH = 2  # it is used for a tensor only if that many times fewer numbers travel
-
-
-class Compressed(Protocol):
-    """A way of summing buckets."""
-
-    @property
-    def ratio(self) -> float:
-        """Bytes that are summed in a step, compared with float32's."""
-
-    def begin(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
-        """Begin to sum `flat`, of which `views` are the gradients, in place; all is done when the work is."""
-
-
-def compressed(kind: str, group: Group, ranks: tuple[int, ...], shapes: Sequence[Sequence[int]]) -> Compressed:
-    """The way named `kind`: "fp16" or "powersgd"; `shapes` are those of the parameters."""
-    return _Half(group, ranks) if kind == "fp16" else _PowerSgd(group, ranks, shapes)
 
 
 def compression_ratio(kind: str, shapes: Sequence[Sequence[int]]) -> float:
@@ -56,6 +43,37 @@ def _thin(shape: Sequence[int]) -> int:
     return thin if thin * _WORTH < rows * columns else rows * columns
 
 
+class _Compressed(AllReduce):
+    """Sums of something smaller than the gradients. Buffers are never compressed and have a message of their own."""
+
+    def _make_buckets(self, extra: int) -> list[Bucket]:
+        buckets = super()._make_buckets(0)
+        return [*buckets, Bucket([], extra)] if extra else buckets
+
+    def _make_tree(self, total: int) -> TreeSum | None:
+        return None
+
+    def begin(self, measure_divergence: bool) -> None:
+        """As in `GradientSync`."""
+        super().begin(measure_divergence)
+        whole = sum(bucket.flat.nbytes for bucket in self._buckets)
+        extra = sum(4 * bucket.extra for bucket in self._buckets)
+        count = len(self._members.ranks)
+        self.bytes_sent = int(2 * (count - 1) * (self._ratio * (whole - extra) + extra) / count)
+
+    def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        return self._sum_compressed(flat, views) if views else super()._sum(flat, views)
+
+    @property
+    def _ratio(self) -> float:
+        """Bytes that are summed in a step, compared with float32's."""
+        raise NotImplementedError
+
+    def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        """Begin to sum `flat`, of which `views` are the gradients, in place; all is done when the work is."""
+        raise NotImplementedError
+
+
 @dataclass
 class _HalfSum:
     flat: Tensor
@@ -67,21 +85,18 @@ class _HalfSum:
         self.flat.copy_(self.sent)
 
 
-class _Half:
+class HalfAllReduce(_Compressed):
     """Sums of 16-bit floats."""
 
-    ratio = 0.5
+    _ratio = 0.5
 
-    def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
-        self._group, self._ranks = group, ranks
-
-    def begin(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+    def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         sent = flat.half()
-        return _HalfSum(flat, sent, self._group.all_reduce(sent, self._ranks))
+        return _HalfSum(flat, sent, self._group.all_reduce(sent, self._members.ranks))
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _HookBucket:
     """What torch's hook asks of DDP's buckets."""
 
     flat: Tensor
@@ -108,37 +123,42 @@ class _WhenWaitedFor:
         self.start()
 
 
-class _PowerSgd:
-    """torch's hook, which averages.
+class PowerSgdAllReduce(_Compressed):
+    """Sums of thin matrices, by torch's hook, which averages.
 
-    It begins some of its sums on other threads, so it has to run while this rank begins no other sum: otherwise the
-    members would not all have the same order of sums. So it runs when the work is waited for.
+    The hook begins some of its sums on other threads, so it has to run while this rank begins no other sum: otherwise
+    the members would not all have the same order of sums. So it runs when the work is waited for.
     """
 
-    def __init__(self, group: Group, ranks: tuple[int, ...], shapes: Sequence[Sequence[int]]) -> None:
+    def __init__(self, module: nn.Module, members: Members) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-        self._members = len(ranks)
-        self._thin = compression_ratio("powersgd", shapes)
-        self._state = PowerSGDState(
-            group.among(ranks),
+        state = PowerSGDState(
+            members.group.among(members.ranks),
             matrix_approximation_rank=POWERSGD_RANK,
             start_powerSGD_iter=WHOLE_STEPS,
             min_compression_rate=_WORTH,
         )
-        state = self._state
-        group.at_close(lambda: setattr(state, "process_group", None))
+        members.group.at_close(lambda: setattr(state, "process_group", None))
+        self._state = state
+        super().__init__(module, members)
+        self._thin = compression_ratio("powersgd", [parameter.shape for parameter in self._parameters])
+
+    def _make_buckets(self, extra: int) -> list[Bucket]:
+        # torch's hook hangs with more than one bucket on gloo.
+        buckets = [Bucket(self._parameters[::-1])]
+        return [*buckets, Bucket([], extra)] if extra else buckets
 
     @property
-    def ratio(self) -> float:
+    def _ratio(self) -> float:
         return self._thin if self._state.iter >= WHOLE_STEPS else 1.0
 
-    def begin(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
-        return _WhenWaitedFor(lambda: self._sum(flat, views))
+    def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        return _WhenWaitedFor(lambda: self._run_hook(flat, views))
 
     @torch.no_grad()
-    def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> None:
+    def _run_hook(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        powerSGD_hook(self._state, _Bucket(flat, views)).wait()  # type: ignore[arg-type]
-        flat.mul_(self._members)
+        powerSGD_hook(self._state, _HookBucket(flat, views)).wait()  # type: ignore[arg-type]
+        flat.mul_(len(self._members.ranks))

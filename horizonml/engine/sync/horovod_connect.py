@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from horizonml.engine.group import Group
+from horizonml.comm.group import Group
 from horizonml.errors import JobError, PeerLost
 from horizonml.machine.network import address_of
 
@@ -60,7 +60,7 @@ def rendezvous(group: Group) -> dict[str, str]:
         address = [address_of(interface), server.start()]
         server.init([])
         group.at_close(server.stop)
-    host, port = group.share_json(address)
+    host, port = group.broadcast(address)
     size = str(group.world_size)
     return {
         _OURS: "1",

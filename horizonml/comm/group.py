@@ -1,4 +1,4 @@
-"""The ranks of one generation, connected with gloo: messages between two ranks, and sums over several.
+"""The ranks of one generation, connected with gloo: messages, sums, and what all ranks agree on.
 
 Nothing here waits without a deadline: the group's timeout holds for every message, and a peer that is gone or late
 is a `PeerLost` that names it where it can be known.
@@ -13,14 +13,17 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
-from horizonml.errors import PeerLost
+from horizonml.errors import HorizonError, PeerLost, of_kind
+
+T = TypeVar("T")
 
 MOST_JSON = 64 << 20  # bytes of a value that ranks gather; what a rank says takes kilobytes
 
@@ -33,6 +36,44 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Block until it is done."""
+
+
+# What messages are about: each purpose has tags of its own, so that none is taken for another's.
+_CHANNELS = (
+    "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files"
+)  # fmt: skip
+_MESSAGES = 1 << 27  # of each
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The tags of one purpose."""
+
+    first: int
+
+    def tag(self, message: int = 0) -> int:
+        """Return the tag of one of its messages, which both ends number alike."""
+        assert 0 <= message < _MESSAGES, message
+        return self.first + message
+
+
+class _Done:
+    """What was over as soon as it began."""
+
+    def wait(self) -> None:
+        return None
+
+
+@dataclass
+class _FromItself:
+    """A message that a rank will have sent to itself when it waits for it."""
+
+    outbox: dict[int, Tensor]
+    tag: int
+    into: Tensor
+
+    def wait(self) -> None:
+        self.into.copy_(self.outbox.pop(self.tag))
 
 
 class Group:
@@ -50,6 +91,7 @@ class Group:
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
         self._sockets: set[tuple[int, int]] = set()
+        self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self._arrive()
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[int, ...], Any] = {}
@@ -90,8 +132,16 @@ class Group:
         """Whether these ranks are known to share a machine."""
         return self._hosts_known and len({self.hosts[rank] for rank in ranks}) == 1
 
+    @staticmethod
+    def channel(name: str) -> Channel:
+        """Return the tags for messages of one purpose, one of `_CHANNELS`."""
+        return Channel(_CHANNELS.index(name) * _MESSAGES)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
+        if peer == self.rank:
+            self._outbox[tag] = tensor
+            return _Done()
         try:
             work: Work = self._world.send([tensor], peer, tag)
         except _GLOO_ERRORS as error:
@@ -100,6 +150,8 @@ class Group:
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into a contiguous tensor of the size that was sent."""
+        if peer == self.rank:
+            return _FromItself(self._outbox, tag, into)
         try:
             work: Work = self._world.recv([into], peer, tag)
         except _GLOO_ERRORS as error:
@@ -159,9 +211,45 @@ class Group:
         except (ValueError, RecursionError) as error:
             raise PeerLost(f"rank {rank} sent a message that is not JSON ({error})") from error
 
-    def share_json(self, value: Any, source: int = 0) -> Any:
-        """The `value` of rank `source`, on every rank."""
-        return self.gather_json(value if self.rank == source else None)[source]
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the `value` of rank `source`, on every rank. JSON, as for `gather_json`."""
+        if self.world_size == 1:
+            return value
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        size = torch.tensor([len(own)])
+        self._broadcast(size, source)
+        if not 0 <= int(size) <= MOST_JSON:
+            raise PeerLost(f"rank {source} announced a message of {int(size)} bytes; at most {MOST_JSON} are allowed")
+        text = own if self.rank == source else torch.zeros(int(size), dtype=torch.uint8)
+        self._broadcast(text, source)
+        return self._parse(source, text)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        try:
+            self._world.broadcast([tensor], options).wait()
+        except _GLOO_ERRORS as error:
+            raise _lost(source, error) from error
+
+    def agree(self, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank; return what each found, a JSON value, in the order of ranks.
+
+        If it raises a HorizonError on any rank, all ranks raise one of that type which names the first such rank.
+        """
+        value, failure = None, None
+        try:
+            value = action()
+        except PeerLost:
+            raise
+        except HorizonError as error:
+            failure = [type(error).__name__, str(error)]
+        found = self.gather_json([value, failure])
+        for rank, (_, problem) in enumerate(found):
+            if problem is not None:
+                text = str(problem[1]) if self.world_size == 1 else f"rank {rank}: {problem[1]}"
+                raise of_kind(str(problem[0]), text)
+        return [value for value, _ in found]
 
     def barrier(self) -> None:
         """Wait until all ranks have come here. Raises PeerLost, at once if a rank is gone."""
@@ -237,52 +325,3 @@ def _short(error: Exception) -> str:
     """gloo's message without the place in its source and its advice."""
     line = str(error).strip().splitlines()[0]
     return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". This is typically")[0]
-
-
-_ARITY = 8
-
-
-class TreeSum:
-    """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
-
-    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the
-    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers.
-    The order of summation is fixed, so the result is the same bit for bit on every run and on every rank.
-    """
-
-    def __init__(self, group: Group, ranks: Sequence[int], tag: int, like: Tensor) -> None:
-        """For vectors of the shape and dtype of `like`; `tag` must be free for this tree."""
-        self._group, self._tag = group, tag
-        place = ranks.index(group.rank)
-        self._parent = ranks[(place - 1) // _ARITY] if place else None
-        children = range(_ARITY * place + 1, min(_ARITY * (place + 1), len(ranks) - 1) + 1)
-        self._children = [ranks[child] for child in children]
-        self._parts = [torch.empty_like(like) for _ in self._children]
-        self._total = torch.empty_like(like)
-        self._posted: list[Work] = []
-        self.messages = len(self._children) + (self._parent is not None)  # sent per sum, and as many received
-
-    def post(self) -> None:
-        """Post the receives early, so that a vector that arrives finds its place."""
-        if not self._posted:
-            sources = list(zip(self._parts, self._children, strict=True))
-            if self._parent is not None:
-                sources.append((self._total, self._parent))
-            self._posted = [self._group.receive(into, peer, self._tag) for into, peer in sources]
-
-    def sum(self, vector: Tensor) -> Tensor:
-        """The sum of all ranks' vectors; may return `vector` itself, changed in place."""
-        self.post()
-        works, self._posted = self._posted, []
-        total, sent = vector, []
-        for work, part, child in zip(works, self._parts, self._children, strict=False):
-            self._group.wait(work, child)
-            total += part
-        if self._parent is not None:
-            sent.append((self._group.send(total, self._parent, self._tag), self._parent))
-            self._group.wait(works[-1], self._parent)
-            total = self._total
-        sent += [(self._group.send(total, child, self._tag), child) for child in self._children]
-        for work, peer in sent:
-            self._group.wait(work, peer)
-        return total

@@ -1,0 +1,58 @@
+"""Sums of a few numbers over many ranks, in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from horizonml.comm.group import Group, Work
+
+_ARITY = 8
+
+
+class TreeSum:
+    """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
+
+    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the
+    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers.
+    The order of summation is fixed, so the result is the same bit for bit on every run and on every rank.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int], tag: int, like: Tensor) -> None:
+        """For vectors of the shape and dtype of `like`; `tag` must be free for this tree."""
+        self._group, self._tag = group, tag
+        place = ranks.index(group.rank)
+        self._parent = ranks[(place - 1) // _ARITY] if place else None
+        children = range(_ARITY * place + 1, min(_ARITY * (place + 1), len(ranks) - 1) + 1)
+        self._children = [ranks[child] for child in children]
+        self._parts = [torch.empty_like(like) for _ in self._children]
+        self._total = torch.empty_like(like)
+        self._posted: list[Work] = []
+        self.messages = len(self._children) + (self._parent is not None)  # sent per sum, and as many received
+
+    def post(self) -> None:
+        """Post the receives early, so that a vector that arrives finds its place."""
+        if not self._posted:
+            sources = list(zip(self._parts, self._children, strict=True))
+            if self._parent is not None:
+                sources.append((self._total, self._parent))
+            self._posted = [self._group.receive(into, peer, self._tag) for into, peer in sources]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """The sum of all ranks' vectors; may return `vector` itself, changed in place."""
+        self.post()
+        works, self._posted = self._posted, []
+        total, sent = vector, []
+        for work, part, child in zip(works, self._parts, self._children, strict=False):
+            self._group.wait(work, child)
+            total += part
+        if self._parent is not None:
+            sent.append((self._group.send(total, self._parent, self._tag), self._parent))
+            self._group.wait(works[-1], self._parent)
+            total = self._total
+        sent += [(self._group.send(total, child, self._tag), child) for child in self._children]
+        for work, peer in sent:
+            self._group.wait(work, peer)
+        return total

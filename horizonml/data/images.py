@@ -1,0 +1,250 @@
+"""The data sets of labelled images: what they look like, and their samples by index.
+
+A rank asks for the images, the labels, or both: the first stage of a plan needs only images, the last only labels,
+and the stages between need neither and read nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from horizonml.data.dataset import Data
+from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
+from horizonml.data.seeds import name_seed
+from horizonml.data.source import ArraySource, Source
+from horizonml.errors import DataError
+from horizonml.job.schema import DataSpec
+
+_SPLIT_SEED = 1797  # the held-out samples are the same whatever the job's seed, so that runs compare
+_SYNTHETIC_SAMPLES = 10_000
+_FOLDER_IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True)
+class ImageInfo:
+    """What every rank must know of a set of labelled images, whether or not it reads any."""
+
+    classes: int
+    shape: tuple[int, int, int]  # channels, height, width, as the model sees them
+    train: int
+    held_out: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**vars(self), "shape": list(self.shape)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ImageInfo:
+        """Return the description that `to_json` wrote down."""
+        channels, height, width = map(int, value["shape"])
+        return cls(int(value["classes"]), (channels, height, width), int(value["train"]), int(value["held_out"]))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A data set that this module knows by name. Zeros stand for what the data itself says."""
+
+    classes: int
+    shape: tuple[int, int, int]
+    train: int
+    test: int  # samples of its own test split
+    mean: float  # of the pixels, from 0 to 1
+    std: float
+    mirror: bool = False  # whether a mirrored image is still one of its class
+
+
+_KNOWN = {
+    "cifar10": _Known(10, (3, 32, 32), 50_000, 10_000, 0.473, 0.251, mirror=True),
+    "svhn": _Known(10, (3, 32, 32), 73_257, 26_032, 0.451, 0.199),
+    "mnist": _Known(10, (1, 28, 28), 60_000, 10_000, 0.131, 0.308),
+    "digits": _Known(10, (1, 8, 8), 1_797, 0, 0.305, 0.376),
+    "folder": _Known(0, (3, 0, 0), 0, 0, 0.449, 0.226, mirror=True),
+    "synthetic": _Known(0, (3, 0, 0), 0, 0, 0.0, 1.0, mirror=True),
+}
+
+
+def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
+    """Describe the data without reading it; None if it is a folder that this machine does not have.
+
+    `channels` is what the model wants; the job's own `data.channels` comes first. Raises DataError.
+    """
+    if spec.name == "synthetic":
+        train = spec.samples or _SYNTHETIC_SAMPLES
+        size = spec.image_size or 32
+        wanted = spec.channels or channels or 3
+        return ImageInfo(spec.classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
+    known = _KNOWN[spec.name]
+    classes, shape, train, test = known.classes, known.shape, known.train, known.test
+    if spec.name == "folder":
+        assert spec.folder is not None
+        if not Path(spec.folder).is_dir():
+            return None
+        splits = FolderSplits(Path(spec.folder))
+        size = spec.image_size or _FOLDER_IMAGE_SIZE
+        classes, shape, train, test = len(splits.classes), (3, size, size), len(splits.train), len(splits.test)
+    if not test:
+        test = max(1, round(train * spec.holdout))
+        train -= test
+    if train < 1:
+        raise DataError(f"data.holdout: {spec.holdout} leaves no training samples of {train + test}")
+    if spec.samples is not None and spec.samples > train:
+        raise DataError(f"data.samples: {spec.samples}, but {spec.name} has {train} training samples; lower it")
+    height, width = (spec.image_size, spec.image_size) if spec.image_size else shape[1:]
+    wanted = spec.channels or channels or shape[0]
+    return ImageInfo(classes, (wanted, height, width), spec.samples or train, test)
+
+
+class ImageSplit:
+    """Training or held-out images with their labels, addressed by indices from 0."""
+
+    def __init__(self, source: Source, members: Tensor, info: ImageInfo, spec: DataSpec) -> None:
+        """`members` are the indices of the split's samples in `source`."""
+        self._source, self._members, self._info = source, members, info
+        self._known, self._augment = _KNOWN[spec.name], spec.augment
+
+    def inputs(self, indices: Tensor) -> Tensor:
+        """Return normalised float32 images `[len(indices), channels, height, width]`."""
+        images = self._source.images(self._members[indices])
+        if images.dtype == torch.uint8:
+            images = images.float().div_(255.0).sub_(self._known.mean).div_(self._known.std)
+        channels, height, width = self._info.shape
+        if images.shape[1] != channels:
+            images = images.expand(-1, 3, -1, -1) if channels == 3 else images.mean(1, keepdim=True)
+        if images.shape[2:] != (height, width):
+            images = functional.interpolate(images, (height, width), mode="bilinear", antialias=True)
+        return images.contiguous()
+
+    def targets(self, indices: Tensor) -> Tensor:
+        """Return the images' classes, int64 `[len(indices)]`."""
+        return self._source.labels(self._members[indices])
+
+    def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
+        """Shift and mirror images if the job asks for it.
+
+        They are the samples from `start` on of a batch of `batch` samples. The random numbers are drawn for the whole
+        batch, so a sample looks the same whichever rank holds it.
+        """
+        if not self._augment:
+            return inputs
+        generator = torch.Generator().manual_seed(seed)
+        reach = max(1, inputs.shape[-1] // 8)
+        draws = torch.randint(0, 2 * reach + 1, (batch, 2), generator=generator)
+        flips = torch.rand(batch, generator=generator) < 0.5
+        own = slice(start, start + len(inputs))
+        rows = draws[own, 0, None] + torch.arange(inputs.shape[2])
+        columns = draws[own, 1, None] + torch.arange(inputs.shape[3])
+        if self._known.mirror:
+            columns = torch.where(flips[own, None], columns.flip(1), columns)
+        padded = functional.pad(inputs, (reach, reach, reach, reach))
+        each = torch.arange(len(inputs))[:, None, None]
+        return padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+
+
+def load(spec: DataSpec, info: ImageInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
+    """Read what is wanted of the data set that `info` describes; downloads go to `cache`. Raises DataError.
+
+    The splits must not be asked for images without `inputs`, nor for labels without `targets`: those are not kept in
+    memory. Without either nothing is read.
+    """
+    if inputs or targets:
+        train, test = _read(spec, info, cache)
+    else:
+        train = test = _Part(ArraySource(None, None), torch.empty(0, dtype=torch.int64))
+    for part in (train, test):
+        if isinstance(part.source, ArraySource):
+            part.source.keep(inputs, targets)
+    splits = (ImageSplit(part.source, part.members, info, spec) for part in (train, test))
+    return Data(info, *splits)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The samples of a source that belong to a split."""
+
+    source: Source
+    members: Tensor
+
+
+def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
+    """Return where the training and the held-out samples come from."""
+    own_test: Source | None
+    if spec.name == "synthetic":
+        train, test = _synthetic(info, "train"), _synthetic(info, "held out")
+        return _Part(train, torch.arange(info.train)), _Part(test, torch.arange(info.held_out))
+    source: Source
+    if spec.name == "digits":
+        source, own_test = _digits(), None
+    elif spec.name == "folder":
+        assert spec.folder is not None
+        splits, size = FolderSplits(Path(spec.folder)), info.shape[1]
+        source = FolderSource(splits.train, splits.classes, size)
+        own_test = FolderSource(splits.test, splits.classes, size) if splits.test else None
+    else:
+        folder = Path(spec.folder) if spec.folder else cache
+        source = load_torchvision(spec.name, folder, train=True, download=spec.download)
+        own_test = load_torchvision(spec.name, folder, train=False, download=spec.download)
+    if own_test is not None:
+        return _Part(source, _subset(len(source), info.train)), _Part(own_test, torch.arange(info.held_out))
+    kept, held_out = _hold_out(len(source), info)
+    return _Part(source, kept), _Part(source, held_out)
+
+
+def agree(found: list[ImageInfo | None], spec: DataSpec) -> ImageInfo:
+    """Return the one description that all ranks that see the data agree on. Raises DataError."""
+    seen = {rank: info for rank, info in enumerate(found) if info is not None}
+    if not seen:
+        raise DataError(f"data.folder: {spec.folder} is not a directory on any rank")
+    first = min(seen)
+    for rank, info in seen.items():
+        if info != seen[first]:
+            raise DataError(
+                f"data: rank {first} sees {_words(seen[first])}, rank {rank} sees {_words(info)}; "
+                "give all ranks the same data"
+            )
+    return seen[first]
+
+
+def _words(info: ImageInfo) -> str:
+    fields = dataclasses.asdict(info)
+    return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+def _permutation(samples: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(_SPLIT_SEED, samples)))
+
+
+def _hold_out(samples: int, info: ImageInfo) -> tuple[Tensor, Tensor]:
+    order = _permutation(samples)
+    return order[info.held_out :][: info.train], order[: info.held_out]
+
+
+def _subset(samples: int, wanted: int) -> Tensor:
+    return torch.arange(samples) if wanted == samples else _permutation(samples)[:wanted]
+
+
+def _digits() -> ArraySource:
+    with resources.files("horizonml.data").joinpath("digits.csv.gz").open("rb") as file:
+        text = gzip.decompress(file.read()).decode()
+    table = torch.tensor([[int(value) for value in line.split(",")] for line in text.splitlines()])
+    images = (table[:, :64] * 255 // 16).to(torch.uint8).reshape(-1, 1, 8, 8)
+    return ArraySource(images, table[:, 64].clone())
+
+
+def _synthetic(info: ImageInfo, split: str) -> ArraySource:
+    """A pool of class patterns in much noise, reused for any number of samples."""
+    generator = torch.Generator().manual_seed(name_seed(_SPLIT_SEED, "synthetic"))
+    pool = info.classes * max(1, 256 // info.classes)
+    labels = torch.arange(pool) % info.classes
+    patterns = torch.randn(info.classes, *info.shape, generator=generator)
+    noise = torch.randn(pool, *info.shape, generator=generator.manual_seed(name_seed(_SPLIT_SEED, "synthetic", split)))
+    return ArraySource((patterns[labels] + 3 * noise) / 10**0.5, labels, wrap=True)

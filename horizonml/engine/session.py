@@ -1,0 +1,264 @@
+"""The training of a state by one group and one plan, a step at a time.
+
+A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule;
+agrees with all ranks on loss and on whether to go on; sums gradients within each stage; and updates the parameters. The
+update is the only moment at which the state changes, so a session can be dropped at any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from horizonml.comm.group import Group
+from horizonml.comm.tree import TreeSum
+from horizonml.engine.clock import Clock
+from horizonml.engine.interpreter import run_passes
+from horizonml.engine.stage import Micro, StageRuntime, StageStep
+from horizonml.engine.step import Step, Totals, Way
+from horizonml.errors import Diverged
+from horizonml.plan.actions import Action, Kind
+from horizonml.plan.plan import Plan, Sync
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.task import Batch, Task
+
+_UNCHANGED = (
+    "Parameters are as they were before this step; lower optimizer.lr, add lr_schedule.warmup_steps, or look at "
+    "the data"
+)
+
+
+class Session:
+    """This rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
+
+    def __init__(self, plan: Plan, state: TrainState, group: Group, task: Task, batch_size: int) -> None:
+        """Connect the stages; all ranks of the group call this together.
+
+        `state` keeps what it holds of this rank's layers and makes the others. `batch_size` is that of a full global
+        batch. Raises PlanError, ModelError, PeerLost.
+        """
+        model = state.model
+        plan.check(len(model.chain), group.world_size)
+        self.plan, self.state, self.group, self.task, self.clock = plan, state, group, task, Clock()
+        self._batch_size = batch_size
+        held = plan.stages_of(group.rank)
+        modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held])
+        # Stages connect their members now. Who is slower to make its layers is waited for here, where it is noticed at
+        # once when it is gone.
+        group.barrier()
+        self.stages = {
+            number: StageRuntime(plan, number, module, model.chain.boundaries, group, self.clock)
+            for number, module in zip(held, modules, strict=True)
+        }
+        for stage in self.stages.values():
+            if stage.sync.parts:
+                state.split(stage.module, stage.sync.parts)
+        totals, finite = (group.channel(name).tag() for name in ("totals", "finite"))
+        everyone = range(group.world_size)
+        size = 5 + len(task.metrics)
+        self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
+        # Members of one stage see the same sums; other stages have to be told if these are not finite.
+        self._finite = None
+        summing = [stage for stage in plan.stages if len(stage.ranks) > 1]
+        if any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
+            self._finite = TreeSum(group, everyone, finite, torch.zeros(1))
+        self._cuts: dict[int, dict[int, list[Micro]]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is a member of the first stage, which reads inputs."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is a member of the last stage, which reads targets."""
+        return len(self.plan.stages) - 1 in self.stages
+
+    def step(
+        self,
+        batch: Batch,
+        learning_rate: float,
+        *,
+        measure_divergence: bool = False,
+        stop: bool = False,
+        newcomers: bool = False,
+    ) -> Step:
+        """Train on one global batch and update the parameters; `state.step`, which seeds dropout, counts it.
+
+        `stop` says that this rank wants to end after this step, `newcomers` that it knows of ranks that want to take
+        part. Raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not finite;
+        PeerLost.
+        """
+        try:
+            return self._step(batch, learning_rate, measure_divergence, stop, newcomers)
+        except BaseException:
+            for running in self.stages.values():
+                running.roll_back()
+            raise
+
+    def _step(self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool) -> Step:
+        self.clock.restart()
+        self._totals.post()
+        if self._finite is not None:
+            self._finite.post()
+        runs = self._begin(batch)
+        for stage in self.stages.values():
+            stage.begin_training(measure_divergence)
+        actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
+        run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
+        # Where a stage has several members, gradients may be on their way between them already.
+        alone = [stage for stage in self.stages.values() if len(stage.stage.ranks) == 1]
+        finite = all(stage.not_finite() is None for stage in alone)
+        self.clock.switch("wait", "others")
+        totals = self._agree(*self._found(runs), batch.size, stop, newcomers, finite)
+        if not math.isfinite(totals.loss):
+            raise Diverged(f"step {self.state.step}: the loss is {totals.loss}. {_UNCHANGED}")
+        if not totals.finite:
+            self._tell_diverged()
+        self.clock.switch("compute", "update")
+        reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
+        divergences = [stage.sync.finish(stage.weight) for stage in reduced]
+        if not self._sums_finite():
+            self._tell_diverged()
+        self._commit([action.stage for action in actions if action.kind is Kind.UPDATE], learning_rate)
+        self.clock.switch("transfer", "send")
+        for stage in self.stages.values():
+            stage.flush()
+        return self._report(totals, divergences)
+
+    def _micro_batches(self, batch: Batch) -> int:
+        return len(self.plan.micro_sizes(batch.size, self._batch_size))
+
+    def _begin(self, batch: Batch) -> dict[int, StageStep]:
+        """Prepare this rank's stages for a batch."""
+        runs = {}
+        for number, stage in self.stages.items():
+            micros = self._cut(batch.size)[number]
+            runs[number] = StageStep(batch, micros, self.task, self.state.model.seed, self.state.step)
+            stage.begin(runs[number])
+            stage.module.train(torch.is_grad_enabled())
+        return runs
+
+    def _cut(self, size: int) -> dict[int, list[Micro]]:
+        """Return this rank's parts of the micro-batches of a batch, by stage."""
+        if size not in self._cuts:
+            self._cuts[size] = {number: stage.cut(size, self._batch_size) for number, stage in self.stages.items()}
+        return self._cuts[size]
+
+    @staticmethod
+    def _with_rows(actions: Sequence[Action], runs: dict[int, StageStep]) -> list[Action]:
+        """Leave out what would be done for micro-batches of which this rank has no rows."""
+        return [action for action in actions if action.micro < 0 or runs[action.stage].micros[action.micro].rows]
+
+    def _found(self, runs: dict[int, StageStep]) -> tuple[float, Tensor]:
+        """Return what this rank found out about a batch: its part of the mean loss, and of the metrics' sums."""
+        last = len(self.plan.stages) - 1
+        if last not in runs or not self.stages[last].speaks:
+            return 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64)
+        return float(runs[last].loss), runs[last].sums
+
+    def _agree(
+        self, loss: float, sums: Tensor, samples: int, stop: bool = False, newcomers: bool = False, finite: bool = True
+    ) -> Totals:
+        """Add up over all ranks what they found in so many samples, and raise a flag if any of them does."""
+        if 0 not in self.stages or self.stages[0].member:
+            samples = 0
+        flags = [float(flag) for flag in (stop, newcomers, not finite)]
+        vector = torch.tensor([loss, samples, *flags, *sums.tolist()], dtype=torch.float64)
+        loss, total, *rest = self._totals.sum(vector).tolist()
+        stops, comers, broken = (count > 0 for count in rest[:3])
+        units = total * self.task.units_per_sample
+        metrics = {name: value / units for name, value in zip(self.task.metrics, rest[3:], strict=True)}
+        return Totals(loss, metrics, int(total), stops, comers, not broken)
+
+    def _sums_finite(self) -> bool:
+        """Return whether the gradients that are about to be applied are finite, on all ranks."""
+        summed = [stage for stage in self.stages.values() if len(stage.stage.ranks) > 1]
+        finite = all(stage.not_finite() is None for stage in summed)
+        if self._finite is None:
+            return finite
+        self.clock.switch("wait", "others")
+        total = self._finite.sum(torch.tensor([float(not finite)]))
+        self.clock.switch("compute", "update")
+        return float(total) == 0
+
+    def _tell_diverged(self) -> NoReturn:
+        """Raise an error that names a gradient which is not finite; all ranks call this."""
+        own = [(number, name) for number, stage in self.stages.items() if (name := stage.not_finite()) is not None]
+        everyone = self.group.gather_json(own[:1])
+        rank, (number, name) = next((rank, found[0]) for rank, found in enumerate(everyone) if found)
+        compressed = {Sync.FP16, Sync.POWERSGD, Sync.HOROVOD_FP16}
+        lossy = any(stage.sync in compressed for stage in self.plan.stages)
+        hint = ", or set parallel.gradient_compression: none" if lossy else ""
+        raise Diverged(
+            f"step {self.state.step}: the gradient of {name} (stage {number}, rank {rank}) is not finite. "
+            f"{_UNCHANGED}{hint}"
+        )
+
+    def _commit(self, stages: Sequence[int], learning_rate: float) -> None:
+        """Apply the gradients, all at once: the only change of the state in a step."""
+        for number in stages:
+            self.state.update(self.stages[number].parameters, learning_rate)
+        self.state.step += 1
+        for stage in self.stages.values():
+            stage.commit()
+
+    def _report(self, totals: Totals, divergences: Sequence[float | None]) -> Step:
+        """Return the step as this rank saw it."""
+        wall = self.clock.finish()
+        traffic: dict[Way, tuple[int, int]] = {}
+        for stage in self.stages.values():
+            for way, (sent, received) in stage.traffic().items():
+                before = traffic.get(way, (0, 0))
+                traffic[way] = before[0] + sent, before[1] + received
+        first = self.stages.get(0)
+        return Step(
+            totals,
+            wall,
+            **self.clock.totals,
+            samples=max(stage.rows for stage in self.stages.values()),
+            entered=first.rows if first is not None and first.speaks else 0,
+            traffic=traffic,
+            divergence=max((value for value in divergences if value is not None), default=None),
+            spans=self.clock.spans,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Totals:
+        """Return loss and metrics on held-out batches, through the same stages. Raises PeerLost."""
+        self.clock.pause()
+        self._totals.post()
+        loss, sums, samples = 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64), 0
+        for batch in batches:
+            runs = self._begin(batch)
+            actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
+            run_passes(self._with_rows(actions, runs), self.stages, self.clock)
+            found = self._found(runs)
+            loss, sums, samples = loss + found[0] * batch.size, sums + found[1], samples + batch.size
+        for stage in self.stages.values():
+            stage.flush()
+        totals = self._agree(loss, sums, samples)
+        return Totals(totals.loss / totals.samples, totals.metrics, totals.samples)
+
+    def try_smallest(self, size: int) -> str | None:
+        """Return why a batch of `size` leaves this rank a single sample that its layers cannot train on, or None."""
+        for number, stage in self.stages.items():
+            if all(micro.rows != 1 for micro in self._cut(size)[number]):
+                continue
+            buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
+            sample = torch.zeros(1, *stage.entry.shape, dtype=stage.entry.dtype)
+            try:
+                with torch.no_grad():
+                    torch.func.functional_call(stage.module.train(), buffers, sample)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def close(self) -> None:
+        """Let go of everything but the state; the group is closed by who made it."""
+        for stage in self.stages.values():
+            stage.close()

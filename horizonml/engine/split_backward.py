@@ -1,0 +1,128 @@
+"""A backward pass in two parts: first the gradient of what entered a stage, later those of its weights.
+
+The stage before waits for the first part only, so the second can fill the time in which this stage would wait itself
+(Zero Bubble Pipeline Parallelism; Qi et al., ICLR 2024).
+
+Autograd's graph is cut where a weight joins the path from the output to the input: the operation there (a convolution,
+a matrix product) gets the gradient of its result in the first part, which is kept, and computes the gradient of its
+weight from it in the second. Vectors (biases, the parameters of normalisations) cost next to nothing and are done in
+the first part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import (
+    GradientEdge,
+    Node,
+    _engine_run_backward,  # torch.autograd.backward would import sympy, see `backward`
+    get_gradient_edge,
+)
+
+from horizonml.engine.backward import backward, seeded
+
+
+@dataclass
+class _Join:
+    """An operation at which weights join the path, and the gradients of its results."""
+
+    node: Node
+    weights: list[Tensor]
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def keep(self, gradients: tuple[Tensor | None, ...]) -> None:
+        self.gradients = gradients
+
+
+@dataclass
+class SplitBackward:
+    """The backward pass of one micro-batch through a stage: first `input_part`, at any later time `weight_part`."""
+
+    output: Tensor
+    gradient: Tensor | None  # of `output`; None if that is a loss
+    entered: Tensor | None  # None for a first stage, which owes nobody a gradient
+    _joins: list[_Join] = field(default_factory=list)
+
+    def input_part(self) -> None:
+        """Compute `entered.grad`, and the gradients of parameters that cost next to nothing."""
+        if self.entered is None or self.output.grad_fn is None:
+            return
+        self._joins, others = _find_joins(self.output.grad_fn, self.entered)
+        handles = [join.node.register_prehook(join.keep) for join in self._joins]
+        try:
+            start = seeded(self.output, self.gradient)
+            torch.autograd.backward(start, inputs=[self.entered, *others], retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def weight_part(self) -> None:
+        """Compute the gradients that are still missing."""
+        if self.entered is None:
+            if self.output.requires_grad:
+                backward(self.output, self.gradient)
+            return
+        for join in self._joins:
+            given = [(place, gradient) for place, gradient in enumerate(join.gradients) if gradient is not None]
+            if given:
+                edges = tuple(GradientEdge(join.node, place) for place, _ in given)
+                gradients = tuple(gradient for _, gradient in given)
+                # The path from here to the input is not run: none of these weights lies on it.
+                _engine_run_backward(
+                    edges, gradients, False, False, tuple(join.weights), allow_unreachable=True, accumulate_grad=True
+                )
+        self._joins = []
+
+
+def _find_joins(root: Node, entered: Tensor) -> tuple[list[_Join], list[Tensor]]:
+    """Return the joins between `root` and the input, and the parameters whose gradients the first part computes.
+
+    A weight that joins at several places is among the latter: the path from one place leads to the other.
+    """
+    order = _topological(root)
+    target = get_gradient_edge(entered).node
+    on_path = {target}
+    for node in order:  # from the input's end
+        if any(child in on_path for child, _ in node.next_functions):
+            on_path.add(node)
+    reached: dict[Node, list[Tensor]] = {}
+    for node in order:
+        if node in on_path and node is not target:
+            branches = [child for child, _ in node.next_functions if child is not None and child not in on_path]
+            reached[node] = [leaf for branch in branches for leaf in _leaves(branch)]
+    places: dict[int, int] = {}
+    for leaves in reached.values():
+        for leaf in leaves:
+            places[id(leaf)] = places.get(id(leaf), 0) + 1
+    joins: list[_Join] = []
+    others: dict[int, Tensor] = {}
+    for node, leaves in reached.items():
+        weights = [leaf for leaf in leaves if leaf.dim() > 1 and places[id(leaf)] == 1]
+        others |= {id(leaf): leaf for leaf in leaves if leaf.dim() <= 1 or places[id(leaf)] > 1}
+        if weights:
+            joins.append(_Join(node, weights))
+    return joins, list(others.values())
+
+
+def _topological(root: Node) -> list[Node]:
+    """Return the nodes that can be reached from `root`, each after all that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order
+
+
+def _leaves(branch: Node) -> list[Tensor]:
+    """Return the parameters at the ends of a branch."""
+    return [node.variable for node in _topological(branch) if hasattr(node, "variable")]

@@ -1,0 +1,169 @@
+"""What a rank trains: it lives as long as the process, whatever becomes of the groups that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from horizonml.comm.group import Group
+from horizonml.job.schema import Adam, Sgd
+from horizonml.models.zoo import Model
+from horizonml.state.optim import Optimizer
+from horizonml.state.parts import Part
+
+
+class TrainState:
+    """The parameters, buffers and optimizer state of the layers that this rank holds, and how far training has come.
+
+    Tensors have names for checkpoints and for moves between ranks: `model/NAME` with the name in the original model,
+    and `optimizer/NAME/KEY`.
+    """
+
+    def __init__(self, model: Model, optimizer: Sgd | Adam) -> None:
+        self.model, self.optimizer = model, Optimizer(optimizer)
+        self.step = 0  # steps done
+        self.metrics: dict[str, Any] = {}  # what was found on held-out data last
+        self.parts: dict[str, Part] = {}  # of parameters and buffers of which this rank holds a part only
+        self._held: dict[str, Tensor] = {}
+        self._optimizer: dict[str, dict[str, Tensor]] = {}
+        self._saved: set[str] = set()  # names that belong into a checkpoint
+        self._layers = model.parameter_names()
+
+    def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
+        """Hold layers `start` to `stop - 1` for each of the `spans`, and no others; return a module for each.
+
+        Layers that are held already stay as they are, the same tensors; others get the values that training begins
+        with. Parts of tensors are good for one plan only, so nothing is kept of them.
+        """
+        if self.parts:
+            self._held, self._optimizer, self.parts = {}, {}, {}
+        modules = [self.model.stage(start, stop, self._held) for start, stop in spans]
+        self._hold(modules)
+        return modules
+
+    def split(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
+        """From now on hold the tensors of `module`, which are parts of what it had."""
+        self._hold([module])
+        self.parts = dict(parts)
+
+    def _hold(self, modules: Sequence[nn.Module]) -> None:
+        self._held = {
+            name: tensor
+            for module in modules
+            for name, tensor in chain(
+                module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+            )
+        }
+        self._saved = {name for module in modules for name in module.state_dict(keep_vars=True)}
+        self._optimizer = {name: kept for name, kept in self._optimizer.items() if name in self._held}
+
+    def restart(self) -> None:
+        """Go back to step 0 and the values that training begins with."""
+        self.step, self.metrics, self._optimizer = 0, {}, {}
+        for layer in sorted({self._layers[name] for name in self._saved}):
+            first = self.model.stage(layer, layer + 1)
+            for name, value in chain(first.named_parameters(), first.named_buffers()):
+                if name in self._held:
+                    self._held[name].detach().copy_(self._own(name, value.detach()))
+
+    def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
+        """Apply the gradients of some parameters."""
+        self.optimizer.step(parameters, self._optimizer, learning_rate)
+
+    def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return what is held of layers `start` to `stop - 1`: the state's own tensors, not copies."""
+        last = len(self.model.chain) if stop is None else stop
+        here = {name for name in self._saved if start <= self._layers[name] < last}
+        tensors = {f"model/{name}": tensor.detach() for name, tensor in self._held.items() if name in here}
+        for name, kept in self._optimizer.items():
+            if name in here:
+                tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
+        return tensors
+
+    def replicated(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the part of `tensors` that every member of a stage holds alike."""
+        return {key: value for key, value in self.tensors(start, stop).items() if self._part(key) is None}
+
+    def whole(self, group: Group, start: int, stop: int) -> dict[str, Tensor]:
+        """Return `tensors` put together from the members' parts.
+
+        All members of the stage must call this where they hold parts. Raises PeerLost.
+        """
+        found = {}
+        for key, value in self.tensors(start, stop).items():
+            part = self._part(key)
+            found[key] = value if part is None or value.dim() == 0 else part.whole(value, group)
+        return found
+
+    def _part(self, key: str) -> Part | None:
+        return self.parts.get(name_of(key))
+
+    def layer_of(self, key: str) -> int:
+        """Return the layer that a tensor belongs to."""
+        return self._layers[name_of(key)]
+
+    def expected(self, layer: int) -> dict[str, Tensor]:
+        """Return, for every tensor that can be held of a layer, one of its shape and dtype without memory."""
+        module = self.model.chain.slice(layer, layer + 1)
+        found = {
+            f"model/{name}": tensor.detach().to("meta") for name, tensor in module.state_dict(keep_vars=True).items()
+        }
+        for name, parameter in module.named_parameters():
+            found |= {f"optimizer/{name}/{key}": value for key, value in self.optimizer.expected(parameter).items()}
+        return found
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold tensors that another rank had, by their names; `take` makes their layers."""
+        for key, tensor in tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind == "model":
+                trained = self.model.chain.slice(self._layers[rest], self._layers[rest] + 1).state_dict(keep_vars=True)
+                like = trained[rest]
+                is_parameter = isinstance(like, nn.Parameter)
+                self._held[rest] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
+            else:
+                name, _, entry = rest.rpartition("/")
+                self._optimizer.setdefault(name, {})[entry] = tensor
+
+    def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
+        """Take the values of all that is held from `read(name)`, in place; `names` are those there are.
+
+        Raises KeyError for a missing parameter or buffer, ValueError for one of another shape or dtype.
+        """
+        available = set(names)
+        for name in sorted(self._saved):
+            if f"model/{name}" not in available:
+                raise KeyError(name)
+            tensor = self._held[name].detach()
+            tensor.copy_(_like(tensor, self._own(name, read(f"model/{name}")), name))
+        self._optimizer = {}
+        for name, tensor in self._held.items():
+            expected = self.optimizer.expected(tensor) if isinstance(tensor, nn.Parameter) else {}
+            if any(f"optimizer/{name}/{key}" in available for key in expected):
+                self._optimizer[name] = {
+                    key: _like(like, self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
+                    for key, like in expected.items()
+                }
+
+    def _own(self, name: str, whole: Tensor) -> Tensor:
+        part = self.parts.get(name)
+        return whole if part is None or whole.dim() == 0 else part.of(whole)
+
+
+def name_of(key: str) -> str:
+    """Return the parameter's or buffer's name in the original model."""
+    kind, _, rest = key.partition("/")
+    return rest if kind == "model" else rest.rpartition("/")[0]
+
+
+def _like(expected: Tensor, value: Tensor, name: str) -> Tensor:
+    """Return the value, if it is of the expected shape and dtype. Raises ValueError."""
+    if value.shape != expected.shape or value.dtype != expected.dtype:
+        raise ValueError(
+            f"{name} is {value.dtype} of shape {list(value.shape)}, but the model wants {expected.dtype} of shape "
+            f"{list(expected.shape)}"
+        )
+    return value

@@ -1,0 +1,48 @@
+"""Image classification: which of a number of classes an image belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from horizonml.data.images import ImageInfo
+from horizonml.job.schema import TORCHVISION_MODELS, ModelSpec
+from horizonml.tasks.task import InputSpec, Tree
+
+
+@dataclass(frozen=True)
+class ImageClassification:
+    """Cross-entropy of logits `[batch, classes]` against labels, int64 `[batch]`, and the accuracy."""
+
+    label_smoothing: float = 0.0
+
+    unit: ClassVar[str] = "samples"
+    units_per_sample: ClassVar[int] = 1
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+    def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
+        """Return the sum of the images' cross-entropy; labels are smoothed in training only."""
+        assert isinstance(targets, Tensor)
+        smoothing = self.label_smoothing if training else 0.0  # a way of training, not of judging
+        return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
+
+    def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
+        """Return the number of images whose largest logit is that of their class."""
+        assert isinstance(targets, Tensor)
+        return (outputs.argmax(1) == targets).sum(dtype=torch.float64).reshape(1)
+
+    def channels(self, model: ModelSpec) -> int | None:
+        """Return the number of colour channels that a model wants, or None for what the data has."""
+        return 3 if model.name in TORCHVISION_MODELS else None
+
+    def input(self, info: ImageInfo) -> InputSpec:
+        """Return what enters the model: normalised float32 images."""
+        return InputSpec(info.shape, torch.float32, "Set data.image_size to a size the model accepts.")
+
+    def outputs(self, info: ImageInfo) -> int:
+        """Return the number of values that the model must return for each image: a logit for each class."""
+        return info.classes

@@ -1,0 +1,47 @@
+"""CPU, memory and network of a process and its container, read when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from horizonml.machine.device import available_cores, memory_limit, memory_used, throttled_seconds
+from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.telemetry.table import CONTAINER
+
+
+class Container(Collector):
+    """The metrics of `table.CONTAINER`."""
+
+    def __init__(self, rank: str, root: Path) -> None:
+        """`root` is where the process's cgroup is mounted."""
+        self._rank, self._root = rank, root
+
+    def _read(self) -> dict[str, float | None]:
+        """Return all values now; None where this system does not tell."""
+        network = psutil.net_io_counters()
+        return {
+            "resident_memory_bytes": float(rss_bytes()),
+            "memory_used_bytes": memory_used(self._root),
+            "memory_limit_bytes": memory_limit(self._root),
+            "cpu_limit_cores": available_cores(self._root),
+            "cpu_seconds": cpu_seconds(),
+            "cpu_throttled_seconds": throttled_seconds(self._root),
+            "network_sent_bytes": network.bytes_sent,
+            "network_received_bytes": network.bytes_recv,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Read everything now."""
+        values = self._read()
+        for spec in CONTAINER:
+            kind = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily
+            family = kind(f"horizonml_{spec.name}", spec.meaning, labels=["rank"])
+            value = values[spec.name]
+            if value is not None:
+                family.add_metric([self._rank], value)
+            yield family

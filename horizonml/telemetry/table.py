@@ -1,0 +1,138 @@
+"""Every Prometheus metric, once: its name, its type, its meaning, and its labels.
+
+Names follow Prometheus' conventions (base units, `_total`, `_ratio`, `_info`). All carry the label `rank` besides the
+labels named here. `docs/metrics.md` is made from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from horizonml.engine.clock import KINDS
+from horizonml.engine.step import Way
+
+DIRECTIONS: tuple[Way, ...] = ("previous", "next", "members")
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One metric. In Prometheus its name begins with `horizonml_`, and a counter's ends with `_total`."""
+
+    type: Literal["gauge", "counter", "histogram"]
+    name: str
+    meaning: str
+    labels: tuple[str, ...] = ()  # beside the rank
+    values: tuple[str, ...] | None = None  # what its one further label can be; each of them counts from 0
+    from_zero: bool = False  # whether it is shown before anything happened
+
+
+def _gauge(name: str, meaning: str, *labels: str, from_zero: bool = False) -> MetricSpec:
+    return MetricSpec("gauge", name, meaning, labels, from_zero=from_zero)
+
+
+def _counter(name: str, meaning: str, from_zero: bool = True) -> MetricSpec:
+    return MetricSpec("counter", name, meaning, from_zero=from_zero)
+
+
+TABLE: Sequence[MetricSpec] = (
+    # The run and the group.
+    _gauge("run_info", "What is trained; always 1.", "name", "model", "data", "strategy", "version", "torch"),
+    _gauge("stage_info", "The rank's place in the plan; always 1.", "stage", "member", "stages", "layers", "node"),
+    _gauge("plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"),
+    _gauge("plan_step_seconds", "A step's time as the automatic plan predicts it."),
+    _gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
+    _gauge("ready", "1 while the rank is in a formed group, or has completed its job.", from_zero=True),
+    _gauge("complete", "1 when the job is trained to its end.", from_zero=True),
+    _gauge("generation", "Generation of the group: counts its formations.", from_zero=True),
+    _gauge("world_size", "Ranks in the formed group; 0 while there is none.", from_zero=True),
+    _gauge("world_size_wanted", "Ranks that the job was started with."),
+    _gauge("waiting_for_rank", "1 for each rank whose arrival this rank waits for.", "peer"),
+    _counter("peers_lost", "How often the group broke because a rank was lost."),
+    # Progress.
+    _gauge("step", "Steps of the run that are done, those before a resumption included."),
+    _gauge("steps_planned", "Steps of the whole run."),
+    _gauge("epoch", "The epoch under way, from 1."),
+    _gauge("epochs_planned", "Epochs of the whole run."),
+    _gauge("last_step_timestamp_seconds", "When the newest step ended."),
+    _counter(
+        "samples",
+        "Samples that entered the first stage at this rank; their sum over ranks is what was trained on.",
+    ),
+    _counter("energy_joules", "Energy used by the rank's machine in steps, where it tells it.", from_zero=False),
+    _counter("rank_samples", "Samples that went through this rank's stage here."),
+    _gauge("training_loss", "Loss of the newest global batch."),
+    _gauge("training_accuracy_ratio", "Accuracy on the newest global batch."),
+    _gauge("held_out_loss", "Loss on held-out data after the newest epoch."),
+    _gauge("held_out_accuracy_ratio", "Accuracy on held-out data after the newest epoch."),
+    _gauge("learning_rate", "Learning rate of the newest step."),
+    _gauge("epoch_duration_seconds", "Time of the newest epoch's training steps."),
+    _gauge("evaluation_duration_seconds", "Time of the newest evaluation."),
+    # Where the time goes.
+    MetricSpec("histogram", "step_duration_seconds", "Wall time of a step.", from_zero=True),
+    MetricSpec(
+        "histogram",
+        "step_phase_seconds",
+        "A step's wall time split into compute, transfer and wait, which add up.",
+        ("phase",),
+        KINDS,
+    ),
+    _gauge("bubble_ratio", "Share of the newest step in which the rank waited for others: the pipeline's bubble."),
+    _gauge(
+        "gradient_divergence",
+        "Distance of this rank's gradient before the reduction to the mean, relative to the mean.",
+    ),
+    MetricSpec(
+        "counter",
+        "sent_bytes",
+        "Bytes sent to ranks of a neighbouring stage, or of this one.",
+        ("direction",),
+        DIRECTIONS,
+    ),
+    MetricSpec("counter", "received_bytes", "Bytes received, likewise.", ("direction",), DIRECTIONS),
+    # Checkpoints.
+    _counter("checkpoints", "Checkpoints saved."),
+    _counter("checkpoint_failures", "Checkpoints that could not be saved."),
+    _gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was saved."),
+    _gauge("checkpoint_step", "Step of the newest checkpoint."),
+    _gauge("checkpoint_duration_seconds", "How long the newest checkpoint took."),
+)
+
+# Read when Prometheus asks; see `container`.
+CONTAINER: Sequence[MetricSpec] = (
+    _gauge("resident_memory_bytes", "Resident memory of the process."),
+    _gauge("memory_used_bytes", "What counts against the container's memory limit."),
+    _gauge("memory_limit_bytes", "The container's memory limit, else the machine's memory."),
+    _gauge("cpu_limit_cores", "Cores that the process may use."),
+    _counter("cpu_seconds", "CPU time of the process, over all its threads."),
+    _counter("cpu_throttled_seconds", "Time for which the container's CPU quota held it up."),
+    _counter("network_sent_bytes", "Bytes sent by all interfaces of the container."),
+    _counter("network_received_bytes", "Bytes received by all interfaces of the container."),
+)
+
+_HEAD = """\
+# Metrics
+
+What every rank shows at `/metrics`. Made from `horizonml/telemetry/table.py` by `make generate`; change it there.
+All carry the label `rank`: the rank that the process was given at its start. A gauge without a value yet (no epoch
+evaluated, no checkpoint saved) is not shown.
+
+| metric | type | further labels | meaning |
+|---|---|---|---|"""
+_FOOT = """
+A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`. `phase` is `compute`, `transfer` or
+`wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of the same stage).
+The accuracy is that of image classification; the metrics of another task are called `horizonml_training_NAME` and
+`horizonml_held_out_NAME` after their own names.
+"""
+
+
+def document() -> str:
+    """Return `docs/metrics.md`."""
+    lines = [_HEAD]
+    for spec in (*TABLE, *CONTAINER):
+        name = spec.name + ("_total" if spec.type == "counter" else "")
+        extra = ", ".join(f"`{label}`" for label in spec.labels)
+        lines.append(f"| `horizonml_{name}` | {spec.type} | {extra} | {spec.meaning} |")
+    return "\n".join([*lines, _FOOT])

@@ -1,0 +1,28 @@
+"""Sessions for tests, and what they hold."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.job.schema import Adam, Sgd
+from horizonml.models.zoo import Model
+from horizonml.plan.plan import Plan
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import Task
+
+
+def session_for(
+    plan: Plan, model: Model, group: Group, optimizer: Sgd | Adam, batch_size: int, task: Task | None = None
+) -> Session:
+    """A session on a new state."""
+    return Session(plan, TrainState(model, optimizer), group, task or ImageClassification(), batch_size)
+
+
+def state_of(session: Session) -> dict[str, Tensor]:
+    """Copies of what a rank holds, put together where members split channels: all ranks must call this."""
+    stages = [stage.stage for stage in session.stages.values()]
+    whole = [session.state.whole(session.group, stage.start, stage.stop) for stage in stages]
+    return {key: value.clone() for tensors in whole for key, value in tensors.items()}

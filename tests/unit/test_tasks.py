@@ -1,0 +1,58 @@
+"""Tasks by themselves, and models whose inputs are not images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from horizonml.data.images import ImageInfo
+from horizonml.errors import ModelError
+from horizonml.job.schema import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.profiling.measure import measure
+from horizonml.profiling.threads import try_threads
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
+from tests.tasks import KINDS
+
+
+def test_image_classification_sums_cross_entropy_and_hits() -> None:
+    task, generator = ImageClassification(label_smoothing=0.1), torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(7, 3, generator=generator), torch.arange(7) % 3
+    each = functional.cross_entropy(logits, labels, reduction="none")
+    smoothed = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(task.loss(logits, labels, training=False), each.sum())
+    torch.testing.assert_close(task.loss(logits, labels, training=True), smoothed.sum())
+    assert task.judge(logits, labels).tolist() == [float((logits.argmax(1) == labels).sum())]
+    assert task.judge(logits, labels).dtype == torch.float64
+
+
+def test_image_classification_says_what_a_model_must_take_and_return() -> None:
+    task, info = ImageClassification(), ImageInfo(7, (3, 20, 20), 10, 2)
+    assert (task.input(info).shape, task.input(info).dtype, task.outputs(info)) == ((3, 20, 20), torch.float32, 7)
+    assert task.channels(ModelSpec(name="resnet18")) == 3
+    assert task.channels(ModelSpec(name="digits_cnn")) is None
+
+
+def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() -> None:
+    info = ImageInfo(10, (3, 8, 8), 10, 2)
+    with pytest.raises(ModelError, match=r"inputs of shape \[3, 8, 8\].*Set data.image_size to a size the model acc"):
+        build(ModelSpec(name="tests.models:plain"), 0, 10, ImageClassification().input(info))
+    with pytest.raises(ModelError, match=r"does not accept inputs of shape \[4\] .*[^ ]$"):
+        build(ModelSpec(name="tests.tasks:perceptron"), 0, 2, InputSpec((4,)))
+
+
+def test_a_model_for_images_refuses_other_inputs() -> None:
+    with pytest.raises(ModelError, match=r"digits_cnn takes images .* inputs of shape \[6\]; choose another model"):
+        build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec((6,), torch.int64))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_any_input_are_cut_and_measured(name: str) -> None:
+    kind = KINDS[name]
+    model = kind.model()
+    assert len(model.chain) == 5
+    assert (model.chain.boundaries[0].shape, model.chain.boundaries[0].dtype) == (kind.input.shape, kind.input.dtype)
+    assert [layer.name for layer in measure(model, (2, 4)).layers] == model.chain.names
+    assert set(try_threads(model, 4, 1)) == {1}
