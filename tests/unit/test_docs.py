@@ -31,18 +31,6 @@ PATH = re.compile(
     r"(?<![\w./-])((?:horizonml|tests|scripts|benchmarks|examples|k8s|grafana|images|docs|jobs)/[\w./*-]*[\w*/])"
 )
 NO_PATHS = {"horizonml/worker", "examples/horovod_tensorflow/.venv"}  # an image, and what `make` creates
-# Files that pages name and that are being written; the list must be empty once they are there.
-NOT_YET = {
-    "horizonml/data/dataset.py",
-    "horizonml/engine/interpreter.py",
-    "horizonml/engine/session.py",
-    "horizonml/engine/stage.py",
-    "horizonml/engine/sync/base.py",
-    "horizonml/state/train_state.py",
-    "horizonml/tasks/",
-    "horizonml/tasks/image_classification.py",
-    "horizonml/tasks/task.py",
-}
 
 
 def anchors(page: Path) -> set[str]:
@@ -68,12 +56,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_paths_exist(page: Path) -> None:
-    for path in sorted(set(PATH.findall(page.read_text())) - NO_PATHS - NOT_YET):
+    for path in sorted(set(PATH.findall(page.read_text())) - NO_PATHS):
         assert any(any(folder.glob(path.rstrip("/"))) for folder in (ROOT, page.parent)), f"{path} is not there"
-
-
-def test_files_that_were_to_be_written_are_still_missing() -> None:
-    assert [path for path in sorted(NOT_YET) if (ROOT / path).exists()] == [], "take these out of NOT_YET"
 
 
 def test_pictures_are_shown_and_the_readme_is_short() -> None:
