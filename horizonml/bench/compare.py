@@ -11,6 +11,7 @@ from horizonml.bench.study import Case, Result, Study
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
+from horizonml.plan.limits import limits_of
 from horizonml.report import charts, run_plots, style
 from horizonml.report.section import Picture, Section, Table, rank_tables
 from horizonml.report.summary import Summary
@@ -51,12 +52,13 @@ def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: 
 
 def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
     """Return the changes that give a job another strategy, and change nothing else that matters to the result."""
+    limits = limits_of(strategy)
     changes: dict[str, object] = {
         "parallel.strategy": strategy,
-        "parallel.workers": 1 if strategy == "single" else workers,
+        "parallel.workers": min(workers, limits.max_workers or workers),
         "parallel.stages": None,
     }
-    if strategy in ("horovod", "tensor"):
+    if not limits.micro_batches:
         changes["parallel.micro_batches"] = None
     return changes
 

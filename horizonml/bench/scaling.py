@@ -13,6 +13,7 @@ from horizonml.bench.manifest import Factors, ScalingMode
 from horizonml.bench.study import Case, Result, Study
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
+from horizonml.plan.limits import limits_of
 from horizonml.report import charts, style
 from horizonml.report.section import Picture, Section, Table
 from horizonml.text import percent
@@ -32,8 +33,8 @@ def cases(
     for repeat in range(repeats):
         for count in sorted({1, *workers}):
             for strategy in ["single"] if count == 1 else strategies:
-                if strategy == "hybrid" and count < 3:
-                    continue  # nothing to be hybrid with
+                if count < limits_of(strategy).min_workers:
+                    continue
                 batch = job.batch_size * (count if mode is ScalingMode.WEAK else 1)
                 changes = {
                     **strategy_changes(strategy, count),

@@ -20,6 +20,7 @@ from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
 from horizonml.machine.signals import StopRequest, handling, leave_at_once, stop_on_signal
+from horizonml.plan.limits import limits_of
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
@@ -106,10 +107,11 @@ def _check_world_size(job: Job, identity: Identity) -> None:
                 f"the job is for {count(wanted, 'rank')}, but {identity.source} says that the world size is "
                 f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {count(wanted, 'rank')}"
             )
-    if job.parallel.strategy == "single" and job.parallel.stages is None and identity.world_size > 1:
+    most = limits_of(job.parallel.strategy).max_workers if job.parallel.stages is None else None
+    if most is not None and identity.world_size > most:
         raise JobError(
-            f"parallel.strategy: single trains on 1 rank, but {identity.source} says that the world size is "
-            f"{identity.world_size}; choose ddp, pipeline, hybrid or tensor"
+            f"parallel.strategy: {job.parallel.strategy} trains on {count(most, 'rank')}, but {identity.source} says "
+            f"that the world size is {identity.world_size}; choose ddp, pipeline, hybrid or tensor"
         )
 
 

@@ -38,7 +38,7 @@ TABLE: dict[str, set[str]] = {
     },
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
-    "bench": {"job", "machine", "report", "runtime"},
+    "bench": {"job", "machine", "plan", "report", "runtime"},
     "cli": {
         "bench", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous", "report",
         "runtime", "spec", "starter", "state",

@@ -10,8 +10,9 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from matplotlib.figure import Figure
@@ -26,6 +27,8 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.resources import OtherWork, available_cores
+from horizonml.plan.limits import limits_of
+from horizonml.plan.spec import Strategy
 from horizonml.report import charts, run_plots, style
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise, traffic
@@ -473,6 +476,15 @@ def test_cases_differ_in_nothing_but_their_factors() -> None:
     strong = scaling.cases(job, ScalingMode.STRONG, ["ddp"], [2, 4], 6, 1)
     assert {case.job.batch_size for case in strong} == {64}
     assert all(case.job.parallel.threads == 1 for case in [*weak, *strong])
+
+
+def test_a_strategy_is_given_no_workers_or_micro_batches_that_it_cannot_have() -> None:
+    for strategy in get_args(Strategy):
+        job = changed(Job.model_validate({"parallel": {"micro_batches": 2, "strategy": "ddp"}}), {"name": "x"})
+        parallel = changed(job, compare.strategy_changes(strategy, 5)).parallel
+        assert parallel.world_size() == (1 if strategy == "single" else 5)
+        with pytest.raises(JobError) if limits_of(strategy).min_workers > 2 else nullcontext():
+            changed(job, compare.strategy_changes(strategy, 2))
 
 
 def test_changes_of_a_job_are_checked() -> None:
