@@ -30,7 +30,7 @@ MONITORING ?= k8s/kind
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint format generate images kind-up kind-down e2e bench bench-long bench-smoke \
+.PHONY: help setup demo test unit lint format generate docs images kind-up kind-down e2e bench bench-long bench-smoke \
 	hetero footprint horovod horovod-tensorflow test-launchers clean
 
 help: ## Show this list
@@ -70,8 +70,12 @@ format: setup ## Put the code into the project's style
 	@"$(BIN)/ruff" check --fix .
 	@"$(BIN)/ruff" format .
 
-generate: setup ## Write what is made from code: dashboards, docs/metrics.md, the operator's rules
+generate: setup ## Write what is made from code: dashboards, reference pages of docs/, the operator's rules
 	@"$(BIN)/python" scripts/generate.py
+
+docs: setup ## Build the documentation into build/docs, and check its links (open build/docs/index.html)
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet
+	@echo "The documentation is in build/docs: open build/docs/index.html"
 
 ##@ Containers
 images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)

@@ -30,8 +30,10 @@ from horizonml.files import write_atomically
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
+from horizonml.planner.candidates import candidates, data_parallel, equal_split
 from horizonml.planner.devices import Cluster
-from horizonml.planner.search import Problem, candidates, data_parallel, equal_split
+from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.problem import Problem
 from horizonml.report.charts import draw_ranking
 from horizonml.report.records import Run, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step
@@ -109,7 +111,7 @@ class Trial:
             job = changed(job, {f"parallel.{key}": value for key, value in changes.items()})
             info, model = describe_together(job, Group(None, 0, 1, 60.0))
             problem = describe_problem(job, model, info, problem.profiles, problem.hosts, problem.network)
-        self.run(name, job, problem.judge(plan).prediction.seconds)
+        self.run(name, job, judge(problem, plan).prediction.seconds)
 
 
 def shape_of(plan: Plan) -> str:
@@ -125,7 +127,7 @@ def shape_of(plan: Plan) -> str:
 def best_equal_split(problem: Problem) -> Plan:
     """The same number of layers for everybody, with the number of micro-batches that suits it best."""
     splits = [plan for count in problem.micro_batches if (plan := equal_split(problem, count)) is not None]
-    return min(splits, key=lambda plan: problem.judge(plan).cost)
+    return min(splits, key=lambda plan: judge(problem, plan).cost)
 
 
 def sweep_plans(problem: Problem) -> dict[str, Plan]:
@@ -134,7 +136,8 @@ def sweep_plans(problem: Problem) -> dict[str, Plan]:
         "ddp": data_parallel(problem),
         "equal split": best_equal_split(problem),
     }
-    found = sorted((problem.judge(plan) for plan in set(candidates(problem))), key=lambda one: one.cost)
+    evaluator = Evaluator(problem)
+    found = sorted((evaluator.judge(plan) for plan in set(candidates(evaluator))), key=lambda one: one.cost)
     for stages in range(2, WORKERS + 1):
         plan = next((one.plan for one in found if len(one.plan.stages) == stages and one.prediction.fits), None)
         if plan is not None:

@@ -1,4 +1,4 @@
-# docker buildx bake -f images/docker-bake.hcl: the image for PCs and for Raspberry Pis and Jetsons.
+# docker buildx bake -f images/docker-bake.hcl builds the image for PCs, and for Raspberry Pis and Jetsons.
 variable "IMAGE" { default = "horizonml/worker" }
 variable "VERSION" { default = "dev" }
 variable "REVISION" { default = "unknown" }

@@ -1,6 +1,7 @@
-"""Writes what is made from code: `make generate`. A test sees to it that this is never forgotten.
+"""Writes what is made from code: `make generate`. A test fails where a generated file is out of date.
 
-docs/metrics.md, grafana/dashboards/*.json, and the rules as the Prometheus operator wants them.
+These are docs/metrics.md, docs/job-file.md, the list of files in docs/architecture.md, grafana/dashboards/*.json, and
+the rules as a PrometheusRule.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import dashboards
+import filemap
+import reference
 import yaml
 
 from horizonml.telemetry.table import document
@@ -16,8 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def files() -> dict[Path, str]:
-    """Every generated file and what belongs into it."""
-    made = {ROOT / "docs" / "metrics.md": document()}
+    """Return every generated file with its text."""
+    made = {
+        ROOT / "docs" / "metrics.md": document(),
+        ROOT / "docs" / "job-file.md": reference.document(),
+        filemap.PAGE: filemap.document(),
+    }
     for name in dashboards.DASHBOARDS:
         made[ROOT / "grafana" / "dashboards" / f"{name}.json"] = dashboards.text(name)
     made[ROOT / "k8s" / "components" / "monitoring" / "rules.yaml"] = operator_rules()
@@ -25,7 +32,7 @@ def files() -> dict[Path, str]:
 
 
 def operator_rules() -> str:
-    """grafana/rules/horizonml.yaml as a PrometheusRule."""
+    """Return grafana/rules/horizonml.yaml as a PrometheusRule."""
     rules = yaml.safe_load((ROOT / "grafana" / "rules" / "horizonml.yaml").read_text())
     resource = {
         "apiVersion": "monitoring.coreos.com/v1",

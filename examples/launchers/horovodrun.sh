@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ranks started by Horovod's own launcher: examples/launchers/horovodrun.sh jobs/digits.yaml [options]
-# `make horovod` installs it. Any strategy can be started so; `horovod` uses Horovod for the gradients, too.
+# Starts ranks with Horovod's own launcher: examples/launchers/horovodrun.sh jobs/digits.yaml [options]
+# `make horovod` installs it. Any strategy can be started this way; `horovod` also sums the gradients with Horovod.
 set -euo pipefail
 ranks=${RANKS:-4}
 exec horizonml rendezvous -- \

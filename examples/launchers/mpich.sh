@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ranks started by MPICH: examples/launchers/mpich.sh jobs/digits.yaml [options]
-# With HOSTS=a,b,c (reached by ssh, HorizonML installed alike) one rank on each of these machines.
+# Starts ranks with MPICH: examples/launchers/mpich.sh jobs/digits.yaml [options]
+# HOSTS=a,b,c starts one rank on each of these machines, which need ssh and HorizonML in the same place.
 set -euo pipefail
 mpirun=$(command -v mpirun.mpich || command -v mpirun)
 if [ -n "${HOSTS:-}" ]; then

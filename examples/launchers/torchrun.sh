@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All ranks on this machine, started by torchrun: examples/launchers/torchrun.sh jobs/digits.yaml [options]
-# On several machines run torchrun on each, with --nnodes and --rdzv-endpoint as usual, and HORIZONML_RENDEZVOUS set to
+# Starts all ranks on this machine with torchrun: examples/launchers/torchrun.sh jobs/digits.yaml [options]
+# On several machines, run torchrun on each, with --nnodes and --rdzv-endpoint as usual, and HORIZONML_RENDEZVOUS set to
 # the host:port of one `horizonml rendezvous --host 0.0.0.0`.
 set -euo pipefail
 ranks=${RANKS:-4}

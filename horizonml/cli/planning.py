@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +17,18 @@ from horizonml.files import write_atomically, writing
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.extras import require
-from horizonml.plan.plan import Plan
-from horizonml.planner.devices import load_cluster, write_profile
+from horizonml.plan.plan import Plan, Sync
+from horizonml.planner.devices import Cluster, load_cluster, write_profile
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
-from horizonml.planner.search import Found, Problem
 from horizonml.spec.reading import read_yaml
 from horizonml.text import count, human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    from horizonml.data.images import ImageInfo
     from horizonml.models.zoo import Model
+    from horizonml.planner.evaluator import Candidate
+    from horizonml.planner.problem import Problem
 
 
 def show_plan(
@@ -40,77 +43,111 @@ def show_plan(
         require("matplotlib", "--picture")
         if picture.suffix.lower() != ".png":
             raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
-    import torch
-
-    from horizonml.comm.group import Group
     from horizonml.machine.memory import keep_freed_memory
-    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
-    from horizonml.machine.usage import rss_bytes
+    from horizonml.planner.evaluator import judge
     from horizonml.planner.explain import remedy, shortage
     from horizonml.planner.planner import fixed_plan, needs_profile
-    from horizonml.profiling.measure import cached_profile
-    from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
+    from horizonml.runtime.agreement import choose_or_say_why, describe_problem
 
     keep_freed_memory()
-    cores = available_cores()
     if devices is not None:
-        cluster = load_cluster(devices)
-        names, hosts, network = cluster.names, cluster.hosts(), cluster.network()
-        changes: dict[str, Any] = {"parallel.workers": len(names)}
-        if job.parallel.stages is None and not as_given:
-            changes["parallel.strategy"] = "auto"
-            _say_what_is_not_used(job, devices, len(names))
-        job = changed(job, changes)
-        world_size, threads = len(names), 1
+        job, places = _on_paper(job, devices, as_given)
     else:
-        world_size = job.parallel.world_size()
-        names = [f"rank {rank}" for rank in range(world_size)]
-        hosts = [Host(tuple(range(world_size)), cores, memory_limit() / world_size - rss_bytes())]
-        network = Network(1e-4, 1e9)  # ranks of one machine
-        threads = job.parallel.threads or threads_per_rank(cores, world_size)
-    torch.set_num_threads(threads)
-    info, model = describe_together(job, Group(None, 0, 1, 60.0))
-
-    def measured() -> Profile:
-        return cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
-
-    if devices is None:
-        profiles = [measured()] * world_size
-    else:
-        profiles = cluster.profiles(measured, model.chain.names, devices.parent)
-    problem = describe_problem(job, model, info, profiles, hosts, network)
-    if needs_profile(job.parallel, world_size):
+        places = _here(job)
+    info, model, profiles = _profiled(job, places)
+    problem = describe_problem(job, model, info, profiles, places.hosts, places.network)
+    if needs_profile(job.parallel, problem.ranks):
         found = choose_or_say_why(job, model, problem)
     else:
-        found = problem.judge(fixed_plan(job, len(model.chain), world_size))
+        found = judge(problem, fixed_plan(job, len(model.chain), problem.ranks))
     plan = found.plan
     by_channels = any(stage.splits_channels for stage in plan.stages)
-    reason = None if by_channels else shortage(problem, found, names)  # what a split by channels needs is not known
+    # What a split by channels needs is not known.
+    reason = None if by_channels else shortage(problem, found, places.names)
     if reason is not None:
         raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
     if out is not None:
-        kind = job.parallel.strategy if job.parallel.stages is None else None
-        write_plan(plan, out, kind, names if devices is not None else ())
+        write_plan(plan, out, places.names if devices is not None else ())
     if picture is not None:
         from horizonml.report.run_plots import predicted
 
-        predicted(found.plan, found.prediction, names, picture)
+        predicted(found.plan, found.prediction, places.names, picture)
     if as_json:
         content = {"plan": plan.to_json(), "seconds": found.prediction.seconds, "profile": profiles[0].to_json()}
         print(json.dumps(content, indent=2))
         return
     _print_layers(job, profiles[0])
-    _print_plan(job, problem, found, names, model, devices is not None)
+    _print_plan(job, problem, found, places, model)
 
 
-def _say_what_is_not_used(job: Job, devices: Path, ranks: int) -> None:
-    unused = [] if job.parallel.strategy == "auto" else [f"parallel.strategy: {job.parallel.strategy}"]
-    if job.parallel.workers not in (None, ranks):
-        unused.append(f"parallel.workers: {job.parallel.workers}")
+@dataclass(frozen=True)
+class _Places:
+    """Where a plan's ranks are: on this machine, or on the devices of a file."""
+
+    names: Sequence[str]  # of the ranks
+    hosts: Sequence[Host]
+    network: Network
+    threads: int
+    cluster: Cluster | None = None  # of the file
+    folder: Path = Path()  # of the file
+
+    @property
+    def where(self) -> str:
+        """What to add to a table's title."""
+        return " on this machine" if self.cluster is None else ""
+
+
+def _here(job: Job) -> _Places:
+    """Return this machine as the place of all of the job's ranks."""
+    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
+    from horizonml.machine.usage import rss_bytes
+
+    cores, world_size = available_cores(), job.parallel.world_size()
+    host = Host(tuple(range(world_size)), cores, memory_limit() / world_size - rss_bytes())
+    network = Network(1e-4, 1e9)  # ranks of one machine
+    threads = job.parallel.threads or threads_per_rank(cores, world_size)
+    return _Places([f"rank {rank}" for rank in range(world_size)], [host], network, threads)
+
+
+def _on_paper(job: Job, devices: Path, as_given: bool) -> tuple[Job, _Places]:
+    """Return the devices of a file, and the job for them: with the best plan, unless its own was asked for."""
+    cluster = load_cluster(devices)
+    changes: dict[str, Any] = {"parallel.workers": len(cluster.names)}
+    if job.parallel.stages is None and not as_given:
+        changes["parallel.strategy"] = "auto"
+        _say_what_is_not_used(job, changed(job, changes), devices)
+    job = changed(job, changes)
+    return job, _Places(cluster.names, cluster.hosts(), cluster.network(), 1, cluster, devices.parent)
+
+
+def _profiled(job: Job, places: _Places) -> tuple[ImageInfo, Model, Sequence[Profile]]:
+    """Return the job's data and model, and the model's profile on each rank's device."""
+    import torch
+
+    from horizonml.comm.group import Group
+    from horizonml.profiling.measure import cached_profile
+    from horizonml.runtime.agreement import describe_together, profile_key
+
+    torch.set_num_threads(places.threads)
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+
+    def measured() -> Profile:
+        return cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
+
+    if places.cluster is None:
+        return info, model, [measured()] * len(places.names)
+    return info, model, places.cluster.profiles(measured, model.chain.names, places.folder)
+
+
+def _say_what_is_not_used(given: Job, planned: Job, devices: Path) -> None:
+    """Tell which of a job's fields differ from what is planned for."""
+    fields = ("strategy", "workers")
+    own, used = ({name: getattr(job.parallel, name) for name in fields} for job in (given, planned))
+    unused = [f"parallel.{name}: {own[name]}" for name in fields if own[name] not in (None, used[name])]
     if unused:
         print(
-            f"note: the best plan for the {count(ranks, 'device')} of {devices} is shown, whatever the job says "
-            f"({', '.join(unused)})",
+            f"note: the best plan for the {count(planned.parallel.world_size(), 'device')} of {devices} is shown, "
+            f"whatever the job says ({', '.join(unused)})",
             file=sys.stderr,
         )
 
@@ -143,34 +180,26 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
             write_profile(profile, about, out)
 
 
-def plan_values(plan: Plan, strategy: str | None = None) -> dict[str, Any]:
-    """Return a plan as a job's `parallel` section has it.
-
-    Horovod is a `strategy` of the job, for stages do not say who sums their gradients.
-    """
-    if strategy == "horovod":
-        return {"strategy": strategy, "workers": plan.world_size}
+def plan_values(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a job's `parallel` section has it."""
     stages = [
         {
             "ranks": list(stage.ranks),
             "shares": list(stage.shares),
-            "split": "channels" if stage.splits_channels else "samples",
             "send": stage.send,
             "layers": [stage.start, stage.stop - 1],
+            **({} if stage.sync is Sync.ALL_REDUCE else {"sync": stage.sync.value}),
         }
         for stage in plan.stages
     ]
     return {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
 
 
-def write_plan(plan: Plan, path: Path, strategy: str | None = None, names: Sequence[str] = ()) -> None:
+def write_plan(plan: Plan, path: Path, names: Sequence[str] = ()) -> None:
     """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises JobError."""
     lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
     lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
-    values = plan_values(plan, strategy)
-    content = yaml.safe_dump(
-        values, sort_keys=False, default_flow_style=None if "stages" in values else False, width=120
-    )
+    content = yaml.safe_dump(plan_values(plan), sort_keys=False, default_flow_style=None, width=120)
     text = "\n".join([*lines, content])
     with writing(path):
         write_atomically(path, text.encode())
@@ -181,7 +210,7 @@ def read_plan(job: Job, path: Path) -> Job:
     values = read_yaml(path, f"`horizonml plan JOB --out {path}` writes one")
     if isinstance(values, dict) and set(values) == {"schedule", "micro_batches", "stages"}:
         values = {**values, "workers": None}
-    elif isinstance(values, dict) and set(values) == {"strategy", "workers"}:
+    elif isinstance(values, dict) and set(values) == {"strategy", "workers"}:  # Horovod's, by version 0.1
         values = {**values, "micro_batches": None, "stages": None}
     else:
         raise JobError(f"{path}: not a plan; `horizonml plan JOB --out {path}` writes one")
@@ -211,11 +240,11 @@ def _print_layers(job: Job, profile: Profile) -> None:
     )
 
 
-def _print_plan(job: Job, problem: Problem, found: Found, names: list[str], model: Model, elsewhere: bool) -> None:
+def _print_plan(job: Job, problem: Problem, found: Candidate, places: _Places, model: Model) -> None:
     from horizonml.planner.explain import bottleneck, compare, explain_parts, rows, why
     from horizonml.runtime.agreement import uncut_layer
 
-    plan, layer_names = found.plan, model.chain.names
+    plan, layer_names, names = found.plan, model.chain.names, places.names
     print()
     if any(stage.splits_channels for stage in plan.stages):
         for line in plan.describe(layer_names).splitlines():
@@ -223,14 +252,13 @@ def _print_plan(job: Job, problem: Problem, found: Found, names: list[str], mode
         print()
         print_text("no prediction: what layers send in their middle is not in the profile")
         return
-    where = "" if elsewhere else " on this machine"
     shown = [
         [row.stage, row.layers, row.rank, row.rows, row.sends, row.memory, row.busy]
         for row in rows(problem, found, names, layer_names)
     ]
     micro_batches = count(plan.micro_batches, "micro-batch")
     print_table(
-        f"plan for {count(problem.ranks, 'rank')}{where}: {plan.schedule}, {micro_batches}",
+        f"plan for {count(problem.ranks, 'rank')}{places.where}: {plan.schedule}, {micro_batches}",
         ["stage", "layers", "rank", "rows", "sends", "memory", "busy"],
         shown[:40],
         text=(1, 2, 4),

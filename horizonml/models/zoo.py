@@ -48,9 +48,10 @@ class Model:
             for name in self.chain.slice(index, index + 1).state_dict(keep_vars=True)
         }
 
-    def parameter_shapes(self) -> list[torch.Size]:
-        """Return the shapes of all parameters, in no particular order."""
-        return [parameter.shape for parameter in self.chain.slice(0, len(self.chain)).parameters()]
+    def parameter_shapes(self) -> list[list[torch.Size]]:
+        """Return the shapes of the parameters of every layer."""
+        layers = range(len(self.chain))
+        return [[parameter.shape for parameter in self.chain.slice(n, n + 1).parameters()] for n in layers]
 
 
 def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:

@@ -5,7 +5,7 @@ The engine's interpreter runs a list of actions, and the planner's simulation pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,10 +52,20 @@ def with_update(passes: Sequence[Action]) -> list[Action]:
 
 def most_held(actions: Sequence[Action], stage: int) -> int:
     """Return the most micro-batches whose activations a stage holds at once."""
+    return most_bytes_held(actions, {stage: 1})
+
+
+def most_bytes_held(actions: Sequence[Action], sizes: Mapping[int, int]) -> int:
+    """Return the most bytes of activations that the stages hold together at once.
+
+    `sizes[s]` are the bytes that stage s keeps of a micro-batch between its forward and its last backward action;
+    stages that are not in it do not count.
+    """
     held = most = 0
     for action in actions:
-        if action.stage == stage:
-            held += action.kind is Kind.FORWARD
-            held -= action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        if action.kind is Kind.FORWARD:
+            held += sizes.get(action.stage, 0)
             most = max(most, held)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= sizes.get(action.stage, 0)
     return most

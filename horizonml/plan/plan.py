@@ -32,6 +32,14 @@ class Sync(StrEnum):
     HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
 
 
+# The ways in which only the members of a plan's only stage can agree, and what they do.
+ALONE = {
+    Sync.CHANNELS: "splits channels",
+    Sync.HOROVOD: "sums its gradients by Horovod",
+    Sync.HOROVOD_FP16: "sums its gradients by Horovod",
+}
+
+
 @dataclass(frozen=True)
 class Stage:
     """Consecutive layers `start` to `stop - 1`, held by `ranks`.
@@ -55,7 +63,7 @@ class Stage:
         return self.sync is Sync.CHANNELS and len(self.ranks) > 1
 
     def parts(self, things: int) -> list[tuple[int, int]]:
-        """Each member's part `[first, end)` of so many `things`, in the order of `ranks`.
+        """Return each member's part `[first, end)` of so many `things`, in the order of `ranks`.
 
         The parts are consecutive, cover everything, and follow the shares as closely as whole things allow. A member's
         part may be empty.
@@ -67,7 +75,7 @@ class Stage:
         return list(pairwise(ends))
 
     def rows(self, samples: int) -> list[tuple[int, int]]:
-        """The rows `[first, end)` of a micro-batch of `samples` that each member works on, in the order of `ranks`."""
+        """Return the rows `[first, end)` of a micro-batch that each member works on, in the order of `ranks`."""
         return [(0, samples)] * len(self.ranks) if self.splits_channels else self.parts(samples)
 
 
@@ -82,7 +90,7 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return len({rank for stage in self.stages for rank in stage.ranks})
+        return len(self._held)
 
     @property
     def layers(self) -> int:
@@ -90,25 +98,34 @@ class Plan:
         return self.stages[-1].stop
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The numbers of the stages that `rank` is a member of, in their order."""
-        return tuple(number for number, stage in enumerate(self.stages) if rank in stage.ranks)
+        """Return the numbers of the stages that `rank` is a member of, in their order."""
+        return self._held.get(rank, ())
+
+    @functools.cached_property
+    def _held(self) -> dict[int, tuple[int, ...]]:
+        """The numbers of the stages that every rank is a member of."""
+        held: dict[int, tuple[int, ...]] = {}
+        for number, stage in enumerate(self.stages):
+            for rank in stage.ranks:
+                held[rank] = (*held.get(rank, ()), number)
+        return held
 
     @functools.cached_property
     def lanes(self) -> Lanes:
         """The sets of stages that ranks hold, each once, in the order of their first stages."""
-        return tuple(sorted({self.stages_of(rank) for stage in self.stages for rank in stage.ranks}))
+        return tuple(sorted(set(self._held.values())))
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
-        """What `rank` does in a training step of so many micro-batches, in order."""
+        """Return what `rank` does in a training step of so many micro-batches, in order."""
         passes = SCHEDULES[self.schedule].passes(self.lanes.index(self.stages_of(rank)), self.lanes, micro_batches)
         return with_update(passes)
 
     def evaluation(self, rank: int, micro_batches: int) -> list[Action]:
-        """What `rank` does in an evaluation."""
+        """Return what `rank` does in an evaluation."""
         return evaluation(self.stages_of(rank), micro_batches)
 
     def micro_sizes(self, batch: int, full_batch: int) -> list[int]:
-        """Sizes of the micro-batches of a batch, in order.
+        """Return the sizes of the micro-batches of a batch, in order.
 
         A batch smaller than `full_batch` has fewer micro-batches of about the usual size, so that a small rest is
         not cut into crumbs. Sizes differ by one at most.
@@ -137,8 +154,8 @@ class Plan:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if len(set(stage.ranks)) < len(stage.ranks):
                 raise PlanError(f"stage {number} of the plan names a rank twice")
-            if stage.sync is Sync.CHANNELS and len(self.stages) > 1:
-                raise PlanError(f"stage {number} of the plan splits channels; only a plan of one stage can")
+            if stage.sync in ALONE and len(self.stages) > 1:
+                raise PlanError(f"stage {number} of the plan {ALONE[stage.sync]}; only a plan of one stage can")
             if stage.send not in FORMATS:
                 raise PlanError(f"stage {number} of the plan sends {stage.send!r}; there are {', '.join(FORMATS)}")
             expected = stage.stop
@@ -148,7 +165,7 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return the plan as plain JSON values."""
         stages = [
             {
                 "start": s.start,
@@ -164,7 +181,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
-        """The inverse of `to_json`."""
+        """Return the plan that `to_json` was asked for."""
         stages = tuple(
             Stage(
                 int(s["start"]),
@@ -180,7 +197,7 @@ class Plan:
         return cls(stages, str(value["schedule"]), int(value["micro_batches"]))
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """One line per stage, for people; `names` are the layers' names."""
+        """Return one line per stage, for people; `names` are the layers' names."""
         lines = []
         for number, stage in enumerate(self.stages):
             first, last = stage.start, stage.stop - 1
@@ -209,7 +226,7 @@ class Route:
 
 
 def routes(own: tuple[int, int], other: Stage, samples: int) -> list[Route]:
-    """Where this rank's rows `own` of a micro-batch of `samples` lie among the members of the stage `other`."""
+    """Return where a rank's rows `own` of a micro-batch of `samples` lie among the members of the stage `other`."""
     first, end = own
     found = []
     for peer, (low, high) in zip(other.ranks, other.rows(samples), strict=True):

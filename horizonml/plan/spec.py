@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from horizonml.plan.schedules import SCHEDULES
 from horizonml.spec.base import Spec
 from horizonml.text import count
 
 Strategy = Literal["single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod"]
-ScheduleName = Literal["gpipe", "1f1b"]
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[("auto", *SCHEDULES)]
 
 
 class StageSpec(Spec):
@@ -24,6 +28,12 @@ class StageSpec(Spec):
         "samples",
         description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
         "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
+    )
+    sync: Literal["all-reduce", "fp16", "powersgd", "channels", "horovod", "horovod-fp16"] | None = Field(
+        None,
+        description="How the members agree on gradients: by sums of 32-bit floats, of 16-bit floats or of PowerSGD's "
+        "thin matrices; by splitting channels; or by Horovod's sums, of 32-bit or 16-bit floats (default: what `split` "
+        "and `gradient_compression` say).",
     )
     send: Literal["fp32", "bf16", "int8"] | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
@@ -42,9 +52,18 @@ class StageSpec(Spec):
                 raise ValueError(f"shares: {shares} for {ranks}; give one for each")
             if min(self.shares) <= 0:
                 raise ValueError(f"shares: {self.shares} must all be above 0")
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"ranks: {self.ranks} names a rank twice")
+        if self.split == "channels" and self.sync not in (None, "channels"):
+            raise ValueError(f"sync: {self.sync} does not split channels; leave out one of split and sync")
         if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
             raise ValueError(f"layers: {self.layers} is not [first, last] with 0 <= first <= last")
         return self
+
+    @property
+    def how(self) -> str | None:
+        """How the members agree, as far as the stage itself says."""
+        return "channels" if self.split == "channels" else self.sync
 
 
 class Parallel(Spec):
@@ -59,7 +78,11 @@ class Parallel(Spec):
     workers: int | None = Field(
         None, ge=1, le=10_000, description="World size. Default: what the environment says, else 5 (1 for `single`)."
     )
-    schedule: ScheduleName = Field("1f1b", description="Order of forward and backward passes in a pipeline.")
+    schedule: ScheduleName = Field(
+        "auto",
+        description="Order of forward and backward passes in a pipeline. `auto` is 1f1b, except where a measured "
+        "profile predicts that another one saves time.",
+    )
     micro_batches: int | None = Field(
         None, ge=1, description="Micro-batches per batch. Default: from a measured profile of the layers."
     )
@@ -113,7 +136,8 @@ class Parallel(Spec):
         """Return what the strategy, or the explicit plan that overrides it, amounts to."""
         if self.stages is None:
             return self.strategy
-        return "tensor" if any(stage.split == "channels" for stage in self.stages) else "explicit stages"
+        kinds = {"channels": "tensor", "horovod": "horovod", "horovod-fp16": "horovod"}
+        return next((kinds[stage.how] for stage in self.stages if stage.how in kinds), "explicit stages")
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Parallel:
@@ -126,13 +150,14 @@ class Parallel(Spec):
             if self.strategy == "hybrid" and self.workers is not None and self.workers < 3:
                 raise ValueError("workers: strategy hybrid needs at least 3 ranks; use ddp or pipeline for 2")
             return self
-        ranks = sorted(rank for stage in self.stages for rank in stage.ranks)
+        ranks = sorted({rank for stage in self.stages for rank in stage.ranks})
         if ranks != list(range(len(ranks))):
-            raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, each exactly once")
+            raise ValueError(f"stages: ranks {ranks} must be 0 to {len(ranks) - 1}, without gaps")
         if self.workers is not None and self.workers != len(ranks):
             raise ValueError(f"workers: {self.workers}, but stages names {count(len(ranks), 'rank')}; make them agree")
-        if len(self.stages) > 1 and any(stage.split == "channels" for stage in self.stages):
-            raise ValueError(f"stages: only a plan of one stage can split channels; this one has {len(self.stages)}")
+        if len(self.stages) > 1 and self._kind() != "explicit stages":
+            does = "split channels" if self._kind() == "tensor" else "sum gradients by Horovod"
+            raise ValueError(f"stages: only a plan of one stage can {does}; this one has {len(self.stages)}")
         given = [stage.layers for stage in self.stages]
         if any(given) and not all(given):
             raise ValueError("stages: name the layers of all stages, or of none")
@@ -156,5 +181,5 @@ class Parallel(Spec):
     def world_size(self) -> int:
         """Return the number of ranks that this job asks for when the environment does not say."""
         if self.stages is not None:
-            return sum(len(stage.ranks) for stage in self.stages)
+            return len({rank for stage in self.stages for rank in stage.ranks})
         return self.workers or (1 if self.strategy == "single" else 5)

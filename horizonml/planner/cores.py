@@ -29,14 +29,14 @@ class Cores:
 
     @property
     def wanted(self) -> float:
-        """Cores that its ranks would use now."""
+        """How many cores its ranks would use now."""
         if not self.left:
             return 0.0
         return min(len(self.left), 1.0 if self.cores < 1 and self.allowance > 0 else self.cores)
 
     @property
     def next_change(self) -> float:
-        """Seconds until the first of its ranks is through, or its allowance used up."""
+        """How many seconds pass until the first of its ranks is through, or its allowance is used up."""
         used = self.wanted * self.machine.share
         soonest = min(self.left.values()) * len(self.left) / used
         if self.cores < 1 and self.allowance > 0 and used > self.cores:
@@ -54,12 +54,12 @@ class Machine:
 
     @property
     def share(self) -> float:
-        """The part of the cores they want that its hosts get."""
+        """What part of the cores that its hosts want they get."""
         wanted = sum(host.wanted for host in self.hosts)
         return min(1.0, self.cores / wanted) if wanted else 1.0
 
     def advance(self, now: float) -> None:
-        """Let all of them work until now."""
+        """Let all hosts work until the moment `now`."""
         passed, share = now - self.now, self.share
         for host, used in [(host, host.wanted * share) for host in self.hosts]:
             for rank in host.left:
@@ -71,7 +71,7 @@ class Machine:
 
 
 def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
-    """The hosts, at the beginning of a step; those with the same name of a machine share its cores."""
+    """Return the hosts at the beginning of a step; those with the same name of a machine share its cores."""
     machines: dict[str, Machine] = {}
     made = []
     for number, (host, allowance) in enumerate(zip(hosts, allowances, strict=True)):

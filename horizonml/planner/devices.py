@@ -64,21 +64,21 @@ class Device(_Section):
 
     name: PlainName
     count: int = Field(1, ge=1, le=_MOST_DEVICES)
-    speed: float = Field(1.0, gt=0, description="Of one core, relative to where the profile was measured.")
+    speed: float = Field(1.0, gt=0, description="Speed of one core, relative to where the profile was measured.")
     profile: str | None = Field(
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
     )
-    cores: float = Field(1.0, gt=0, description="That a rank may use; below 1 under a quota, e.g. a container's.")
+    cores: float = Field(1.0, gt=0, description="Cores that a rank may use; below 1 under a quota, e.g. a container's.")
     machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
-    machine_cores: float = Field(0.0, ge=0, description="That the containers of this machine share.")
+    machine_cores: float = Field(0.0, ge=0, description="Cores that the containers of this machine share.")
     memory: Bytes = Field(
-        description="That a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
+        description="Memory that a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
     )
-    bandwidth: Rate | None = Field(None, description="Of the device's own link, e.g. 100Mbit.")
+    bandwidth: Rate | None = Field(None, description="Bandwidth of the device's own link, e.g. 100Mbit.")
 
 
 class DeviceLink(_Section):
-    """Between two devices, by name."""
+    """A link between two devices, which are named."""
 
     between: Annotated[list[str], Field(min_length=2, max_length=2)]
     bandwidth: Rate
@@ -86,7 +86,7 @@ class DeviceLink(_Section):
 
 
 class Cluster(_Section):
-    """Devices and what connects them."""
+    """The devices of a cluster and what connects them."""
 
     devices: Annotated[list[Device], Field(min_length=1)]
     bandwidth: Rate = 125e6
@@ -95,7 +95,7 @@ class Cluster(_Section):
 
     @property
     def names(self) -> list[str]:
-        """The device of every rank; those of several alike are numbered."""
+        """The name of every rank's device; several of a kind are numbered."""
         return [
             device.name if device.count == 1 else f"{device.name}-{number}"
             for device in self.devices
@@ -108,14 +108,14 @@ class Cluster(_Section):
         return [device for device in self.devices for _ in range(device.count)]
 
     def hosts(self) -> list[Host]:
-        """A machine for each rank."""
+        """Return a machine for each rank."""
         return [
             Host((rank,), device.cores, device.memory, device.machine, device.machine_cores)
             for rank, device in enumerate(self.ranks)
         ]
 
     def network(self) -> Network:
-        """Between all ranks."""
+        """Return the links between all ranks."""
         ranks = self.ranks
         pairs = {}
         for link in self.links:
@@ -127,8 +127,10 @@ class Cluster(_Section):
         return Network(self.latency, self.bandwidth, access, pairs)
 
     def profiles(self, base: Callable[[], Profile], layers: Sequence[str], folder: Path = Path()) -> list[Profile]:
-        """Every rank's profile of a model with these layers: from its file in `folder`, or that of `base` (asked for if
-        a device has none), slower or faster. Raises JobError.
+        """Return every rank's profile of a model with these layers. Raises JobError.
+
+        It comes from the device's file in `folder`, or from `base`, which is asked only if a device has none; and it is
+        made slower or faster as the device's speed says.
         """
         made, here = {}, None
         for device in self.devices:
@@ -141,7 +143,7 @@ class Cluster(_Section):
 
 
 def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
-    """A profile as YAML for people: seconds by micro-batch size, bytes. Raises OSError."""
+    """Write a profile as YAML for people: seconds by micro-batch size, and bytes. Raises OSError."""
     layers = [
         {
             "name": layer.name,
@@ -170,7 +172,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
 def write_cluster(
     folder: Path, names: Sequence[str], hosts: Sequence[Host], network: Network, profiles: Sequence[Profile]
 ) -> Path:
-    """What was measured, as a file of devices in `folder`, beside a profile for each machine; returns its path.
+    """Write what was measured as a file of devices in `folder`, beside a profile for each machine; return its path.
 
     `names[r]` is the machine of rank r; ranks that share one become devices with a part of its cores each. Raises
     OSError.
@@ -209,7 +211,7 @@ def write_cluster(
 
 
 def read_profile(path: Path, names: Sequence[str]) -> Profile:
-    """A profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
+    """Read a profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
     content = read_yaml(path, "`horizonml profile JOB --out FILE` writes one", text_keys=False)
     try:
         layers = tuple(

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.plan.plan import FORMATS, Plan, Stage
+from horizonml.plan.plan import ALONE, FORMATS, Plan, Stage, Sync
+from horizonml.planner.candidates import data_parallel, equal_split
+from horizonml.planner.cost import message_bytes, synced_bytes
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.hardware import Host
+from horizonml.planner.problem import MICRO_BATCHES, Constraints, Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.search import MICRO_BATCHES, Found, Problem, data_parallel, equal_split, search
+from horizonml.planner.search import search
 from horizonml.text import count, human_bytes, human_seconds
 
+_AS_GOOD_AS_NOTHING = 0.02  # of a step
 _MOST_OF_THE_TIME = 0.5  # a layer that takes more than this leaves little to share out
 
 
@@ -28,17 +34,17 @@ class Row:
     busy: str
 
 
-def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
-    """The plan's table, a line for each rank."""
+def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
+    """Return the plan's table: for every stage a line for each of its members."""
     plan, prediction = found.plan, found.prediction
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
     table = []
     for number, stage in enumerate(plan.stages):
         first, last = layer_names[stage.start], layer_names[stage.stop - 1]
-        bytes_ = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send]
+        bytes_ = message_bytes(problem.profiles[0], stage.stop, stage.send)
         last_stage = number + 1 == len(plan.stages)
         for rank, (start, stop) in zip(stage.ranks, stage.rows(size), strict=True):
-            share = problem.crowd[rank] * prediction.busy[rank] / prediction.seconds
+            share = _busy(problem, found, rank)
             table.append(
                 Row(
                     str(number),
@@ -55,44 +61,46 @@ def rows(problem: Problem, found: Found, names: Sequence[str], layer_names: Sequ
     return table
 
 
-def explain_parts(found: Found) -> str:
-    """What a step's time consists of, in its order."""
+def explain_parts(found: Candidate) -> str:
+    """Return what a step's time consists of, in its order."""
     parts = {name: seconds for name, seconds in found.prediction.parts.items() if seconds >= 5e-4}
     return ", then ".join(f"{human_seconds(seconds)} {name}" for name, seconds in parts.items())
 
 
-def bottleneck(problem: Problem, found: Found, names: Sequence[str]) -> str:
-    """What the step waits for most, in a sentence."""
+def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
+    """Return what the step waits for most, in a sentence."""
     plan, seconds = found.plan, found.prediction.seconds
-    busiest = max(found.prediction.busy, key=lambda rank: problem.crowd[rank] * found.prediction.busy[rank])
-    shares = {f"{_who(names, busiest)} computes": problem.crowd[busiest] * found.prediction.busy[busiest] / seconds}
+    busiest = max(found.prediction.busy, key=lambda rank: _busy(problem, found, rank))
+    shares = {f"{_who(names, busiest)} computes": _busy(problem, found, busiest)}
     for number, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:
-            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * problem.summed_bytes(stage.start, stage.stop)
-            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in stage.ranks if a != b)
+            summed = synced_bytes(problem, stage.sync, stage.start, stage.stop)
+            moved = 2 * (len(stage.ranks) - 1) / len(stage.ranks) * summed
+            slowest = _slowest(problem, stage, stage)
             words = f"the members of stage {number} sum their gradients ({human_bytes(moved)} each)"
             shares[words] = moved / slowest / seconds
         if number + 1 < len(plan.stages):
             after = plan.stages[number + 1]
-            moved = problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
-            slowest = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks)
+            moved = message_bytes(problem.profiles[0], stage.stop, stage.send) * problem.batch_size
+            slowest = _slowest(problem, stage, after)
             words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}, and back)"
             shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
     words = max(shares, key=lambda name: shares[name])
     return f"The bottleneck: {words} for {min(1.0, shares[words]):.0%} of a step."
 
 
-def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
-    """Why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
+def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
+    """Return why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
     plan, lines = found.plan, []
-    everything = problem.summed_bytes(0, problem.layers)
+    everything = synced_bytes(problem, problem.constraints.sync, 0, problem.layers)
     if len(plan.stages) > 1:
         each = 2 * (problem.ranks - 1) / problem.ranks * everything
         a, b = min(itertools.combinations(range(problem.ranks), 2), key=lambda pair: problem.network.between(*pair)[1])
         slowest = problem.network.between(a, b)[1]
         cut = sum(
-            2 * problem.profiles[0].layers[stage.stop - 1].output_bytes * FORMATS[stage.send] * problem.batch_size
-            for stage in plan.stages[:-1]
+            2 * message_bytes(problem.profiles[0], stage.stop, stage.send) * problem.batch_size
+            for stage, after in itertools.pairwise(plan.stages)
+            if set(stage.ranks) != set(after.ranks)
         )
         lines.append(
             f"With ddp every rank would send {human_bytes(each)} of gradients a step, which the slowest link "
@@ -101,18 +109,20 @@ def why(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
         )
     compressed = [(number, stage) for number, stage in enumerate(plan.stages[:-1]) if stage.send != "fp32"]
     for number, stage in compressed:
-        bandwidth = min(problem.network.between(a, b)[1] for a in stage.ranks for b in plan.stages[number + 1].ranks)
+        bandwidth = _slowest(problem, stage, plan.stages[number + 1])
         lines.append(
             f"Stage {number} sends {stage.send}, {FORMATS[stage.send]:g} of the bytes, because its link is slow for "
             f"what leaves it ({_mbit(bandwidth)})."
         )
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
-    idle = [
-        names[rank]
+    working = {
+        rank
         for stage in plan.stages
         for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True)
-        if first == end or found.prediction.busy[rank] * problem.crowd[rank] < 0.02 * found.prediction.seconds
-    ]
+        if first < end and _busy(problem, found, rank) >= _AS_GOOD_AS_NOTHING
+    }
+    ranks = dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks)
+    idle = [names[rank] for rank in ranks if rank not in working]
     if idle:
         lines.append(
             f"{', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}: as good as nothing to do, because sending "
@@ -125,34 +135,46 @@ def _who(names: Sequence[str], rank: int) -> str:
     return names[rank] if names[rank] == f"rank {rank}" else f"{names[rank]} (rank {rank})"
 
 
+def _busy(problem: Problem, found: Candidate, rank: int) -> float:
+    """Return the share of a step in which a rank computes, above 1 where it cannot get the cores for that."""
+    return problem.oversubscription[rank] * found.prediction.busy[rank] / found.prediction.seconds
+
+
+def _slowest(problem: Problem, one: Stage, other: Stage) -> float:
+    """Return the least bandwidth between members of two stages, infinite if all of it stays on one rank."""
+    links = (problem.network.between(a, b) for a in one.ranks for b in other.ranks if a != b)
+    return min((link.bandwidth for link in links), default=math.inf)
+
+
 def _mbit(bandwidth: float) -> str:
     return f"{8 * bandwidth / 1e6:,.0f} Mbit/s"
 
 
-def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Found]:
-    """Simpler plans: data parallelism, an equal split of the layers, the best device alone."""
-    found = {"ddp, equal shares": problem.judge(data_parallel(problem))}
+def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]:
+    """Return simpler plans: data parallelism, an equal split of the layers, the best device alone."""
+    evaluator = Evaluator(problem)
+    found = {"ddp, equal shares": evaluator.judge(data_parallel(problem))}
     splits = [plan for number in problem.micro_batches if (plan := equal_split(problem, number)) is not None]
     if splits and problem.ranks > 1:
-        best = min((problem.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
+        best = min((evaluator.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
         found[f"equal split of the layers, {count(best.plan.micro_batches, 'micro-batch')}"] = best
     alone = []
     host_of = {rank: host for host in problem.hosts for rank in host.ranks}
     for rank in range(problem.ranks):
         only = [Host((0,), host_of[rank].cores, host_of[rank].memory)]
-        single = replace(problem, profiles=[problem.profiles[rank]], hosts=only)
-        plans = [Plan((Stage(0, single.layers, (0,), (1.0,)),), "1f1b", number) for number in single.micro_batches[:8]]
+        single = Evaluator(replace(problem, profiles=[problem.profiles[rank]], hosts=only, constraints=Constraints()))
+        plans = [Plan((Stage(0, problem.layers, (0,), (1.0,)),), "1f1b", m) for m in problem.micro_batches[:8]]
         alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
     best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
     found[f"{names[best_rank]} alone"] = alone[best_rank]
     return found
 
 
-def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None:
+def shortage(problem: Problem, found: Candidate, names: Sequence[str]) -> str | None:
     """Return why a plan cannot be trained by: which device lacks how many bytes, or samples; None if it can."""
     short = found.prediction.lacking
     if not short:
-        if not found.too_few:
+        if not found.too_few_rows:
             return None
         return (
             f"a rank would get a single sample of a micro-batch, but the model needs {problem.profiles[0].least_rows}, "
@@ -173,28 +195,29 @@ def shortage(problem: Problem, found: Found, names: Sequence[str]) -> str | None
     )
 
 
-def remedy(problem: Problem, found: Found) -> str:
+def remedy(problem: Problem, found: Candidate) -> str:
     """Return the nearest change with which a plan that cannot be trained by could be."""
-
-    def works(one: Found) -> bool:
-        return one.prediction.fits and not one.too_few
-
     if min(problem.memory.values()) < 0:
         return (
             "The processes alone take more memory than there is: fewer ranks on a machine, or more memory, are needed."
         )
-    own = found.plan.micro_batches
+    own, evaluator = found.plan.micro_batches, Evaluator(problem)
     for other in sorted(MICRO_BATCHES, key=lambda number: abs(number - own)):
-        if other <= problem.batch_size and works(problem.judge(replace(found.plan, micro_batches=other))):
+        if other <= problem.batch_size and evaluator.judge(replace(found.plan, micro_batches=other)).usable:
             return f"With parallel.micro_batches: {other} the same stages fit."
-    open_problem = replace(problem, micro_batches=list(MICRO_BATCHES))
-    if works(search(open_problem, 60)):
+    own_constraints = problem.constraints
+    unconstrained = Constraints(
+        formats=own_constraints.formats,
+        schedules=own_constraints.schedules,
+        sync=Sync.ALL_REDUCE if own_constraints.sync in ALONE else own_constraints.sync,
+    )
+    problem = replace(problem, constraints=unconstrained)
+    if search(problem, 60).usable:
         return "With parallel.strategy: auto there is a plan that fits."
     batch = problem.batch_size
     while batch > 1:
         batch //= 2
-        smaller = replace(open_problem, batch_size=batch, micro_batches=list(MICRO_BATCHES))
-        if works(search(smaller, 60)):
+        if search(replace(problem, batch_size=batch), 60).usable:
             return f"With a batch_size of {batch} there is a plan that fits."
     return "No batch size would fit: more devices, or more memory, are needed."
 
@@ -210,7 +233,7 @@ def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer
     if problem.ranks == 1 or skip is None or share <= _MOST_OF_THE_TIME:
         return None
     start, end, skipped = skip
-    ddp = problem.judge(data_parallel(problem)).prediction.seconds
+    ddp = judge(problem, data_parallel(problem)).prediction.seconds
     return (
         f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because the connection from "
         f"{start} to {end} skips {count(skipped, 'operation')}: stages would be unequal. With ddp a step is predicted "
@@ -223,8 +246,8 @@ def largest_layer(profile: Profile) -> int:
     return max(range(len(profile.layers)), key=lambda layer: sum(profile.seconds(layer, profile.sizes[-1])))
 
 
-def compare(problem: Problem, found: Found, names: Sequence[str]) -> list[str]:
-    """How much faster, or slower, the plan is than simpler ones."""
+def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
+    """Return how much faster, or slower, the plan is than simpler ones."""
     lines = []
     for name, other in alternatives(problem, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds

@@ -1,6 +1,6 @@
 """A profile: how long each layer takes on a device, and how much memory it needs, at several micro-batch sizes.
 
-Plain data; `engine.measure` makes one.
+Plain data; `profiling.measure` makes one.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Profile:
     update_seconds_per_byte: float
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
-    """Of float32, to encode or to decode it for a link, by format."""
+    """Seconds to encode or to decode a byte of float32 for a link, by format."""
     message_seconds: float = 0.0
-    """Of the processor's time, to send or to receive a message; 0 if no link was measured."""
+    """Seconds of the processor to send or to receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: float = 0.0
-    """And for each byte of it."""
+    """Seconds of the processor for each byte of a message."""
     least_rows: int = 1
     """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
-        """Forward and backward seconds of a layer for `rows` samples: between measured sizes by interpolation."""
+        """Return the seconds forward and backward of a layer for `rows` samples, by interpolation between sizes."""
         found = self.layers[layer]
         return _interpolate(self.sizes, found.forward, rows), _interpolate(self.sizes, found.backward, rows)
 
     def scaled(self, factor: float) -> Profile:
-        """The same layers on a device that takes `factor` times as long for everything."""
+        """Return the same layers on a device that takes `factor` times as long for everything."""
         layers = tuple(
             replace(
                 layer,
@@ -64,12 +64,12 @@ class Profile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return the profile as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Profile:
-        """The inverse of `to_json`."""
+        """Return the profile that `to_json` was asked for."""
         layers = tuple(
             LayerProfile(**{**layer, "forward": tuple(layer["forward"]), "backward": tuple(layer["backward"])})
             for layer in value["layers"]
@@ -87,7 +87,10 @@ class Profile:
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> float:
-    """Piecewise linear; beyond the largest size in proportion, below the smallest along the first piece."""
+    """Return the seconds for `rows`, piecewise linear.
+
+    Beyond the largest size they are in proportion to it; below the smallest they follow the first piece.
+    """
     if rows >= sizes[-1] or len(sizes) == 1:
         return times[-1] * rows / sizes[-1]
     upper = next(index for index in range(1, len(sizes)) if rows <= sizes[index])

@@ -17,7 +17,14 @@ from horizonml.planner.simulate import Prediction
 from horizonml.report.records import RankRecords, Run, SpanLine
 from horizonml.report.style import TIME_COLOURS, percent_axis, plain_axis, save, series_styles
 
-_WORK = {"forward": "#56B4E9", "backward": "#0072B2", "update": "#009E73", "prepare": "#a6cee3"}
+_WORK = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "backward-input": "#0072B2",
+    "backward-weight": "#CC79A7",
+    "update": "#009E73",
+    "prepare": "#a6cee3",
+}
 _LEAST = 0.003  # of the picture's width, so that nothing is too short to be seen
 
 
@@ -137,25 +144,28 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
 
     Below what a rank computes lies what its link carries meanwhile. However little a device does, it can be seen.
     """
-    order = [rank for stage in plan.stages for rank in stage.ranks]
+    order = list(dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks))
     figure = Figure(figsize=(12, 0.66 * len(order) + 1.9), layout="constrained")
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
-    for rank, kind, micro, begin, end in prediction.spans:
-        _draw_span(axis, order.index(rank), SpanLine("compute", kind, micro, begin, end), lane=(-0.12, 0.5))
+    for span in prediction.spans:
+        line = SpanLine("compute", span.kind, span.micro, 1000 * span.begin, 1000 * span.end)
+        _draw_span(axis, order.index(span.rank), line, lane=(-0.12, 0.5))
     for sender, _, begin, end in prediction.messages:
         _draw_span(axis, order.index(sender), SpanLine("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
     labels = []
     for rank in order:
-        stage = plan.stages[plan.stages_of(rank)[0]]
-        layers = f"layers {stage.start} to {stage.stop - 1}" if stage.stop - stage.start > 1 else f"layer {stage.start}"
+        stages = [plan.stages[number] for number in plan.stages_of(rank)]
+        layers = ", ".join(f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else str(s.start) for s in stages)
+        layers = f"layer{'s' * (' ' in layers)} {layers}"
         busy = prediction.computing[rank] / prediction.seconds
         labels.append(f"{names[rank]}: {layers}\ncomputes {min(1.0, busy):.0%} of the time")
     _finish(axis, labels)
     axis.set_title(
         f"Predicted: {1000 * prediction.seconds:,.0f} ms a step, {plan.schedule}; numbers are micro-batches",
     )
-    handles = legend(("forward", "backward"), wait=False)
+    kinds = {str(span.kind) for span in prediction.spans}
+    handles = legend([kind for kind in _WORK if kind in kinds], wait=False)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return save(figure, path)
 

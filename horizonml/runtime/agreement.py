@@ -12,17 +12,19 @@ from typing import Any
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.data.images import ImageInfo, agree, describe
-from horizonml.engine.sync.compressed import compression_ratio
 from horizonml.errors import DataError, HorizonError, PlanError
 from horizonml.job.schema import Job
 from horizonml.models.zoo import Model, build
+from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
+from horizonml.planner.evaluator import Candidate
 from horizonml.planner.explain import largest_layer, shortage, uncut
 from horizonml.planner.hardware import Host, Network
-from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
+from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
+from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.search import Found, Problem
+from horizonml.planner.strategies import uses_powersgd
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.runtime.stragglers import Forecast
@@ -40,12 +42,12 @@ class Agreed:
     problem: Problem | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, without the problem."""
+        """Return the plan and its forecast as plain JSON values, without the problem."""
         return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Agreed:
-        """The inverse of `to_json`."""
+        """Return what `to_json` was asked for, without the problem."""
         forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
         return cls(Plan.from_json(value["plan"]), forecast)
 
@@ -78,63 +80,92 @@ def make_plan(
     names: Sequence[str],
     say: Callable[[str], None],
 ) -> Agreed:
-    """The plan of a job, the same on all ranks; `names[r]` is what rank r's machine is called. Raises PlanError on all.
+    """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
-    For an automatic plan, what was measured is written to the run's folder as a file of devices.
+    `names[r]` is what rank r's machine is called. Where every device is measured, the result is written to the run's
+    folder as a file of devices.
     """
-    world_size = group.world_size
-    if not needs_profile(job.parallel, world_size):
-        return Agreed(fixed_plan(job, len(model.chain), world_size))
-    automatic = job.parallel.strategy == "auto" and job.parallel.stages is None
-    costs = [(0.0, 0.0)] * world_size
-    if automatic and world_size <= MOST_PROBED:
-        network, costs = probe_pairs(group)
-    else:
-        network = probe_network(group)
-    # For an automatic plan every machine measures its own device; otherwise rank 0's stands for all.
-    lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks)
-    own: dict[str, Any] | None = None
+    if not needs_profile(job.parallel, group.world_size):
+        return Agreed(fixed_plan(job, len(model.chain), group.world_size))
+    measured = _measure(job, model, info, group, hosts, say)
+    answer: dict[str, Any] = {}
     problem = None
-    if group.rank == (lead if automatic else 0):
+    if group.rank == 0:
         try:
-            own = cached_profile(model, profile_key(job), job.batch_size, say).to_json()
-        except HorizonError as error:
-            problem = str(error)
-    measured = group.gather_json([own, problem])
-    answer: dict[str, Any] = next(({"error": text} for _, text in measured if text is not None), {})
-    problem_ = None
-    if group.rank == 0 and not answer:
-        try:
-            first = {rank: host.ranks[0] if automatic else 0 for host in hosts for rank in host.ranks}
-            own_profiles = [Profile.from_json(measured[first[rank]][0]) for rank in range(world_size)]
-            profiles = [
-                replace(profile, message_seconds=message, transfer_seconds_per_byte=byte)
-                for profile, (message, byte) in zip(own_profiles, costs, strict=True)
-            ]
-            problem_ = describe_problem(job, model, info, profiles, hosts, network)
-            choice = choose_or_say_why(job, model, problem_)
-            whole = uncut_layer(model, problem_)
-            if whole is not None:
-                taken = human_seconds(choice.prediction.seconds)
-                say(f"warning: {job.model.name}: {whole}, with this plan {taken}")
-            if automatic:
-                _write_down(job, names, problem_, say)
-                say(f"predicted to be fastest, with {human_seconds(choice.prediction.seconds)} a step:")
-                say(choice.plan.describe(model.chain.names))
-            if not choice.prediction.fits:
-                reason = shortage(problem_, choice, names)
-                say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
-            answer = Agreed(choice.plan, Forecast.of(problem_, choice.plan) if automatic else None).to_json()
+            if isinstance(measured, str):
+                raise PlanError(measured)
+            problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network)
+            answer = _decide(job, model, problem, names, say).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
     answer = group.broadcast(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
     agreed = Agreed.from_json(answer)
-    return replace(agreed, problem=problem_) if agreed.forecast is not None else agreed
+    return replace(agreed, problem=problem) if agreed.forecast is not None else agreed
 
 
-def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Found:
+@dataclass(frozen=True)
+class _Measured:
+    """What the ranks measured: a profile for each, and the links between them."""
+
+    profiles: Sequence[Profile]
+    network: Network
+
+
+def _measure(
+    job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
+) -> _Measured | str:
+    """Return what links and devices take, or why it cannot be told.
+
+    A rank of every machine measures its own device, or rank 0 for all. All ranks must call this.
+    """
+    every = measures_every_device(job.parallel)
+    costs = [(0.0, 0.0)] * group.world_size
+    if every and group.world_size <= MOST_PROBED:
+        network, costs = probe_pairs(group)
+    else:
+        network = probe_network(group)
+    lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks) if every else 0
+    own = trouble = None
+    if group.rank == lead:
+        try:
+            own = cached_profile(model, profile_key(job), job.batch_size, say).to_json()
+        except HorizonError as error:
+            trouble = str(error)
+    measured = group.gather_json([own, trouble])
+    for _, text in measured:
+        if text is not None:
+            return str(text)
+    first = {rank: host.ranks[0] if every else 0 for host in hosts for rank in host.ranks}
+    known = {rank: Profile.from_json(measured[rank][0]) for rank in sorted(set(first.values()))}
+    profiles = [
+        replace(known[first[rank]], message_seconds=message, transfer_seconds_per_byte=byte)
+        for rank, (message, byte) in enumerate(costs)
+    ]
+    return _Measured(profiles, network)
+
+
+def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say: Callable[[str], None]) -> Agreed:
+    """Choose the plan, and say what is worth knowing about it. Raises PlanError."""
+    choice = choose_or_say_why(job, model, problem)
+    taken = human_seconds(choice.prediction.seconds)
+    whole = uncut_layer(model, problem)
+    if whole is not None:
+        say(f"warning: {job.model.name}: {whole}, with this plan {taken}")
+    forecast = None
+    if measures_every_device(job.parallel):
+        _write_down(job, names, problem, say)
+        say(f"predicted to be fastest, with {taken} a step:")
+        say(choice.plan.describe(model.chain.names))
+        forecast = Forecast.of(choice)
+    if not choice.prediction.fits:
+        reason = shortage(problem, choice, names)
+        say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
+    return Agreed(choice.plan, forecast)
+
+
+def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
     """Return the plan that is predicted to be fastest. Raises PlanError, which says what keeps the model from cuts."""
     try:
         return choose(job, problem)
@@ -166,18 +197,19 @@ def profile_key(job: Job) -> dict[str, Any]:
 def describe_problem(
     job: Job, model: Model, info: DataInfo, profiles: Sequence[Profile], hosts: Sequence[Host], network: Network
 ) -> Problem:
-    """What the planner has to know, with a profile for every rank."""
+    """Return what the planner has to know, with a profile for every rank."""
+    powersgd = powersgd_bytes(model) if uses_powersgd(job.parallel) else ()
     last = info.train % job.batch_size
-    return problem_for(job, profiles, hosts, network, optimizer_copies(job), gradient_ratio(job, model), last)
+    return problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd)
 
 
-def gradient_ratio(job: Job, model: Model) -> float:
-    """To what part of their bytes gradients are compressed on their way within a stage."""
-    return compression_ratio(job.parallel.gradient_compression, model.parameter_shapes())
+def powersgd_bytes(model: Model) -> list[int]:
+    """Return the bytes that PowerSGD sends of each layer's gradients."""
+    return [4 * sum(map(powersgd_numbers, shapes)) for shapes in model.parameter_shapes()]
 
 
 def optimizer_copies(job: Job) -> int:
-    """How many numbers the optimizer keeps per parameter."""
+    """Return how many numbers the optimizer keeps per parameter."""
     if isinstance(job.optimizer, Sgd):
         return int(job.optimizer.momentum > 0)
     return 2

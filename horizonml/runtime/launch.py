@@ -21,6 +21,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
 from horizonml.machine.signals import StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
+from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalRun
@@ -90,7 +91,7 @@ class PatientStream:
 
 def check_strategy(job: Job) -> None:
     """Raise JobError if the job asks for something that is not installed."""
-    if job.parallel.strategy == "horovod" and job.parallel.stages is None and not find_spec("horovod"):
+    if uses_horovod(job.parallel) and not find_spec("horovod"):
         raise JobError(
             "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
             "about four minutes (or choose ddp, which needs nothing)"

@@ -16,9 +16,11 @@ import torch
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.plan.plan import Plan
-from horizonml.planner.search import Problem, search
+from horizonml.planner.evaluator import Candidate, Evaluator
+from horizonml.planner.problem import Problem
+from horizonml.planner.search import search
 
-WINDOW = 8  # steps between two looks
+WINDOW = 8  # steps between two comparisons
 _SETTLE = 3  # steps of a new plan that do not count: they pay for caches and connections
 _WORTH = 0.1  # a new plan must promise to save this part of a step
 _NEWS = 1.2  # a slowdown has to change by this factor before a new plan is tried again
@@ -33,33 +35,32 @@ class Forecast:
     computing: tuple[float, ...]
 
     @classmethod
-    def of(cls, problem: Problem, plan: Plan) -> Forecast:
-        """By the simulation."""
-        prediction = problem.judge(plan).prediction
-        computing = prediction.computing
-        return cls(prediction.seconds, tuple(computing[rank] for rank in range(problem.ranks)))
+    def of(cls, candidate: Candidate) -> Forecast:
+        """Return what the simulation of a plan predicted."""
+        computing = candidate.prediction.computing
+        return cls(candidate.prediction.seconds, tuple(computing[rank] for rank in range(len(computing))))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Return the forecast as plain JSON values."""
         return {"seconds": self.seconds, "computing": list(self.computing)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Forecast:
-        """The inverse of `to_json`."""
+        """Return the forecast that `to_json` was asked for."""
         return cls(float(value["seconds"]), tuple(map(float, value["computing"])))
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a look found."""
+class Slowdowns:
+    """How the ranks' computing compares with the plan."""
 
     slowdowns: tuple[float, ...]  # each rank's computing over what was planned, compared with the others'
     stragglers: tuple[int, ...]
-    news: bool  # the stragglers are not those of the look before
+    news: bool  # whether the stragglers are not those of the comparison before
 
 
 def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[float, ...]:
-    """Measured over planned computing of each rank, compared with the ranks' median.
+    """Return the measured over the planned computing of each rank, compared with the ranks' median.
 
     All ranks being slower than planned by the same factor is no reason for another plan, so the median (of an even
     number of ranks the lower one, for a straggler cannot be below it) counts as 1. So does a rank whose difference is
@@ -71,8 +72,8 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[floa
     return tuple(m / p / usual if p > 0 and abs(m - p * usual) > little else 1.0 for m, p in pairs)
 
 
-class Watch:
-    """One rank's part in looking after a plan. All ranks must call `step` after every step."""
+class StragglerDetector:
+    """Finds ranks that compute longer than planned. All ranks must call `step` after every step."""
 
     def __init__(
         self, group: Group, plan: Plan, forecast: Forecast, problem: Problem | None, threshold: float, replan: bool
@@ -91,8 +92,8 @@ class Watch:
         self._wanted = _SETTLE + WINDOW
         self._measured = []
 
-    def step(self, compute: float) -> Look | None:
-        """Take note of a step's seconds of computing on this rank; every few steps, what all ranks found."""
+    def step(self, compute: float) -> Slowdowns | None:
+        """Take note of a step's seconds of computing on this rank; return every few steps what all ranks found."""
         self._measured.append(compute)
         if len(self._measured) < self._wanted:
             return None
@@ -104,33 +105,32 @@ class Watch:
         stragglers = tuple(rank for rank, factor in enumerate(found) if factor > self._threshold)
         news = stragglers != self._stragglers
         self._stragglers = stragglers
-        return Look(found, stragglers, news)
+        return Slowdowns(found, stragglers, news)
 
-    def better_plan(self, look: Look) -> bool:
-        """After a look: whether there is a plan that fits what was measured clearly better. Then it is `plan`.
+    def better_plan(self, found: Slowdowns) -> bool:
+        """Return whether there is a plan that fits what was found clearly better; then it becomes `plan`.
 
         Rank 0 searches, with every device's profile scaled to what was measured; of a device that the plan gives
         nothing to do, nothing new is known.
         """
-        off = max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in look.slowdowns)
+        off = max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in found.slowdowns)
         changed = any(
-            max(new / old, old / new) > _NEWS for new, old in zip(look.slowdowns, self._tried, strict=True) if new > 0
+            max(new / old, old / new) > _NEWS for new, old in zip(found.slowdowns, self._tried, strict=True) if new > 0
         )
         if not self._replan or off <= self._threshold or not changed:
             return False
-        self._tried = look.slowdowns
+        self._tried = found.slowdowns
         answer: dict[str, Any] | None = None
         problem = self.problem
         if problem is not None:
             ratios = zip(problem.profiles, self._medians, self.forecast.computing, strict=True)
             scaled = [profile.scaled(m / p) if m > 0 and p > 0 else profile for profile, m, p in ratios]
             problem = replace(problem, profiles=scaled)
-            found = search(problem)
-            before = problem.judge(self.plan).prediction.seconds
-            usable = found.prediction.fits and not found.too_few
-            if usable and found.prediction.seconds < (1 - _WORTH) * before:
-                forecast = Forecast.of(problem, found.plan)
-                answer = {"plan": found.plan.to_json(), "forecast": forecast.to_json()}
+            evaluator = Evaluator(problem)
+            other = search(problem, evaluator=evaluator)
+            before = evaluator.judge(self.plan).prediction.seconds
+            if other.usable and other.prediction.seconds < (1 - _WORTH) * before:
+                answer = {"plan": other.plan.to_json(), "forecast": Forecast.of(other).to_json()}
         answer = self._group.broadcast(answer)
         if answer is None:
             return False

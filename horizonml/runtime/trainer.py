@@ -17,7 +17,7 @@ from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.stragglers import Watch
+from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.optim import learning_rate
 from horizonml.telemetry.record import metric_key
@@ -32,7 +32,7 @@ def train(
     recorder: Recorder,
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
-    watch: Watch | None = None,
+    watch: StragglerDetector | None = None,
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
@@ -55,7 +55,7 @@ class _Loop:
     recorder: Recorder
     stop: StopRequest
     newcomers: Callable[[], bool]
-    watch: Watch | None
+    watch: StragglerDetector | None
     unsaved: bool = False  # whether the last checkpoint could not be saved
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
 from horizonml.runtime.agreement import Agreed, describe_together, make_plan
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.stragglers import Watch
+from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
@@ -196,7 +196,7 @@ class Worker:
         watch = None
         if agreed.forecast is not None:
             parallel = job.parallel
-            watch = Watch(
+            watch = StragglerDetector(
                 group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
             )
         if self._state is None or info != self._info:
@@ -311,7 +311,7 @@ class Worker:
         self,
         about: RunInfo,
         session: Session,
-        watch: Watch | None,
+        watch: StragglerDetector | None,
         steps: int,
         source: str,
         energy: EnergyMeter | None,

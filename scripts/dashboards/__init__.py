@@ -1,7 +1,8 @@
 """Grafana's dashboards, as tables of panels: `make generate` writes grafana/dashboards/*.json from them.
 
-Every panel answers a question. Queries use the metrics of horizonml/telemetry/table.py and Grafana's own variables
-only, so they work in any Prometheus, with or without the rules.
+A panel's title names what it shows, and its description begins with the question that it answers. Queries use the
+metrics of horizonml/telemetry/table.py and Grafana's own variables only, so they work in any Prometheus, with or
+without the rules.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dashboards import devices, overview, time
 from dashboards.panel import DATASOURCE
 
 DASHBOARDS = {
-    "overview": ("HorizonML: is my job healthy?", overview.PANELS),
-    "time": ("HorizonML: where does the time go, who is slow?", time.PANELS),
-    "devices": ("HorizonML: are the devices all right?", devices.PANELS),
+    "overview": ("HorizonML: overview", overview.PANELS),
+    "time": ("HorizonML: step time", time.PANELS),
+    "devices": ("HorizonML: devices", devices.PANELS),
 }
 
 
@@ -57,7 +58,7 @@ def dashboard(name: str) -> dict[str, Any]:
         "timezone": "browser",
         "links": [
             {
-                "title": DASHBOARDS[other][0].partition(": ")[2],
+                "title": DASHBOARDS[other][0].partition(": ")[2].capitalize(),
                 "type": "link",
                 "url": f"/d/horizonml-{other}",
                 "icon": "dashboard",

@@ -1,4 +1,4 @@
-"""Are the devices all right?"""
+"""The dashboard of devices: processors, memory, network, energy and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ LOAD = ((None, GREEN), (0.75, ORANGE), (0.9, RED))
 PANELS = [
     Panel(
         "bargauge",
-        "How busy is each processor?",
-        "Processor time used, of what the device or container may use.",
+        "CPU utilization per rank",
+        "How busy is each processor? CPU time used, relative to the cores that the device or container may use.",
         "percentunit",
         [
             (
@@ -25,8 +25,8 @@ PANELS = [
     ),
     Panel(
         "bargauge",
-        "How full is each memory?",
-        "Resident memory of the process, of what the device or container has.",
+        "Memory utilization per rank",
+        "How full is each memory? Resident memory of the process, relative to the memory of the device or container.",
         "percentunit",
         [
             (
@@ -40,8 +40,8 @@ PANELS = [
     ),
     Panel(
         "bargauge",
-        "How idle is each rank?",
-        "Share of its steps in which a rank waits for others.",
+        "Idle time per rank",
+        "How idle is each rank? The share of its steps that a rank spends waiting for others.",
         "percentunit",
         [(f"sort_desc({share('wait')})", "rank {{rank}}")],
         low=0,
@@ -50,16 +50,16 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How many cores does each rank use?",
-        "Processor seconds per second of the process.",
+        "CPU usage",
+        "How many cores does each rank use? CPU seconds per second of its process.",
         "none",
         [(f"rate(horizonml_cpu_seconds_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "Is a processor held back?",
-        "Time per second for which the container's quota stopped it.",
+        "CPU throttling",
+        "Is a processor held back? The share of time for which the container's CPU quota stopped the process.",
         "percentunit",
         [(f"rate(horizonml_cpu_throttled_seconds_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
@@ -67,65 +67,67 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How many cores may each rank use?",
-        "The container's quota, or the device's cores.",
+        "CPU limit",
+        "How many cores may each rank use? The container's CPU quota, or else the device's cores.",
         "none",
         [(f"horizonml_cpu_limit_cores{{{WHO}}}", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much memory does each process hold?",
-        "Resident memory; what counts when memory runs out.",
+        "Resident memory",
+        "How much memory does each process hold? This is what counts when memory runs out.",
         "bytes",
         [(f"horizonml_resident_memory_bytes{{{WHO}}}", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much memory does the container use?",
-        "With the cache of files, which is given back when needed.",
+        "Container memory",
+        "How much memory does each container use? The figure includes the page cache, which the kernel gives back "
+        "when memory is needed.",
         "bytes",
         [(f"horizonml_memory_used_bytes{{{WHO}}}", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much memory is there?",
-        "The container's limit, else the device's memory.",
+        "Memory limit",
+        "How much memory is there? The container's limit, or else the device's memory.",
         "bytes",
         [(f"horizonml_memory_limit_bytes{{{WHO}}}", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much is sent over the network?",
-        "All interfaces of the container or device.",
+        "Network transmit",
+        "How much does each device send? Bytes per second over all interfaces of the container or device.",
         "Bps",
         [(f"rate(horizonml_network_sent_bytes_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much is received?",
-        "All interfaces of the container or device.",
+        "Network receive",
+        "How much does each device receive? Bytes per second over all interfaces of the container or device.",
         "Bps",
         [(f"rate(horizonml_network_received_bytes_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "How much power does training take?",
-        "Of each device that tells it, during its steps; empty where none does.",
+        "Power",
+        "How much power does training take? Measured during steps, on devices that report it; the panel is empty "
+        "where none does.",
         "watt",
         [(f"rate(horizonml_energy_joules_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         low=0,
-        without="No device here tells its power",
+        without="No device here reports its power",
     ),
     Panel(
         "timeseries",
-        "How long does saving a checkpoint take?",
-        "Time of the newest one; slow disks show here.",
+        "Checkpoint duration",
+        "How long does saving a checkpoint take? The time of the newest one; a slow disk shows here.",
         "s",
         [(f"horizonml_checkpoint_duration_seconds{{{WHO}}}", "rank {{rank}}")],
         low=0,
@@ -133,12 +135,12 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "At which step was the newest checkpoint?",
-        "Beside the step that each rank is at.",
+        "Newest checkpoint",
+        "At which step was the newest checkpoint saved? Shown beside the current step.",
         "none",
         [
             (f"max(horizonml_checkpoint_step{{{JOB}}})", "checkpoint"),
-            (f"max(horizonml_step{{{JOB}}})", "now"),
+            (f"max(horizonml_step{{{JOB}}})", "current step"),
         ],
         low=0,
         width=12,

@@ -1,4 +1,4 @@
-"""Is my job healthy?"""
+"""The overview of a job: progress, accuracy, speed, lost ranks and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dashboards.queries import AGE, JOB, PHASE_SECONDS, PHASES, WHO
 PANELS = [
     Panel(
         "stat",
-        "Is it training?",
-        "Whether every rank is in a formed group, or has completed the job.",
+        "Status",
+        "Is the job training? It trains while every rank is in a formed group; otherwise it waits, or it is complete.",
         "none",
         [
             (
@@ -24,8 +24,8 @@ PANELS = [
     ),
     Panel(
         "stat",
-        "How far is it?",
-        "Steps done of all planned steps.",
+        "Progress",
+        "How far is the job? Steps done, relative to all planned steps.",
         "percentunit",
         [(f"max(horizonml_step{{{JOB}}}) / max(horizonml_steps_planned{{{JOB}}})", "")],
         width=3,
@@ -35,8 +35,8 @@ PANELS = [
     ),
     Panel(
         "stat",
-        "How good is it?",
-        "Accuracy on held-out data after the newest epoch.",
+        "Held-out accuracy",
+        "How good is the model? Accuracy on held-out data after the newest epoch.",
         "percentunit",
         [(f"max(horizonml_held_out_accuracy_ratio{{{JOB}}})", "")],
         width=3,
@@ -47,8 +47,8 @@ PANELS = [
     ),
     Panel(
         "stat",
-        "How fast is it?",
-        "Samples trained on per second, over all ranks.",
+        "Throughput",
+        "How fast is training? Samples per second, over all ranks.",
         SAMPLES_PER_SECOND,
         [(f"sum(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
         width=6,
@@ -57,12 +57,12 @@ PANELS = [
     ),
     Panel(
         "stat",
-        "Are all ranks there?",
-        "Ranks in the group, of those that the job was started with.",
+        "Ranks",
+        "Are all ranks there? Ranks in the group, beside the number that the job was started with.",
         "none",
         [
-            (f"max(horizonml_world_size{{{JOB}}})", "there"),
-            (f"max(horizonml_world_size_wanted{{{JOB}}})", "wanted"),
+            (f"max(horizonml_world_size{{{JOB}}})", "present"),
+            (f"max(horizonml_world_size_wanted{{{JOB}}})", "expected"),
         ],
         width=4,
         height=4,
@@ -70,8 +70,8 @@ PANELS = [
     ),
     Panel(
         "stat",
-        "What is not saved?",
-        "Age of the newest checkpoint: what would be trained again.",
+        "Checkpoint age",
+        "How much work is not saved yet? The age of the newest checkpoint, which is what a crash would cost.",
         "s",
         [(AGE, "")],
         width=4,
@@ -81,8 +81,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Does it learn? Accuracy",
-        "On held-out data after each epoch, and on the newest training batch.",
+        "Accuracy",
+        "Does the model learn? Accuracy on held-out data after each epoch, and on the newest training batch.",
         "percentunit",
         [
             (f"max(horizonml_held_out_accuracy_ratio{{{JOB}}})", "held out"),
@@ -93,8 +93,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Does it learn? Loss",
-        "On held-out data after each epoch, and on the newest training batch.",
+        "Loss",
+        "Does the model learn? Loss on held-out data after each epoch, and on the newest training batch.",
         "none",
         [
             (f"max(horizonml_held_out_loss{{{JOB}}})", "held out"),
@@ -104,8 +104,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Where does the time go?",
-        "Share of all ranks' time in compute, transfer and wait.",
+        "Time split",
+        "Where does the time go? The shares of all ranks' time in compute, transfer and wait.",
         "percentunit",
         [
             (
@@ -121,8 +121,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How fast is it over time?",
-        "Samples trained on per second, over all ranks.",
+        "Samples per second",
+        "How does the speed of training change over time? Samples per second, over all ranks.",
         SAMPLES_PER_SECOND,
         [(f"sum(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
         low=0,
@@ -130,8 +130,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How long does an epoch take?",
-        "Training steps of the newest epoch, and its evaluation.",
+        "Epoch duration",
+        "How long does an epoch take? The training steps of the newest epoch, and its evaluation.",
         "s",
         [
             (f"max(horizonml_epoch_duration_seconds{{{JOB}}})", "training"),
@@ -142,9 +142,9 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Do the ranks' gradients agree?",
-        "Distance of each rank's gradient from the mean, relative to the mean, before they are summed (members of a "
-        "stage only; a rank alone in its stage has none).",
+        "Gradient divergence per rank",
+        "Do the ranks' gradients agree? The distance of each rank's gradient from the mean, relative to the mean, "
+        "before they are summed. A rank that is alone in its stage has none.",
         "none",
         [(f"horizonml_gradient_divergence{{{WHO}}}", "rank {{rank}}")],
         low=0,
@@ -153,8 +153,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "What is the learning rate?",
-        "Of the newest step.",
+        "Learning rate",
+        "What is the learning rate? That of the newest step.",
         "none",
         [(f"max(horizonml_learning_rate{{{JOB}}})", "learning rate")],
         low=0,
@@ -162,22 +162,23 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Was a rank lost?",
-        "Ranks in the group against those wanted; the generation counts formations.",
+        "Group membership",
+        "Was a rank lost? Ranks in the group, beside the number expected; the generation counts how often the group "
+        "has formed.",
         "none",
         [
-            (f"max(horizonml_world_size{{{JOB}}})", "ranks there"),
-            (f"max(horizonml_world_size_wanted{{{JOB}}})", "ranks wanted"),
+            (f"max(horizonml_world_size{{{JOB}}})", "ranks present"),
+            (f"max(horizonml_world_size_wanted{{{JOB}}})", "ranks expected"),
             (f"max(horizonml_generation{{{JOB}}})", "generation"),
-            (f"max(horizonml_peers_lost_total{{{JOB}}})", "losses seen"),
+            (f"max(horizonml_peers_lost_total{{{JOB}}})", "losses"),
         ],
         low=0,
         width=8,
     ),
     Panel(
         "timeseries",
-        "Who is waited for?",
-        "How many ranks wait for each one to join, and how many ranks are missing.",
+        "Missing ranks",
+        "Which ranks are the others waiting for? The number of missing ranks, and how many wait for each of them.",
         "none",
         [
             (f"count(sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})) or vector(0)", "missing ranks"),
@@ -189,8 +190,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "Are checkpoints saved?",
-        "Checkpoints saved, and those that could not be.",
+        "Checkpoints",
+        "Are checkpoints saved? The number saved, and the number that failed.",
         "none",
         [
             (f"max(horizonml_checkpoints_total{{{JOB}}})", "saved"),
@@ -202,8 +203,8 @@ PANELS = [
     ),
     Panel(
         "table",
-        "What is trained?",
-        "The job, as its ranks report it.",
+        "Job",
+        "What is being trained? The job, as its ranks report it.",
         "none",
         [
             (

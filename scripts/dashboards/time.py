@@ -1,4 +1,4 @@
-"""Where does the time go, who is slow?"""
+"""The dashboard of step time: compute, transfer and wait of every rank, bubbles, and stragglers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dashboards.queries import JOB, PHASES, WHO, per_step, quantile, share
 PANELS = [
     Panel(
         "bargauge",
-        "Who computes longest?",
-        "Compute time per step: the slowest rank sets the pace.",
+        "Compute time per step",
+        "Which rank computes longest? The slowest rank sets the pace.",
         "s",
         [(per_step("compute"), "rank {{rank}}")],
         low=0,
     ),
     Panel(
         "bargauge",
-        "Who moves bytes longest?",
-        "Time per step for which a rank is held up while bytes move.",
+        "Transfer time per step",
+        "Which rank is held up longest while bytes move?",
         "s",
         [(per_step("transfer"), "rank {{rank}}")],
         low=0,
@@ -25,8 +25,8 @@ PANELS = [
     ),
     Panel(
         "bargauge",
-        "Who waits longest?",
-        "Time per step for which a rank waits for another one.",
+        "Wait time per step",
+        "Which rank waits longest for another one?",
         "s",
         [(per_step("wait"), "rank {{rank}}")],
         low=0,
@@ -35,8 +35,8 @@ PANELS = [
     *(
         Panel(
             "timeseries",
-            f"How much of its time is each rank in {phase}?",
-            f"Share of each rank's time in {phase}; compute, transfer and wait add up to the step.",
+            f"{phase.capitalize()} share per rank",
+            f"How much of its time does each rank spend in {phase}? Compute, transfer and wait add up to the step.",
             "percentunit",
             [(share(phase), "rank {{rank}}")],
             low=0,
@@ -46,8 +46,9 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "When does who wait?",
-        "How many ranks wait at a time, by rank: as high as the number of ranks would mean that nobody computes.",
+        "Waiting ranks",
+        "How many ranks wait at a time, and which? A stack as high as the number of ranks would mean that nobody "
+        "computes.",
         "suffix:ranks",
         [(share("wait"), "rank {{rank}}")],
         width=12,
@@ -56,8 +57,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How large are the bubbles?",
-        "Share of the newest step in which a rank waited for others.",
+        "Pipeline bubble per rank",
+        "How large are the bubbles? The share of the newest step in which a rank waited for others.",
         "percentunit",
         [(f"horizonml_bubble_ratio{{{WHO}}}", "rank {{rank}}")],
         width=12,
@@ -66,38 +67,40 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How long is a step?",
-        "Median, 90th and 99th percentile over all ranks' steps.",
+        "Step duration",
+        "How long does a step take? The median, 90th and 99th percentile over all ranks' steps.",
         "s",
         [
             (quantile(0.5), "median"),
             (quantile(0.9), "90%"),
             (quantile(0.99), "99%"),
-            (f"max(horizonml_plan_step_seconds{{{JOB}}})", "as an automatic plan predicts"),
+            (f"max(horizonml_plan_step_seconds{{{JOB}}})", "predicted by the plan"),
         ],
         low=0,
     ),
     Panel(
         "timeseries",
-        "Is everyone as fast as planned?",
-        "Computing over what an automatic plan expects, compared with the other ranks; 1 is as planned.",
+        "Slowdown against the plan",
+        "Is every rank as fast as planned? Compute time over what an automatic plan expects, relative to the other "
+        "ranks; 1 means as planned.",
         "none",
         [(f"horizonml_slowdown_ratio{{{WHO}}}", "rank {{rank}}")],
         low=0,
-        without="Only an automatic plan expects anything",
+        without="Only automatic plans predict compute times",
     ),
     Panel(
         "timeseries",
-        "How much goes to which neighbours?",
-        "Bytes sent per second, to the stage before, the one after, and to members of the same stage.",
+        "Bytes sent by direction",
+        "How much is sent where? Bytes per second to the previous stage, to the next one, and to members of the same "
+        "stage.",
         "Bps",
         [(f"sum by (direction) (rate(horizonml_sent_bytes_total{{{WHO}}}[$__rate_interval]))", "to {{direction}}")],
         low=0,
     ),
     Panel(
         "timeseries",
-        "Which rank receives how much?",
-        "Bytes received per second by each rank from its peers.",
+        "Bytes received per rank",
+        "How much does each rank receive? Bytes per second from its peers.",
         "Bps",
         [(f"sum by (rank) (rate(horizonml_received_bytes_total{{{WHO}}}[$__rate_interval]))", "rank {{rank}}")],
         low=0,
@@ -105,8 +108,8 @@ PANELS = [
     ),
     Panel(
         "timeseries",
-        "How many samples does each rank work on?",
-        "Samples per second through each rank's stage.",
+        "Samples per second and rank",
+        "How many samples does each rank work on? Samples per second through its stage.",
         SAMPLES_PER_SECOND,
         [(f"rate(horizonml_rank_samples_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
         width=12,
@@ -114,8 +117,8 @@ PANELS = [
     ),
     Panel(
         "table",
-        "Who does what?",
-        "Each rank's place in the plan.",
+        "Plan",
+        "Which rank does what? Each rank's place in the plan.",
         "none",
         [(f"max by (rank, stage, member, layers, node) (horizonml_stage_info{{{WHO}}})", "")],
         width=24,

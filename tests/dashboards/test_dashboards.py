@@ -113,11 +113,11 @@ def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
     return [] if ours == theirs else [path]
 
 
-def test_every_panel_answers_a_question_with_a_unit_and_the_chosen_datasource() -> None:
+def test_every_panel_has_a_name_a_question_a_unit_and_the_chosen_datasource() -> None:
     for name, panel in panels():
         where = f"{name}: {panel['title']}"
-        assert panel["title"].endswith("?") or "? " in panel["title"], where
-        assert panel["description"].endswith("."), where
+        assert re.fullmatch(r"[A-Z][A-Za-z -]+", panel["title"]), f"{where}: a noun phrase, without a question mark"
+        assert re.fullmatch(r"[A-Z][^?.]+\?( [A-Z].+\.)?", panel["description"]), f"{where}: a question, then sentences"
         assert panel["fieldConfig"]["defaults"]["unit"], where
         assert panel["datasource"]["uid"] == "${datasource}", where
         assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"]), where
@@ -130,6 +130,12 @@ def test_numbers_that_count_something_say_what_and_no_series_is_made_up() -> Non
         assert panel["fieldConfig"]["defaults"]["unit"] != "short", f"{name}: {panel['title']}: 3.0 K of what?"
         for target in panel["targets"]:
             assert "label_replace" not in target["expr"], f"{name}: {panel['title']}: nobody is called rank none"
+
+
+def test_titles_are_unique_within_a_dashboard() -> None:
+    for path in FILES:
+        titles = [panel["title"] for panel in load(path)["panels"]]
+        assert len(titles) == len(set(titles)), path.stem
 
 
 def test_panels_do_not_overlap() -> None:

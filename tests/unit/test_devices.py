@@ -12,14 +12,16 @@ from horizonml.cli.planning import read_plan, write_plan
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile
+from horizonml.planner.evaluator import judge
 from horizonml.planner.explain import bottleneck, compare, remedy, rows, shortage, why
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
+from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.search import Found, Problem, search
-from horizonml.planner.simulate import predict
+from horizonml.planner.search import search
+from horizonml.planner.strategies import uses_horovod
 from tests.unit.test_planner import profile
 
 TEXT = """
@@ -104,7 +106,7 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
         "ddp", "equal split of the layers", "laptop alone"
     ]  # fmt: skip
     assert all(float(line.split()[0]) >= 1.0 for line in lines[:2])
-    slow = made.judge(Plan((Stage(0, 1, (1,), (1.0,)), Stage(1, 6, (2, 0), (1.0, 1.0)))))
+    slow = judge(made, Plan((Stage(0, 1, (1,), (1.0,)), Stage(1, 6, (2, 0), (1.0, 1.0)))))
     *_, last = compare(made, slow, names)
     assert re.fullmatch(r"slower than laptop alone, which takes [\d.]+ ms a step: do not distribute this job", last)
 
@@ -112,7 +114,7 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
 def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
     made, names = problem(tmp_path)
     stages = (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 6, (1, 2), (1.0, 1e-9)))
-    lines = why(made, made.judge(Plan(stages)), names)
+    lines = why(made, judge(made, Plan(stages)), names)
     assert lines[0].startswith("With ddp every rank would send 8.0 MiB of gradients a step, which the slowest link")
     assert "(laptop to pi-0, 20 Mbit/s) takes 3.4 s for" in lines[0]
     assert lines[1].startswith("Stage 0 sends int8, 0.25 of the bytes")
@@ -122,14 +124,14 @@ def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
 def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> None:
     made, names = problem(tmp_path)
     plan = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
-    found = Found(plan, predict(plan, made.profiles, 32, made.hosts, made.network, 1))
+    found = judge(made, plan)
     assert "the members of stage 0 sum their gradients (8.0 MiB each)" in bottleneck(made, found, names)
 
 
 def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
     made, names = problem(tmp_path, batch=1 << 20)
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 6, (1, 2), (1.0, 1.0))))
-    found = made.judge(plan)
+    found = judge(made, plan)
     text = shortage(made, found, names)
     assert text is not None
     assert text.startswith(
@@ -141,19 +143,19 @@ def test_who_lacks_memory_and_what_would_fit(tmp_path: Path) -> None:
 def test_the_remedy_is_the_nearest_one_that_works(tmp_path: Path) -> None:
     made, names = problem(tmp_path)
     two = Plan((Stage(0, 3, (1,), (1.0,)), Stage(3, 6, (2, 0), (1.0, 1.0))))
-    needed = max(made.judge(replace(two, micro_batches=16)).prediction.memory.values())
+    needed = max(judge(made, replace(two, micro_batches=16)).prediction.memory.values())
     tight = replace(made, hosts=[replace(host, memory=needed) for host in made.hosts])
-    assert shortage(made, made.judge(two), names) is None
-    assert remedy(tight, tight.judge(two)) == "With parallel.micro_batches: 16 the same stages fit."
+    assert shortage(made, judge(made, two), names) is None
+    assert remedy(tight, judge(tight, two)) == "With parallel.micro_batches: 16 the same stages fit."
     alone = Plan((Stage(0, 6, (0, 1, 2), (1.0,) * 3),))
-    assert remedy(tight, tight.judge(alone)) == "With parallel.strategy: auto there is a plan that fits."
+    assert remedy(tight, judge(tight, alone)) == "With parallel.strategy: auto there is a plan that fits."
     hopeless = replace(made, hosts=[replace(host, memory=-1e6) for host in made.hosts])
-    text = shortage(hopeless, hopeless.judge(alone), names) or ""
+    text = shortage(hopeless, judge(hopeless, alone), names) or ""
     assert "and its process already takes 976.6 KiB more than there is for a rank" in text
-    assert "fewer ranks on a machine, or more memory, are needed" in remedy(hopeless, hopeless.judge(alone))
+    assert "fewer ranks on a machine, or more memory, are needed" in remedy(hopeless, judge(hopeless, alone))
     small = replace(made, hosts=[replace(host, memory=1e6) for host in made.hosts])
-    assert "and has 976.6 KiB" in (shortage(small, small.judge(alone), names) or "")
-    assert remedy(small, small.judge(alone)).startswith("No batch size would fit")
+    assert "and has 976.6 KiB" in (shortage(small, judge(small, alone), names) or "")
+    assert remedy(small, judge(small, alone)).startswith("No batch size would fit")
 
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
@@ -169,24 +171,26 @@ def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strate
 
     def plan_of(job: Job) -> Plan:
         if needs_profile(job.parallel, ranks):
-            return choose(job, problem_for(job, [layers] * ranks, hosts, network, 1, 1.0, 0)).plan
+            return choose(job, problem_for(job, [layers] * ranks, hosts, network, 1)).plan
         return fixed_plan(job, 6, ranks)
 
     plan = plan_of(made)
-    write_plan(plan, tmp_path / "plan.yaml", strategy, ["laptop", "pi-0", "pi-1"][:ranks])
+    write_plan(plan, tmp_path / "plan.yaml", ["laptop", "pi-0", "pi-1"][:ranks])
     assert "# rank 0: laptop" in (tmp_path / "plan.yaml").read_text().splitlines()
     for other in STRATEGIES:
         job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
         assert plan_of(job) == plan
         assert job.parallel.world_size() == ranks
-        summed_by_horovod = job.parallel.strategy == "horovod" and job.parallel.stages is None
-        assert summed_by_horovod == (strategy == "horovod")
+        assert uses_horovod(job.parallel) == (strategy == "horovod")
 
 
 def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
     for plan in (
         Plan((Stage(0, 4, (1,), (1.0,), send="int8"), Stage(4, 9, (0, 2), (3.0, 1e-9))), "gpipe", 3),
-        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), "channels"),), "1f1b", 1),
+        Plan((Stage(0, 9, (0, 1, 2), (3.0, 2.0, 1.0), Sync.CHANNELS),), "1f1b", 1),
+        Plan((Stage(0, 4, (0, 1), (3.0, 1.0), Sync.POWERSGD), Stage(4, 9, (2,), (1.0,))), "1f1b", 4),
+        Plan((Stage(0, 9, (0, 1, 2), (1.0, 1.0, 1.0), Sync.HOROVOD_FP16),), "1f1b", 1),
+        Plan((Stage(0, 3, (0,), (1.0,)), Stage(3, 6, (1, 2), (1.0, 2.0)), Stage(6, 9, (0,), (1.0,))), "1f1b", 4),
     ):
         write_plan(plan, tmp_path / "plan.yaml")
         job = read_plan(parse("parallel: {strategy: ddp, workers: 7}", "job.yaml"), tmp_path / "plan.yaml")
@@ -197,6 +201,16 @@ def test_uneven_shares_formats_and_splits_come_back(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("schedule: gpipe\nmicro_batches: 1\nstages: [{ranks: [0], shars: [1]}]")
     with pytest.raises(JobError, match=r"by the plan of .*plan.yaml is not a valid job:\n.*shars: unknown key"):
         read_plan(job, tmp_path / "plan.yaml")
+
+
+def test_plan_files_of_version_0_1_are_read(tmp_path: Path) -> None:
+    path, job = tmp_path / "plan.yaml", parse("parallel: {strategy: auto}", "job.yaml")
+    path.write_text("strategy: horovod\nworkers: 3")
+    assert fixed_plan(read_plan(job, path), 9, 3) == Plan((Stage(0, 9, (0, 1, 2), (1.0,) * 3, Sync.HOROVOD),))
+    stage = "{ranks: [0, 1], shares: [2.0, 1.0], split: SPLIT, send: fp32, layers: [0, 8]}"
+    for split, sync in (("channels", Sync.CHANNELS), ("samples", Sync.ALL_REDUCE)):
+        path.write_text(f"schedule: 1f1b\nmicro_batches: 1\nstages: [{stage.replace('SPLIT', split)}]")
+        assert fixed_plan(read_plan(job, path), 9, 2) == Plan((Stage(0, 9, (0, 1), (2.0, 1.0), sync),))
 
 
 def test_what_was_measured_can_be_planned_with(tmp_path: Path) -> None:

@@ -1,27 +1,49 @@
-"""What people read first: links that lead somewhere, and a README that is no manual."""
+"""What people read: links and paths that lead somewhere, commands that exist, and job files that are valid.
+
+The blocks that can run on a bare machine are run by tests/distributed/test_docs.py.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "examples/*/*.md", "horizonml/data/*.md")
-    for page in ROOT.glob(pattern)
+from horizonml.job.schema import Job
+from horizonml.planner.devices import Cluster
+from tests.docs import LANGUAGES, PAGES, ROOT, Block, blocks, commands, options_of, parse_horizonml, typed
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+# Programs that blocks use and that are not checked further.
+PROGRAMS = {"cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "source", "sudo"}
+# What a block may use that is run on a bare machine, by whoever runs the tests.
+HARMLESS = {"cd", "echo", "horizonml", "source"}
+# Launchers: what they start is checked as a command of its own.
+LAUNCHERS = {"mpirun", "sbatch", "torchrun"}
+PATH = re.compile(
+    r"(?<![\w./-])((?:horizonml|tests|scripts|benchmarks|examples|k8s|grafana|images|docs|jobs)/[\w./*-]*[\w*/])"
 )
+NO_PATHS = {"horizonml/worker", "examples/horovod_tensorflow/.venv"}  # an image, and what `make` creates
 
 
 def anchors(page: Path) -> set[str]:
-    """The names that a page's headings can be linked by."""
+    """Return the names that a page's headings can be linked by."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
@@ -32,8 +54,92 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_exist(page: Path) -> None:
+    for path in sorted(set(PATH.findall(page.read_text())) - NO_PATHS):
+        assert any(any(folder.glob(path.rstrip("/"))) for folder in (ROOT, page.parent)), f"{path} is not there"
+
+
 def test_pictures_are_shown_and_the_readme_is_short() -> None:
     text = "".join(page.read_text() for page in PAGES)
     for picture in (ROOT / "docs" / "images").iterdir():
         assert f"images/{picture.name})" in text, f"{picture.name} is on no page"
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f": {page.name}\n" in site, f"{page.name} is missing in mkdocs.yml"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_blocks_have_a_language_that_is_checked(block: Block) -> None:
+    assert block.language in LANGUAGES
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_job_files_and_files_of_devices_are_valid(block: Block) -> None:
+    values = yaml.safe_load(block.text)
+    schema = Cluster if "devices" in values else Job
+    schema.model_validate(values)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+def test_python_is_valid_and_imports_what_there_is(block: Block) -> None:
+    tree = ast.parse(block.text)
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), str(block), "exec"), {})
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_exist(block: Block) -> None:
+    text = typed(block)
+    syntax = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert syntax.returncode == 0, syntax.stderr
+    for words in commands(text):
+        check(words)
+
+
+@pytest.mark.parametrize("block", [block for block in SHELL if not block.needs], ids=str)
+def test_blocks_that_are_run_do_no_harm(block: Block) -> None:
+    for words in commands(typed(block)):
+        assert words[0] in HARMLESS or words == ["make", "help"], f"{words}: say with a comment what this needs"
+
+
+def check(words: list[str]) -> None:
+    """Fail unless a command, its options and the files of the repository that it names exist."""
+    program, *arguments = words
+    for word in arguments:
+        if PATH.fullmatch(word) and word not in NO_PATHS:
+            assert (ROOT / word).exists(), f"{word} is not there"
+    if program in LAUNCHERS:
+        if "horizonml" in arguments:
+            check(arguments[arguments.index("horizonml") :])
+    elif program == "horizonml":
+        parse_horizonml(arguments)
+        if "--" in arguments:
+            check(arguments[arguments.index("--") + 1 :])
+    elif program == "make":
+        assert {word for word in arguments if "=" not in word} <= TARGETS, words
+    elif program == "python":
+        assert arguments[0] == "-m", words
+        assert importlib.util.find_spec(arguments[1]), f"there is no module {arguments[1]}"
+    elif "/" in program:
+        assert (ROOT / program).exists(), f"{program} is not there"
+    else:
+        assert program in PROGRAMS, f"{program} is a program that this test does not know"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_within_sentences_exist(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    for command in re.findall(r"`((?:horizonml|make) [^`]+)`", text):
+        program, *arguments = next(commands(" ".join(command.replace("[", " ").replace("]", " ").split())))
+        if program == "make":
+            check([program, *arguments])
+            continue
+        end = next((i for i, word in enumerate(arguments) if word == "--"), len(arguments))
+        options = options_of([word for word in arguments[:end] if not word.startswith("-")])
+        assert options is not None, f"`{command}`: there is no such command"
+        assert {word for word in arguments[:end] if word.startswith("-")} <= options, f"`{command}`: no such option"

@@ -6,13 +6,16 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from horizonml.plan.plan import FORMATS, Plan
+from horizonml.planner.candidates import data_parallel, equal_split
+from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.hardware import Host, Network
+from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LayerProfile, Profile
-from horizonml.planner.search import Problem, data_parallel, equal_split, search
+from horizonml.planner.search import search
 
 
 def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem:
@@ -39,8 +42,9 @@ def cluster(seed: int, ranks: int, layers: int, memory: float = 1e12) -> Problem
     return Problem(profiles, hosts, Network(10 ** draw.uniform(-4, -2.5), 1e9, access), draw.choice((16, 32, 64)), 1)
 
 
-def every_plan(problem: Problem, micro_batches: list[int]) -> Iterator[Plan]:
+def every_plan(evaluator: Evaluator, micro_batches: Sequence[int]) -> Iterator[Plan]:
     """All ordered groups of devices, all cuts, these numbers of micro-batches."""
+    problem = evaluator.problem
     for stages in range(1, min(problem.ranks, problem.layers) + 1):
         for labels in itertools.product(range(stages), repeat=problem.ranks):
             if set(labels) != set(range(stages)):
@@ -48,7 +52,7 @@ def every_plan(problem: Problem, micro_batches: list[int]) -> Iterator[Plan]:
             groups = [[rank for rank, label in enumerate(labels) if label == stage] for stage in range(stages)]
             for cuts in itertools.combinations(range(1, problem.layers), stages - 1):
                 for count in micro_batches:
-                    yield problem.plan(cuts, groups, count)
+                    yield evaluator.plan(cuts, groups, count)
 
 
 CASES = [(seed, 2, 5) for seed in range(170)]
@@ -63,8 +67,8 @@ def test_the_search_is_within_two_percent_of_the_best_of_all_plans() -> None:
     for seed, ranks, layers in CASES:
         problem = cluster(seed, ranks, layers)
         found = search(problem)
-        oracle = cluster(seed, ranks, layers)
-        counts = [count for count in oracle.micro_batches if count <= 16]
+        oracle = Evaluator(problem)
+        counts = [count for count in problem.micro_batches if count <= 16]
         best = min(oracle.judge(plan).prediction.seconds for plan in every_plan(oracle, counts))
         ratios[seed, ranks] = found.prediction.seconds / best
     worst = sorted(ratios, key=lambda case: -ratios[case])[:5]
@@ -78,7 +82,7 @@ def test_the_search_beats_the_simple_plans_on_larger_clusters() -> None:
         found = search(problem)
         simple = [data_parallel(problem), *(equal_split(problem, count) for count in (1, 4, 8))]
         assert found.prediction.fits
-        assert all(found.prediction.seconds <= problem.judge(plan).prediction.seconds for plan in simple if plan)
+        assert all(found.prediction.seconds <= judge(problem, plan).prediction.seconds for plan in simple if plan)
 
 
 def test_a_plan_fits_into_memory_where_one_does() -> None:
@@ -93,25 +97,26 @@ def test_a_plan_fits_into_memory_where_one_does() -> None:
 
 def test_shares_let_members_finish_together() -> None:
     problem = cluster(7, 4, 4)
-    stage = problem.stage(0, 4, [0, 1, 2, 3], 1)
+    evaluator = Evaluator(problem)
+    stage = evaluator.stage(0, 4, [0, 1, 2, 3], 1)
     times = [
-        problem.seconds(rank, 0, 4, b - a)
+        evaluator.seconds(rank, 0, 4, b - a)
         for rank, (a, b) in zip(stage.ranks, stage.parts(problem.batch_size), strict=True)
     ]
     more = [
-        problem.seconds(rank, 0, 4, b - a + 1)
+        evaluator.seconds(rank, 0, 4, b - a + 1)
         for rank, (a, b) in zip(stage.ranks, stage.parts(problem.batch_size), strict=True)
     ]
     assert max(times) <= min(more) * (1 + 1e-9), "one sample from the slowest to the fastest would help"
 
 
 def test_a_hundred_devices_are_planned() -> None:
-    problem = cluster(11, 100, 14)
-    problem.batch_size = 800
-    found = search(problem)
+    problem = replace(cluster(11, 100, 14), batch_size=800)
+    evaluator = Evaluator(problem)
+    found = search(problem, evaluator=evaluator)
     found.plan.check(14, 100)
-    assert problem.evaluations <= 100
-    assert found.prediction.seconds < problem.judge(data_parallel(problem)).prediction.seconds
+    assert evaluator.evaluations <= 100
+    assert found.prediction.seconds < judge(problem, data_parallel(problem)).prediction.seconds
 
 
 def slow_and_fast_links() -> Problem:
@@ -122,7 +127,7 @@ def slow_and_fast_links() -> Problem:
     pairs = {(1, 2): (1e-4, 2.5e6), (2, 1): (1e-4, 2.5e6), (0, 2): (1e-4, 2.5e6), (2, 0): (1e-4, 2.5e6)}
     hosts = [Host((rank,), 1.0, 1e12) for rank in range(3)]
     network = Network(1e-4, 1.25e9, pairs=pairs)
-    return Problem([profile] * 3, hosts, network, 64, 1, formats=tuple(FORMATS))
+    return Problem([profile] * 3, hosts, network, 64, 1, constraints=Constraints(formats=tuple(FORMATS)))
 
 
 def test_slow_links_are_compressed_and_fast_ones_are_not() -> None:
@@ -133,7 +138,7 @@ def test_slow_links_are_compressed_and_fast_ones_are_not() -> None:
     for stage, after in itertools.pairwise(stages):
         slow = min(problem.network.between(a, b)[1] for a in stage.ranks for b in after.ranks) < 1e9
         assert (stage.send != "fp32") == slow, found.plan
-    exact = search(replace(problem, formats=("fp32",)))
+    exact = search(replace(problem, constraints=Constraints()))
     assert found.prediction.seconds < exact.prediction.seconds
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Work
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.sync.base import Members, float_and_other, trainable
-from horizonml.planner.sums import BUCKET_BYTES, in_buckets
+from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.state.parts import Part
 
 # Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one

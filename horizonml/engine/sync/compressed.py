@@ -19,28 +19,17 @@ from horizonml.comm.group import Work
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
+from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH, powersgd_numbers
 
-POWERSGD_RANK = 4  # columns of the matrices that stand for a gradient
 WHOLE_STEPS = 10  # before PowerSGD begins
-_WORTH = 2  # it is used for a tensor only if that many times fewer numbers travel
 
 
 def compression_ratio(kind: str, shapes: Sequence[Sequence[int]]) -> float:
     """Numbers that travel, once compression has begun, compared with those of float32 sums."""
     if kind == "powersgd":
         every = sum(math.prod(shape) for shape in shapes)
-        return sum(map(_thin, shapes)) / every if every else 1.0
+        return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
     return 0.5 if kind == "fp16" else 1.0
-
-
-def _thin(shape: Sequence[int]) -> int:
-    """Numbers that PowerSGD sends for a tensor."""
-    if not shape:
-        return 1
-    rows, columns = shape[0], math.prod(shape[1:])
-    rank = min(rows, columns, POWERSGD_RANK)
-    thin = (rows + columns) * rank
-    return thin if thin * _WORTH < rows * columns else rows * columns
 
 
 class _Compressed(AllReduce):
@@ -137,7 +126,7 @@ class PowerSgdAllReduce(_Compressed):
             members.group.among(members.ranks),
             matrix_approximation_rank=POWERSGD_RANK,
             start_powerSGD_iter=WHOLE_STEPS,
-            min_compression_rate=_WORTH,
+            min_compression_rate=POWERSGD_WORTH,
         )
         members.group.at_close(lambda: setattr(state, "process_group", None))
         self._state = state

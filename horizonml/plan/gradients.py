@@ -1,0 +1,39 @@
+"""How the gradients of a stage travel between its members: in which buckets, and how much of each parameter.
+
+Buckets are filled in the order of the backward pass; a full one is sent on its way while earlier layers still compute
+(Li et al., VLDB 2020). The engine sums gradients so, and the planner predicts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+BUCKET_BYTES = 25 << 20
+POWERSGD_RANK = 4  # columns of the matrices that stand for a gradient
+POWERSGD_WORTH = 2  # PowerSGD is used for a parameter only if that many times fewer numbers travel
+
+
+def in_buckets(sizes: Sequence[int], limit: float = BUCKET_BYTES) -> list[list[int]]:
+    """Return the indices of `sizes` (in bytes) from the last to the first, in buckets.
+
+    A bucket has at most `limit` bytes, or a single index.
+    """
+    buckets: list[list[int]] = []
+    filled = 0
+    for index in reversed(range(len(sizes))):
+        if not buckets or filled + sizes[index] > limit:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += sizes[index]
+    return buckets
+
+
+def powersgd_numbers(shape: Sequence[int]) -> int:
+    """Return how many numbers PowerSGD (Vogels et al., NeurIPS 2019) sends for a parameter of this shape."""
+    if not shape:
+        return 1
+    rows, columns = shape[0], math.prod(shape[1:])
+    thin = (rows + columns) * min(rows, columns, POWERSGD_RANK)
+    return thin if thin * POWERSGD_WORTH < rows * columns else rows * columns

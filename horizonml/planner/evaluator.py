@@ -1,0 +1,156 @@
+"""Makes plans for a problem and judges them, and keeps what it has computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.planner.cost import LayerTimes, fastest_format
+from horizonml.planner.problem import Problem
+from horizonml.planner.simulate import Prediction, predict
+
+_NO_ROWS = 1e-9  # the share of a member without samples: so small that it gets none
+_MOST_REFINED = 64  # members whose shares are improved sample by sample
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and what it is predicted to cost."""
+
+    plan: Plan
+    prediction: Prediction
+    too_few_rows: bool = False  # a member would get some samples, but fewer than its layers can train on
+
+    @property
+    def cost(self) -> tuple[bool, float, float]:
+        """What makes one better than another: that it can run; that nobody lacks memory, or less of it; its speed."""
+        return self.too_few_rows, max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
+
+    @property
+    def usable(self) -> bool:
+        """Whether ranks can train by this plan."""
+        return self.prediction.fits and not self.too_few_rows
+
+
+def judge(problem: Problem, plan: Plan) -> Candidate:
+    """Return what a plan is predicted to cost. Where there are many of them, an `Evaluator` is faster."""
+    return Evaluator(problem).judge(plan)
+
+
+class Evaluator:
+    """Makes and judges plans for one problem; `evaluations` counts the simulations."""
+
+    def __init__(self, problem: Problem) -> None:
+        """The problem's constraints decide on shares and formats of the plans that are made."""
+        self.problem, self.evaluations = problem, 0
+        self.times = LayerTimes(problem.profiles)
+        one_profile = problem.constraints.one_profile
+        self._cut_by = LayerTimes([problem.profiles[0]] * problem.ranks) if one_profile else self.times
+        self._judged: dict[Plan, Candidate] = {}
+        self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
+        self._totals: dict[tuple[int, int], list[float]] = {}
+
+    def judge(self, plan: Plan) -> Candidate:
+        """Return what a plan is predicted to cost."""
+        if plan not in self._judged:
+            self.evaluations += 1
+            prediction = predict(self.problem, plan, self.times)
+            self._judged[plan] = Candidate(plan, prediction, self._too_few_rows(plan))
+        return self._judged[plan]
+
+    def _too_few_rows(self, plan: Plan) -> bool:
+        problem = self.problem
+        least = problem.profiles[0].least_rows
+        if least == 1:
+            return False
+        batches = [batch for batch in (problem.batch_size, problem.last_batch) if batch]
+        sizes = {size for batch in batches for size in plan.micro_sizes(batch, problem.batch_size)}
+        return any(
+            0 < end - first < least for stage in plan.stages for size in sizes for first, end in stage.rows(size)
+        )
+
+    def totals(self, rank: int, rows: int) -> list[float]:
+        """Return the seconds of both passes of the first 0, 1, ... layers, a rank's share of the cores included."""
+        if (rank, rows) not in self._totals:
+            factor = self.problem.oversubscription[rank]
+            pairs = zip(*self._cut_by.sums(rank, rows), strict=True)
+            self._totals[rank, rows] = [factor * (forward + backward) for forward, backward in pairs]
+        return self._totals[rank, rows]
+
+    def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
+        """Return the seconds of both passes of layers `start` to `stop - 1`, a rank's share of the cores included."""
+        if rows == 0:
+            return 0.0
+        totals = self.totals(rank, rows)
+        return totals[stop] - totals[start]
+
+    def slowest(self, stage: Stage, rows: int) -> float:
+        """Return the seconds of both passes of the stage's slowest member, for a micro-batch of so many rows."""
+        members = zip(stage.ranks, stage.rows(rows), strict=True)
+        return max(self.seconds(rank, stage.start, stage.stop, end - first) for rank, (first, end) in members)
+
+    def stage(self, start: int, stop: int, ranks: Sequence[int], micro_batches: int) -> Stage:
+        """Return a stage of `ranks`, in their order; if shares are free, they let the members finish together."""
+        key = (start, stop, tuple(ranks), -(-self.problem.batch_size // micro_batches))
+        if key not in self._stages:
+            ordered = self.problem.constraints.ordered
+            shares = [1.0] * len(ranks) if ordered else self._share_out(start, stop, ranks, key[3])
+            sync = self.problem.constraints.sync if len(ranks) > 1 else Sync.ALL_REDUCE
+            self._stages[key] = Stage(start, stop, tuple(ranks), tuple(shares), sync)
+        return self._stages[key]
+
+    def _share_out(self, start: int, stop: int, ranks: Sequence[int], rows: int) -> list[float]:
+        """Return each rank's rows: in proportion to its speed, then moved from the slowest while that helps."""
+        if len(ranks) == 1:
+            return [1.0]
+        fair = max(1, rows // len(ranks))
+        speeds = [fair / max(1e-12, self.seconds(rank, start, stop, fair)) for rank in ranks]
+        total = sum(speeds)
+        ends = [round(rows * done / total) for done in itertools.accumulate(speeds)]
+        own = [end - begin for begin, end in itertools.pairwise([0, *ends])]
+        if len(ranks) <= _MOST_REFINED:
+            self._refine(start, stop, ranks, own)
+        least = self.problem.profiles[0].least_rows
+        for place, count in enumerate(own):
+            if 0 < count < least:  # better none
+                own[max(range(len(own)), key=own.__getitem__)] += count
+                own[place] -= count
+        return [float(count) if count else _NO_ROWS for count in own]
+
+    def _refine(self, start: int, stop: int, ranks: Sequence[int], own: list[int]) -> None:
+        """Move rows from the slowest rank to the one that would be fastest with one more, while that helps."""
+        times = [self.seconds(rank, start, stop, count) for rank, count in zip(ranks, own, strict=True)]
+        after = [self.seconds(rank, start, stop, count + 1) for rank, count in zip(ranks, own, strict=True)]
+        for _ in range(4 * len(ranks)):
+            slow = max(range(len(ranks)), key=times.__getitem__)
+            fast = min((place for place in range(len(ranks)) if place != slow), key=after.__getitem__)
+            if own[slow] == 0 or after[fast] >= times[slow]:
+                break
+            for place, change in ((slow, -1), (fast, 1)):
+                own[place] += change
+                times[place] = self.seconds(ranks[place], start, stop, own[place])
+                after[place] = self.seconds(ranks[place], start, stop, own[place] + 1)
+
+    def plan(
+        self, cuts: Sequence[int], groups: Sequence[Sequence[int]], micro_batches: int, schedule: str | None = None
+    ) -> Plan:
+        """Return a plan whose stages begin at layer 0 and at the `cuts`, and send what takes least time.
+
+        What the constraints fix of its stages stays. `schedule` is by default the first one that is allowed.
+        """
+        bounds, constraints = [0, *cuts, self.problem.layers], self.problem.constraints
+        stages = [
+            self.stage(start, stop, group, micro_batches)
+            for (start, stop), group in zip(itertools.pairwise(bounds), groups, strict=True)
+        ]
+        if constraints.stages is not None:
+            stages = [
+                replace(stage, shares=fixed.shares, sync=fixed.sync, send=fixed.send)
+                for stage, fixed in zip(stages, constraints.stages, strict=True)
+            ]
+        else:
+            for number, (stage, after) in enumerate(itertools.pairwise(stages)):
+                stages[number] = replace(stage, send=fastest_format(self.problem, stage.ranks[0], after.ranks[0]))
+        return Plan(tuple(stages), schedule or constraints.schedules[0], micro_batches)

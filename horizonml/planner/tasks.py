@@ -1,0 +1,126 @@
+"""A rank's actions in a step, with what each costs: seconds of work, and messages to wait for and to send."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from horizonml.plan.actions import Action, Kind
+from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.cost import LayerTimes, message_bytes, message_work, parameter_bytes
+from horizonml.planner.problem import Problem
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+LAST_PASSES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after which a micro-batch's gradients are there
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An action of one rank, and what it costs."""
+
+    action: Action
+    work: float = 0.0  # seconds on a core of its own
+    inputs: int = 0  # messages that must have arrived
+    receiver: int = -1  # the stage that the messages below are for
+    sends: tuple[tuple[int, float], ...] = ()  # to which rank how many bytes
+
+
+Costs = tuple[float, int, int, tuple[tuple[int, float], ...]]  # all of a task but its action
+_Rows = list[tuple[int, int]]  # of each member of a stage
+
+
+class TaskMaker:
+    """Makes the tasks of a plan's ranks."""
+
+    def __init__(self, problem: Problem, plan: Plan, times: LayerTimes) -> None:
+        """`times` are those of the problem's profiles."""
+        self._problem, self._plan, self._times = problem, plan, times
+        self.sizes = plan.micro_sizes(problem.batch_size, problem.batch_size)
+        self._rows = [{size: stage.rows(size) for size in set(self.sizes)} for stage in plan.stages]
+        lists = {held: plan.actions(rank, len(self.sizes)) for rank, held in self._ranks()}
+        self.actions = {rank: lists[held] for rank, held in self._ranks()}
+
+    def _ranks(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield every rank, with the stages that it holds."""
+        for stage in self._plan.stages:
+            for rank in stage.ranks:
+                yield rank, self._plan.stages_of(rank)
+
+    def tasks(self) -> dict[int, list[Task]]:
+        """Return every rank's tasks in their order, without those that cost nothing."""
+        stages = self._plan.stages
+        made: dict[int, dict[tuple[int, Kind, int], Costs]] = {rank: {} for rank in self.actions}
+        for number, stage in enumerate(stages):
+            for member, rank in enumerate(stage.ranks):
+                for size in self._rows[number]:
+                    for kind, costs in self._passes(number, member, size):
+                        made[rank][number, kind, size] = costs
+        return {rank: list(self._listed(rank, made[rank])) for rank in made}
+
+    def _listed(self, rank: int, made: dict[tuple[int, Kind, int], Costs]) -> Iterator[Task]:
+        for action in self.actions[rank]:
+            stage = self._plan.stages[action.stage]
+            if action.kind in PASSES:
+                costs = made.get((action.stage, action.kind, self.sizes[action.micro]))
+                if costs is not None:
+                    yield Task(action, *costs)
+            elif action.kind is Kind.REDUCE and len(stage.ranks) > 1:
+                yield Task(action)
+            elif action.kind is Kind.UPDATE:
+                profile = self._problem.profiles[rank]
+                work = parameter_bytes(profile, stage) * profile.update_seconds_per_byte
+                if work > 0:
+                    yield Task(action, work)
+
+    def _passes(self, number: int, member: int, size: int) -> Iterator[tuple[Kind, Costs]]:
+        """Yield what a member's passes of a micro-batch of `size` cost; none if it has no rows of it.
+
+        Half of a backward pass counts as its input part and half as its weight part. The first stage needs no gradient
+        of its input, so there all of it is the weight part.
+        """
+        stage = self._plan.stages[number]
+        rank, (first, end) = stage.ranks[member], self._rows[number][size][member]
+        if first == end:
+            return
+        profile = self._problem.profiles[rank]
+        share = stage.shares[member] / sum(stage.shares) if stage.splits_channels else 1.0
+        forward, backward = (
+            share * seconds for seconds in self._times.passes(rank, stage.start, stage.stop, end - first)
+        )
+        before, after = (self._peers(number + step, size, (first, end)) for step in (-1, 1))
+        entry, left, coding = 0.0, 0.0, 0.0
+        for place, peers, sender in ((stage.start, before, number - 1), (stage.stop, after, number)):
+            rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends itself costs nothing
+            if rows:
+                messages = sum(peer != rank for peer, _ in peers)
+                coding += message_work(profile, place, self._plan.stages[sender].send, rows, messages)
+        if before:
+            entry = message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
+        if after:
+            left = message_bytes(profile, stage.stop, stage.send)
+        on = tuple((peer, left * count) for peer, count in after)
+        back = tuple((peer, entry * count) for peer, count in before)
+        weight = backward if number == 0 else backward / 2
+        yield Kind.FORWARD, (forward + coding, len(before), number + 1, on)
+        yield Kind.BACKWARD, (backward + coding, len(after), number - 1, back)
+        yield Kind.BACKWARD_INPUT, (backward - weight + coding, len(after), number - 1, back)
+        yield Kind.BACKWARD_WEIGHT, (weight, 0, -1, ())
+
+    def _peers(self, other: int, size: int, own: tuple[int, int]) -> list[tuple[int, int]]:
+        """Return the ranks of stage `other` that share rows with a rank, and how many; none if there is no stage."""
+        if not 0 <= other < len(self._plan.stages):
+            return []
+        return _overlaps(own, self._rows[other][size], self._plan.stages[other])
+
+
+def _overlaps(own: tuple[int, int], rows: _Rows, stage: Stage) -> list[tuple[int, int]]:
+    """Return the members of a stage with which a rank shares rows, and how many; `rows` are consecutive."""
+    place = bisect.bisect_right(rows, own[0], key=lambda part: part[1])
+    found = []
+    while place < len(rows) and rows[place][0] < own[1]:
+        shared = min(own[1], rows[place][1]) - max(own[0], rows[place][0])
+        if shared > 0:
+            found.append((stage.ranks[place], shared))
+        place += 1
+    return found
