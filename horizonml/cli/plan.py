@@ -63,7 +63,8 @@ def simulate(
 
     Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks.
     """
-    from horizonml.cli.planning import read_plan, show_plan
+    from horizonml.cli.planning import show_plan
+    from horizonml.job.planfile import read_plan
 
     show_plan(read_plan(load_job(job_file, overrides), plan_file), devices, False, None, picture, as_given=True)
 

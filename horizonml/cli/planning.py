@@ -1,4 +1,4 @@
-"""`horizonml plan`: the plan for a job, on this machine or on a cluster on paper, and why it is as it is."""
+"""Makes a job's plan, for this machine or for a cluster on paper, and shows why it is as it is."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING
 
 from horizonml.cli.tables import print_table, print_text
 from horizonml.errors import JobError, PlanError
-from horizonml.files import write_atomically, writing
+from horizonml.files import writing
 from horizonml.job.jobfile import changed
+from horizonml.job.planfile import write_plan
 from horizonml.job.schema import Job
 from horizonml.machine.extras import require
-from horizonml.plan.plan import Plan, Sync
 from horizonml.planner.devices import Cluster, load_cluster, write_profile
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.profile import Profile
-from horizonml.spec.reading import read_yaml
 from horizonml.text import count, human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -112,7 +109,7 @@ def _here(job: Job) -> _Places:
 def _on_paper(job: Job, devices: Path, as_given: bool) -> tuple[Job, _Places]:
     """Return the devices of a file, and the job for them: with the best plan, unless its own was asked for."""
     cluster = load_cluster(devices)
-    changes: dict[str, Any] = {"parallel.workers": len(cluster.names)}
+    changes: dict[str, object] = {"parallel.workers": len(cluster.names)}
     if job.parallel.stages is None and not as_given:
         changes["parallel.strategy"] = "auto"
         _say_what_is_not_used(job, changed(job, changes), devices)
@@ -178,45 +175,6 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
         }
         with writing(out):
             write_profile(profile, about, out)
-
-
-def plan_values(plan: Plan) -> dict[str, Any]:
-    """Return a plan as a job's `parallel` section has it."""
-    stages = [
-        {
-            "ranks": list(stage.ranks),
-            "shares": list(stage.shares),
-            "send": stage.send,
-            "layers": [stage.start, stage.stop - 1],
-            **({} if stage.sync is Sync.ALL_REDUCE else {"sync": stage.sync.value}),
-        }
-        for stage in plan.stages
-    ]
-    return {"schedule": plan.schedule, "micro_batches": plan.micro_batches, "stages": stages}
-
-
-def write_plan(plan: Plan, path: Path, names: Sequence[str] = ()) -> None:
-    """Write a plan as YAML for `horizonml train --plan`; `names` are those of the ranks' devices. Raises JobError."""
-    lines = ["# A plan, made by `horizonml plan`: horizonml train JOB --plan THIS"]
-    lines += [f"# rank {rank}: {name}" for rank, name in enumerate(names)]
-    content = yaml.safe_dump(plan_values(plan), sort_keys=False, default_flow_style=None, width=120)
-    text = "\n".join([*lines, content])
-    with writing(path):
-        write_atomically(path, text.encode())
-
-
-def read_plan(job: Job, path: Path) -> Job:
-    """Return the job with the plan of a file. Raises JobError."""
-    values = read_yaml(path, f"`horizonml plan JOB --out {path}` writes one")
-    if isinstance(values, dict) and set(values) == {"schedule", "micro_batches", "stages"}:
-        values = {**values, "workers": None}
-    elif isinstance(values, dict) and set(values) == {"strategy", "workers"}:  # Horovod's, by version 0.1
-        values = {**values, "micro_batches": None, "stages": None}
-    else:
-        raise JobError(f"{path}: not a plan; `horizonml plan JOB --out {path}` writes one")
-    return changed(
-        job, {f"parallel.{key}": value for key, value in values.items()}, f"{job.name} by the plan of {path}"
-    )
 
 
 def _print_layers(job: Job, profile: Profile) -> None:

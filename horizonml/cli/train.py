@@ -54,7 +54,7 @@ def train(
 
     job = load_job(job_file, overrides, workers)
     if plan_file is not None:
-        from horizonml.cli.planning import read_plan
+        from horizonml.job.planfile import read_plan
 
         job = read_plan(job, plan_file)
     identity = identify(os.environ)

@@ -22,7 +22,7 @@ TABLE: dict[str, set[str]] = {
     "machine": set(),
     "starter": set(),
     "spec": {"plan"},  # whose schedules a job may name
-    "job": {"spec"},
+    "job": {"plan", "spec"},
     "data": {"machine", "spec"},
     "tasks": {"data", "job", "spec"},
     "models": {"data", "machine", "spec", "tasks"},

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.cli.planning import read_plan, write_plan
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
+from horizonml.job.planfile import read_plan, write_plan
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from horizonml.cli.planning import read_plan
 from horizonml.errors import JobError
 from horizonml.job.jobfile import load, parse
+from horizonml.job.planfile import read_plan
 from horizonml.planner.devices import load_cluster, read_profile
 from horizonml.spec import reading
 
