@@ -149,7 +149,7 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
     for span in prediction.spans:
-        line = SpanLine("compute", span.kind, span.micro, 1000 * span.begin, 1000 * span.end)
+        line = SpanLine("compute", span.kind, span.micro, span.begin, span.end)
         _draw_span(axis, order.index(span.rank), line, lane=(-0.12, 0.5))
     for sender, _, begin, end in prediction.messages:
         _draw_span(axis, order.index(sender), SpanLine("transfer", "send", -1, begin, end), lane=(0.26, 0.18))

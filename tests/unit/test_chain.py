@@ -156,7 +156,7 @@ def test_wrong_models_are_named(spec: ModelSpec, words: str) -> None:
 def test_recording_allocates_nothing_and_replay_makes_the_values() -> None:
     model, tape = record(models.OddConstructor)
     assert [name for name, p in model.named_parameters() if p.device.type != "meta"] == ["given"]  # torch.tensor's
-    model = materialise(model, tape, 0)
+    model = materialise(model, tape, 0, {})
     assert isinstance(model, models.OddConstructor)
     assert model.given.tolist() == [1, 2, 3, 4]
     assert model.scaled.flatten().tolist() == pytest.approx([1e-6] * 4)

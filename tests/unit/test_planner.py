@@ -165,7 +165,8 @@ def in_order(ranks: int, layers: int, shapes: Iterator[tuple[int, ...]], counts:
 def test_a_strategy_is_a_constraint_and_its_best_plan_is_found(strategy: str, seed: int) -> None:
     draw, ranks, layers = random.Random(seed), 4, 6
     times = profile(*(draw.uniform(1e-4, 2e-3) for _ in range(layers)), fixed=1e-4, parameters=1 << 18)
-    job = parse("batch_size: 48", "job.yaml", [f"parallel.strategy={strategy}", f"parallel.workers={ranks}"])
+    options = [f"parallel.strategy={strategy}", f"parallel.workers={ranks}", "parallel.schedule=1f1b"]
+    job = parse("batch_size: 48", "job.yaml", options)
     hosts, network = [Host((rank,), 1.0, 1e12) for rank in range(ranks)], Network(1e-4, 10 ** draw.uniform(6, 8))
     problem = problem_for(job, [times] * ranks, hosts, network, 0)
     shapes = (

@@ -8,10 +8,10 @@ import pytest
 
 from horizonml.errors import JobError, PlanError
 from horizonml.job.jobfile import json_schema, parse
-from horizonml.job.schema import Strategy
 from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
+from horizonml.plan.spec import Strategy
 from horizonml.planner.cost import synced_bytes
 from horizonml.planner.evaluator import judge
 from horizonml.planner.hardware import Host, Network
@@ -116,7 +116,8 @@ def test_every_strategy_of_the_job_file_is_in_the_table() -> None:
 
 def test_the_job_files_schema_lists_the_schedules() -> None:
     names = json_schema()["$defs"]["Parallel"]["properties"]["schedule"]["enum"]
-    assert names == ["auto", *SCHEDULES]
+    assert names[0] == "auto"
+    assert set(names[1:]) == set(SCHEDULES)
     with pytest.raises(JobError, match=r"parallel\.schedule: '1f1c'.*auto"):
         parse("parallel: {schedule: 1f1c}", "job.yaml")
 
