@@ -19,7 +19,7 @@ from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Formed, Join, Refused, Resume, Status, Withdraw, read_status, read_verdict
 
 _BEAT_WAITING = 0.5
-_WITHDRAW_SECONDS = 2.0  # for the service to say whether a rank that withdraws still waits, or is a member already
+_WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
 _SHOWN_RANKS = 20  # in a message
 

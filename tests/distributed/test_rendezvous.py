@@ -246,7 +246,7 @@ def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all
         """Asked to stop once both have joined; the verdict comes before or after the service hears of that."""
         if store.queue_len("events") == 0:
             return False
-        thread = threading.Thread(target=service.run, args=(stop.is_set,))
+        thread = threading.Thread(target=service.run, args=(stop.is_set,), daemon=True)
         threads.append(thread)
         if formed:
             wait_for(lambda: store.queue_len("events") == 2, "both joins")
