@@ -50,13 +50,16 @@ class Session:
         # Stages connect their members now. Who is slower to make its layers is waited for here, where it is noticed at
         # once when it is gone.
         group.barrier()
-        self.stages = {
-            number: StageRuntime(plan, number, module, model.chain.boundaries, group, self.clock)
-            for number, module in zip(held, modules, strict=True)
-        }
-        for stage in self.stages.values():
-            if stage.sync.parts:
-                state.split(stage.module, stage.sync.parts)
+        self.stages: dict[int, StageRuntime] = {}
+        try:
+            for number, module in zip(held, modules, strict=True):
+                stage = StageRuntime(plan, number, module, model.chain.boundaries, group, self.clock)
+                self.stages[number] = stage
+                if stage.sync.parts:
+                    state.split(stage.module, stage.sync.parts)
+        except BaseException:
+            self.close()  # the parameters must not keep the hooks of a session that has never begun
+            raise
         totals, finite = (group.channel(name).tag() for name in ("totals", "finite"))
         everyone = range(group.world_size)
         size = 5 + len(task.metrics)

@@ -21,7 +21,9 @@ from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.programme import Programme
 
 _PRECISION_IS_WORTH = 0.02  # of a step's time
-_SCHEDULE_IS_WORTH = 0.02  # of a step's time: what a schedule other than the first has to save
+_SCHEDULE_IS_WORTH = (
+    0.05  # of a step's time: what a schedule other than the first has to save; links are measured with noise
+)
 _NEAR = 1.05  # of the best time: what another schedule is tried on
 _MOST_RESCHEDULED = 3  # plans that another schedule is tried on
 _USUAL = "1f1b"  # the schedule by which plans are found for others that give several stages to a rank

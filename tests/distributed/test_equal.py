@@ -21,8 +21,8 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
+from horizonml.runtime.generation import find_hosts
 from horizonml.runtime.trainer import Outcome, train
-from horizonml.runtime.worker import find_hosts
 from horizonml.state.equal import share_state
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
@@ -79,6 +79,7 @@ def trained(
 def test_a_run_that_measured_first_equals_one_that_did_not(pool: Pool, tmp_path: Path) -> None:
     hybrid = job(
         tmp_path,
+        schedule="1f1b",
         stages=[{"ranks": [0, 1]}, {"ranks": [2, 3]}],  # where to cut is left to the profile, which rank 0 measures
     )
     cold = pool.run(4, trained, hybrid, tmp_path / "cache")

@@ -1,0 +1,311 @@
+"""What a rank does as a member of one group: agree on a plan, take up the state, and train until the group ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from horizonml.comm.group import Group
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.images import ImageInfo, load
+from horizonml.engine.session import Session
+from horizonml.errors import DataError, JobError
+from horizonml.files import cache_folder
+from horizonml.job.schema import Job
+from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.host import machine_info, shared_machine, versions
+from horizonml.machine.resources import available_cores, memory_limit
+from horizonml.machine.signals import StopRequest
+from horizonml.machine.usage import rss_bytes
+from horizonml.models.zoo import Model
+from horizonml.plan.plan import Plan
+from horizonml.planner.hardware import Host
+from horizonml.profiling.threads import choose_threads
+from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.stragglers import StragglerDetector
+from horizonml.runtime.trainer import train
+from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.disks import Disks
+from horizonml.state.equal import share_state
+from horizonml.state.move import move
+from horizonml.state.runfolder import RunFolder
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.choose import task_for
+from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.progress import display_for
+from horizonml.telemetry.record import RunInfo
+from horizonml.telemetry.recorder import Recorder
+from horizonml.text import count, human_bytes, human_seconds
+
+
+@dataclass
+class Life:
+    """What a rank keeps from one group to the next."""
+
+    job: Job
+    rank: int  # as it was started
+    world_size: int  # as the job was started
+    metrics: Metrics
+    stop: StopRequest
+    folder: RunFolder
+    fresh: bool  # whether the run is to start over
+    idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
+    state: TrainState | None = None
+    info: ImageInfo | None = None  # of the data that the state is for
+    agreed: Agreed | None = None
+    planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
+    # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+    moved_away: bool = False
+    begun: bool = False
+    steps: int = 0  # done by this process
+    newest_checkpoint: int | None = None
+
+
+@dataclass
+class Generation:
+    """One group, of which this rank is a member."""
+
+    life: Life
+    group: Group
+    number: int  # counts the formations of the group
+    names: list[str]  # of the ranks' machines
+    started_as: list[int]  # the rank that each member was started as
+    newcomers: Callable[[], bool]  # whether ranks wait that can be taken in
+    say: Callable[[str], None]  # tells the user, on rank 0
+
+    def run(self) -> Outcome:
+        """Train as a member of the group. Raises HorizonError."""
+        life, job, group = self.life, self.life.job, self.group
+        if group.world_size < life.world_size:
+            self.say(f"going on with {group.world_size} of {life.world_size} ranks")
+        hosts = find_hosts(group)
+        first = self._agree_on_begin()
+        info, model = describe_together(job, group)
+        here = next(host for host in hosts if group.rank in host.ranks)
+        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
+        agreed = self._agree_on_plan(model, info, hosts)
+        if life.state is None or info != life.info:
+            life.state, life.info = TrainState(model, job.optimizer), info
+        detector = self._detector(agreed)
+        energy = EnergyMeter() if here.ranks[0] == group.rank else None
+        about = self._about(model, agreed.plan, here)
+        checkpoints = self._checkpoints(info)
+        plan, moved = agreed.plan, ""  # what to say after a move
+        while True:
+            with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
+                _check_smallest_batch(job, session, info)
+                data = load_for(job, session, info)
+                if moved:
+                    self.say(moved)
+                else:
+                    self._take_up(session, checkpoints, first)
+                recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
+                outcome = self._train(session, data, checkpoints, recorder, detector)
+            if outcome is not Outcome.RE_PLAN:
+                return outcome
+            assert detector is not None
+            plan, moved = self._move(life.state, plan, detector, model)
+
+    def _agree_on_begin(self) -> bool:
+        """Return whether no rank of this group has trained this run before; move a run before away, if that is asked.
+
+        Raises JobError on all ranks.
+        """
+        life, group = self.life, self.group
+        begun = group.gather_json([life.moved_away, life.begun])
+        if any(group.gather_json(life.fresh)) and not any(moved for moved, _ in begun):
+            leads = Disks(life.job.run_folder, group).leads
+
+            def set_aside() -> None:
+                problem = life.folder.set_aside() if leads[group.rank] == group.rank else None
+                if problem is not None:
+                    raise JobError(problem)
+
+            group.agree(set_aside)
+        life.moved_away = True
+        return not any(begun for _, begun in begun)
+
+    def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
+        """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
+
+        A rank that was replaced takes it over from one that has it.
+        """
+        life, group = self.life, self.group
+        kept = life.agreed if life.planned_for == self.started_as else None
+        known = group.gather_json(kept.to_json() if kept is not None else None)
+        agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
+        if agreed is None:
+            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say)
+        elif kept is not None and kept.to_json() == agreed.to_json():
+            agreed = kept  # which, on rank 0, also knows the problem
+        life.agreed, life.planned_for = agreed, self.started_as
+        return agreed
+
+    def _detector(self, agreed: Agreed) -> StragglerDetector | None:
+        """Return what compares steps with the plan, if it is one that was predicted."""
+        parallel = self.life.job.parallel
+        if agreed.forecast is None:
+            return None
+        return StragglerDetector(
+            self.group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
+        )
+
+    def _checkpoints(self, info: ImageInfo) -> Checkpoints | None:
+        """Return the run's checkpoints, if there are to be any. All ranks call this."""
+        job = self.life.job
+        if not job.checkpoint.enabled:
+            return None
+        folder = job.run_folder / "checkpoints"
+        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible_with(job, info), self.names)
+
+    def _take_up(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> None:
+        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises CheckpointError."""
+        life, state, found = self.life, session.state, None
+        if checkpoints is not None:
+            if first and not life.job.checkpoint.resume:
+                checkpoints.set_aside()
+            else:
+                found = checkpoints.resume(state, session.plan)
+        if found is None and state.step:
+            state.restart()
+        life.begun = True
+        # All members of a stage begin with the same state, bit for bit.
+        for rank, name in share_state(state, session.plan, self.group):
+            self.say(
+                f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
+                "taken over that member's; processors that round differently can be the reason"
+            )
+        if not first and found is None:
+            self.say("no checkpoint had been saved: training begins again at step 0")
+
+    def _train(
+        self,
+        session: Session,
+        data: Data,
+        checkpoints: Checkpoints | None,
+        recorder: Recorder,
+        detector: StragglerDetector | None,
+    ) -> Outcome:
+        """Train by one plan, and close the record of it."""
+        life, ended_as = self.life, "failed"
+        try:
+            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector)
+            ended_as = outcome.value
+            return outcome
+        finally:
+            life.steps += recorder.steps
+            recorder.close(ended_as)
+            life.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
+
+    def _move(self, state: TrainState, plan: Plan, detector: StragglerDetector, model: Model) -> tuple[Plan, str]:
+        """Bring layers to where a better plan has them; return that plan, and what to say of it."""
+        predicted = human_seconds(detector.forecast.seconds)
+        self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
+        self.say(detector.plan.describe(model.chain.names))
+        moved = sum(self.group.gather_json(move(state, plan, detector.plan, self.group)))
+        self.life.agreed = Agreed(detector.plan, detector.forecast, detector.problem)
+        return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
+
+    def _about(self, model: Model, plan: Plan, here: Host) -> RunInfo:
+        """Return what the records of this rank begin with."""
+        group, life = self.group, self.life
+        return RunInfo(
+            rank=group.rank,
+            started_as_rank=life.rank,
+            world_size=group.world_size,
+            generation=self.number,
+            host=self.names[group.rank],
+            node=group.hosts[group.rank],
+            job=life.job,
+            layers=model.chain.names,
+            rss_idle_bytes=life.idle,
+            threads=torch.get_num_threads(),
+            cores=here.cores,
+            memory=memory_limit(),
+            machine=machine_info().to_json(),
+            versions=versions(),
+            plan=plan,
+        )
+
+    def _recorder(
+        self,
+        about: RunInfo,
+        session: Session,
+        detector: StragglerDetector | None,
+        energy: EnergyMeter | None,
+        source: str,
+    ) -> Recorder:
+        """Return what takes down all that happens from now on, by this plan."""
+        life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
+        assert life.info is not None
+        steps = job.epochs * -(-life.info.train // job.batch_size)
+        display = display_for(about.rank, job.epochs, steps, done)
+        about = replace(about, plan=plan, forecast=detector.forecast.seconds if detector else None, resumed_at=done)
+        file = job.run_folder / f"rank-{life.rank}.jsonl"
+        recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy)
+        life.metrics.started(about, job.epochs, steps, done)
+        if 0 < done < steps:
+            recorder.message(f"{source} from step {done} of {steps}")
+        if about.rank:
+            others = count(about.world_size - 1, "other rank")
+            held = [
+                f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
+                f"{plan.stages[number].stop - 1}"
+                for number in session.stages
+            ]
+            print(
+                f"rank {life.rank}: connected to {others}; trains {'; '.join(held)}, from step {done} of {steps}",
+                flush=True,
+            )
+        return recorder
+
+
+def find_hosts(group: Group) -> list[Host]:
+    """Return the machines and containers of a group, with what each of its ranks may use there."""
+    nodes, rank = group.hosts, group.rank
+    # What the process itself takes is not there for the model.
+    own = memory_limit() / nodes.count(nodes[rank]) - rss_bytes()
+    limits = group.gather_json([available_cores(), own, *shared_machine()])
+    machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
+    hosts = []
+    for node in dict.fromkeys(nodes):
+        cores, memory, machine_, machine_cores = limits[nodes.index(node)]
+        shared = sum(other == machine_ for other in machines.values()) > 1
+        ranks = tuple(rank for rank, other in enumerate(nodes) if other == node)
+        place = (str(machine_), float(machine_cores)) if shared else ()
+        hosts.append(Host(ranks, float(cores), float(memory), *place))
+    return hosts
+
+
+def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
+    return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
+
+
+def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
+    """What a checkpoint must agree with so that going on from it makes sense."""
+    return {
+        "model": job.model.model_dump(),
+        "data": job.data.name,
+        "samples": info.train,
+        "seed": job.seed,
+        "batch_size": job.batch_size,
+        "optimizer": job.optimizer.name,
+    }
+
+
+def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
+    """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
+    for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
+        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size))):
+            if problem is not None:
+                raise DataError(
+                    f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "
+                    f"which this model cannot train ({problem}); change batch_size, data.samples, or "
+                    "parallel.micro_batches"
+                )
