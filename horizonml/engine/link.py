@@ -60,22 +60,23 @@ class Link:
 
     def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
         self._group, self._clock, self._codec = group, clock, Codec(cut.boundary, cut.format)
-        self._first = cut.number * 4 * _MOST_MICRO_BATCHES + 2 * direction
+        self._rank = group.rank
+        self._first = group.channel("boundaries").tag(cut.number * 4 * _MOST_MICRO_BATCHES + 2 * direction)
         self._expected: dict[int, _Expected] = {}
         self._sending: deque[tuple[Work, int, Tensor]] = deque()
         self._header = torch.zeros(1)
         self.sent_bytes = self.received_bytes = 0
 
     def _tag(self, micro: int, header: bool = False) -> int:
-        return self._group.channel("boundaries").tag(self._first + 4 * micro + header)
+        return self._first + 4 * micro + header
 
     def _has_header(self, route: Route) -> bool:
         large = (route.stop - route.start) * self._codec.bytes_per_sample >= SMALL
-        return large and route.peer != self._group.rank
+        return large and route.peer != self._rank
 
     def _bytes(self, encoded: Tensor, routes: list[Route]) -> int:
         """Return the bytes that go to, or come from, other ranks."""
-        rows = sum(route.stop - route.start for route in routes if route.peer != self._group.rank)
+        rows = sum(route.stop - route.start for route in routes if route.peer != self._rank)
         return rows * encoded.nbytes // max(1, len(encoded))
 
     def expect(self, micro: int, rows: int, routes: list[Route]) -> None:
