@@ -1,0 +1,148 @@
+"""A session can be dropped at any moment: the state is that of the last whole step, and nothing else is left."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.job.schema import Sgd
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import Model, build
+from horizonml.plan.plan import Plan, Stage
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.task import InputSpec
+from tests.distributed.pool import Pool
+from tests.distributed.sessions import state_of
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+
+OPTIMIZER = Sgd(momentum=0.9)
+PLANS = {
+    "ddp": Plan((Stage(0, 15, (0, 1, 2), (1.0, 1.0, 1.0)),), micro_batches=3),
+    "hybrid": Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, 15, (1, 2), (1.0, 1.0))), micro_batches=3),
+    "interleaved": Plan(
+        tuple(
+            Stage(start, stop, (number % 3,), (1.0,))
+            for number, (start, stop) in enumerate(itertools.pairwise((0, 2, 5, 7, 10, 12, 15)))
+        ),
+        "interleaved",
+        3,
+    ),
+}
+
+
+class Failing(RandomBatch):
+    """A batch whose third micro-batch cannot be read, where it enters and where it is judged."""
+
+    def inputs(self, start: int, stop: int) -> Tensor:
+        if start >= FULL // 3 * 2:
+            raise OSError("the disk is gone")
+        return super().inputs(start, stop)
+
+    def targets(self, start: int, stop: int) -> Tensor:
+        if start >= FULL // 3 * 2:
+            raise OSError("the disk is gone")
+        return super().targets(start, stop)
+
+
+def model() -> Model:
+    return build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
+
+
+def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) -> tuple[dict[str, Tensor], bool, int]:
+    """Train two steps, fail in the third if asked to, go on with another group; the state, and what is left."""
+    state, unchanged = TrainState(model(), OPTIMIZER), True
+    group = Group(PrefixStore("first", store), rank, world_size, 10.0)
+    session = Session(plan, state, group, ImageClassification(), FULL)
+    for step in range(2):
+        session.step(RandomBatch(step), LR)
+    held = None
+    if fail:
+        before = state_of(session)
+        try:
+            session.step(Failing(3), LR)
+        except (OSError, PeerLost) as error:
+            held = error  # with its traceback, and all the frames in it
+        group.close()
+        unchanged = all(torch.equal(value, before[key]) for key, value in state.tensors().items()) and held is not None
+        unchanged &= state.step == 2
+    session.close()
+    hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in _parameters(state))  # type: ignore[attr-defined]
+    gradients = sum(parameter.grad is not None for parameter in _parameters(state))
+    group.close()
+    again = Group(PrefixStore("second", store), rank, world_size, 10.0)
+    session = Session(plan, state, again, ImageClassification(), FULL)
+    session.step(RandomBatch(2), LR)
+    result = state_of(session)
+    session.close()
+    again.close()
+    return result, unchanged, hooks + gradients
+
+
+def _parameters(state: TrainState) -> list[torch.nn.Parameter]:
+    return [tensor for tensor in state._held.values() if isinstance(tensor, torch.nn.Parameter)]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_step_that_fails_half_way_changes_nothing_and_the_next_group_goes_on(pool: Pool, plan: Plan) -> None:
+    straight = pool.run(3, dropped, plan, False)
+    interrupted = pool.run(3, dropped, plan, True)
+    for (expected, _, _), (state, unchanged, left) in zip(straight, interrupted, strict=True):
+        assert unchanged
+        assert left == 0
+        assert all(torch.equal(value, expected[key]) for key, value in state.items())
+
+
+def holding(rank: int, world_size: int, store: Store) -> float:
+    """Rank 0 fails, keeps the traceback, and closes its group; how long the others wait for it."""
+    group = Group(store, rank, world_size, 60.0)
+    session = Session(PLANS["ddp"], TrainState(model(), OPTIMIZER), group, ImageClassification(), FULL)
+    errors, started = [], 0.0
+    try:
+        session.step(Failing(3) if rank == 0 else RandomBatch(3), LR)
+    except (OSError, PeerLost) as error:
+        errors.append(error)
+    started = time.monotonic()
+    group.close()
+    if rank:
+        assert isinstance(errors[0], PeerLost)
+    assert errors[0].__traceback__ is not None
+    return time.monotonic() - started
+
+
+def test_a_group_is_closed_although_somebody_still_looks_at_the_error(pool: Pool) -> None:
+    started = time.monotonic()
+    pool.run(3, holding)
+    assert time.monotonic() - started < 20  # far below the group's timeout
+
+
+def agreeing(rank: int, world_size: int, store: Store) -> tuple[list[int], str, int]:
+    group = Group(store, rank, world_size, 30.0)
+
+    def fails() -> None:
+        if rank == 1:
+            raise JobError("no room for another run")
+
+    try:
+        numbers = group.agree(lambda: 10 * rank)
+        message = ""
+        try:
+            group.agree(fails)
+        except HorizonError as error:
+            message = f"{type(error).__name__}: {error}"
+        return numbers, message, group.broadcast({"from": rank}, 2)["from"]
+    finally:
+        group.close()
+
+
+def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
+    for result in pool.run(3, agreeing):
+        assert result == ([0, 10, 20], "JobError: rank 1: no room for another run", 2)
