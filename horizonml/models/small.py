@@ -1,4 +1,4 @@
-"""A small convolutional network for small pictures, such as the embedded digits."""
+"""A small convolutional network, for inputs as small as the embedded digits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def digits_cnn(num_classes: int = 10, channels: int = 1, image_size: int = 8, width: int = 32) -> nn.Sequential:
-    """Return six convolutions with batch normalisation, two halvings of the image, and one linear layer.
+    """Return six convolutions with batch normalisation, two halvings of height and width, and one linear layer.
 
     The network takes `[batch, channels, image_size, image_size]` and returns `[batch, num_classes]`.
     """

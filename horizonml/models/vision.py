@@ -1,4 +1,4 @@
-"""The models for images that jobs can name: a small one of our own, and torchvision's."""
+"""The convolutional models and the transformer that jobs can name: a small one of our own, and torchvision's."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from horizonml.tasks.task import InputSpec
 
 
 def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
-    """Return a model's constructor and the keyword arguments that suit these outputs and images.
+    """Return a model's constructor and the keyword arguments that suit these outputs and this input.
 
-    Raises ModelError if the input is no image `[channels, height, width]`.
+    Raises ModelError unless the input has the shape `[channels, height, width]`.
     """
     if len(input.shape) != 3:
         raise ModelError(
-            f"model {name} takes images of shape [channels, height, width], but the data has inputs of shape "
+            f"model {name} takes inputs of shape [channels, height, width], but the data has inputs of shape "
             f"{list(input.shape)}; choose another model"
         )
     channels, height, _ = input.shape
