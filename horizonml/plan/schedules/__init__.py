@@ -21,10 +21,10 @@ from horizonml.plan.actions import Action, Lanes
 
 @dataclass(frozen=True)
 class Schedule:
-    """An entry of `SCHEDULES`."""
+    """Describes a schedule in `SCHEDULES`."""
 
     name: str
-    about: str  # the first line of the module's description
+    about: str  # the first line of the module's docstring
     stages_per_rank: int
     passes: Callable[[int, Lanes, int], list[Action]]
 

@@ -16,8 +16,8 @@ STAGES_PER_RANK = 2
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
     """Return the actions of a lane.
 
-    Megatron-LM's order holds where stages go round the ranks and the micro-batches are a multiple of the ranks;
-    elsewhere a timetable finds one.
+    Megatron-LM's order applies where the stages go round the ranks and the number of micro-batches is a multiple of the
+    number of ranks; in other cases, a timetable finds an order.
     """
     ranks, turns = len(lanes), len(lanes[0])
     around = tuple(tuple(range(first, ranks * turns, ranks)) for first in range(ranks))

@@ -14,7 +14,7 @@ STAGES_PER_RANK = 1
 
 
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
-    """Return the actions of a lane. Where lanes hold several stages, a timetable finds their order."""
+    """Return the actions of a lane; where lanes hold several stages, a timetable finds their order."""
     if any(len(held) > 1 for held in lanes):
         return list(timetable(lanes, micro_batches)[lane])
     (stage,) = lanes[lane]

@@ -19,7 +19,7 @@ STAGES_PER_RANK = 1
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
     """Return the actions of a lane."""
     actions: list[Action] = []
-    waiting: dict[int, list[Action]] = {stage: [] for stage in lanes[lane]}  # weight parts that are still to be done
+    waiting: dict[int, list[Action]] = {stage: [] for stage in lanes[lane]}  # weight parts that are still to run
     for action in one_f_one_b.passes(lane, lanes, micro_batches):
         if action.kind is Kind.FORWARD:
             actions.append(action)
