@@ -16,7 +16,7 @@ class Kind(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"  # both parts below in one
     BACKWARD_INPUT = "backward-input"  # computes the gradient of the stage's input, for which the previous stage waits
-    BACKWARD_WEIGHT = "backward-weight"  # computes the gradients of the stage's own parameters, for which no stage waits
+    BACKWARD_WEIGHT = "backward-weight"  # computes the gradients of the stage's own parameters; no stage waits for them
     REDUCE = "reduce"  # sums gradients over the stage's members
     UPDATE = "update"  # updates the stage's parameters
 

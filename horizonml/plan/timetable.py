@@ -26,8 +26,7 @@ def timetable(lanes: Lanes, micro_batches: int) -> tuple[tuple[Action, ...], ...
     actions: list[list[Action]] = [[] for _ in lanes]
 
     def urgency(candidate: tuple[Action, float]) -> tuple[float, bool, int, int]:
-        """Return a sort key: the earliest first, backward before forward, and later stages first among forward passes.
-        """
+        """Return a sort key: the earliest first, backward before forward, and later stages first among the forward."""
         action, ready = candidate
         start = max(ready, *(free[lane] for lane in holding[action.stage]))
         is_forward = action.kind is Kind.FORWARD

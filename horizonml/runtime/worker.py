@@ -1,4 +1,4 @@
-"""The life of one rank: meet the others, agree on a plan, train, leave; or meet again when one of them is lost."""
+"""Runs one rank: it meets the others, agrees on a plan, trains, and meets them again when one of them is lost."""
 
 from __future__ import annotations
 
@@ -50,31 +50,31 @@ from horizonml.text import count, human_bytes, human_seconds
 
 
 class Worker:
-    """One rank of a job, through all the groups it is a member of."""
+    """Represents one rank of a job, through all the groups of which it is a member."""
 
     def __init__(
         self, job: Job, identity: Identity, address: tuple[str, int] | None, metrics: Metrics, stop: StopRequest
     ) -> None:
-        """`address` is the rendezvous service's; None for a world of one."""
+        """Prepare the rank; `address` is the rendezvous service's, or None for a world size of 1."""
         self._job, self._identity, self._address = job, identity, address
         self._metrics, self._stop = metrics, stop
         self._idle = rss_bytes()
         self._steps = 0  # done by this process
         metrics.wanted(identity.world_size)
-        self._rank = identity.rank  # in the group that there is, or was last
+        self._rank = identity.rank  # in the current group, or in the last one
         self._agreed: Agreed | None = None
-        self._state: TrainState | None = None  # which outlives all groups
-        self._info: ImageInfo | None = None  # of the data that it is for
-        # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+        self._state: TrainState | None = None  # outlives all groups
+        self._info: ImageInfo | None = None  # of the data that the state is for
+        # Set once all ranks have agreed on it: the earlier run is moved away, and this one begins, only once.
         self._moved_away = self._begun = False
-        self._planned_for: list[int] = []  # the ranks for which the plan was agreed on, as they were started
+        self._planned_for: list[int] = []  # the ranks, as they were started, for which the plan was agreed on
         self.newest_checkpoint: int | None = None
 
     def run(self, fresh: bool, rejoin: bool) -> Outcome:
-        """Train to the end. Raises HorizonError.
+        """Train until the end. Raises HorizonError.
 
-        With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on from the newest
-        checkpoint; otherwise that ends it, too.
+        With `rejoin`, when another rank is lost or stops, this rank meets the others again and goes on from the newest
+        checkpoint; without it, this rank ends, too.
         """
         keep_freed_memory()
         job, identity = self._job, self._identity
@@ -113,7 +113,7 @@ class Worker:
                 self._check_recoverable(str(named))
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
             except BaseException as error:
-                # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
+                # An error in the code of the model or the data would occur again; a lack of memory might not.
                 passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
                 failed = error.ends_job if isinstance(error, HorizonError) else not passing
                 membership.leave(str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER)
@@ -130,7 +130,7 @@ class Worker:
         return Outcome.STOPPED
 
     def _check_recoverable(self, reason: str) -> None:
-        """Raise PeerLost if there is nothing that training could go on from."""
+        """Raise PeerLost if there is nothing from which training could go on."""
         if not self._job.checkpoint.enabled and self._steps:
             raise PeerLost(
                 f"{reason}; the {self._steps} steps done so far are lost, because checkpoint.enabled is false: with "
@@ -138,17 +138,17 @@ class Worker:
             )
 
     def say(self, text: str) -> None:
-        """Tell the user, as rank 0 of the group."""
+        """Show a message, if this is rank 0 of the group."""
         if self._rank == 0:
             self.say_waiting(text)
 
     def say_waiting(self, text: str) -> None:
-        """Tell the user, as every rank does about what it waits for."""
+        """Show a message about what this rank waits for; every rank does."""
         prefix = f"rank {self._identity.rank}: " if self._identity.rank else ""
         print(prefix + text, file=sys.stderr if self._rank else sys.stdout, flush=True)
 
     def waiting(self, ranks: Sequence[int]) -> None:
-        """Show that these ranks have not come yet."""
+        """Show that these ranks have not arrived yet."""
         self._metrics.waiting(ranks)
 
     def _train(self, membership: Membership | None, fresh: bool) -> Outcome:
@@ -162,7 +162,7 @@ class Worker:
         generation = membership.generation if membership else 0
         self._metrics.formed(generation, group.world_size)
 
-        def newcomers() -> bool:  # who cannot be taken in without losing everything has to wait
+        def newcomers() -> bool:  # newcomers have to wait if admitting them would lose all progress
             return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
 
         try:
@@ -266,7 +266,7 @@ class Worker:
             data = load_for(job, session, info)
 
     def _set_aside(self, group: Group) -> None:
-        """Make room for a fresh run; the one before is kept beside it, on every disk. Raises JobError on all ranks."""
+        """Make room for a fresh run, keeping the earlier one beside it on every disk. Raises JobError on all ranks."""
         leads = Disks(self._job.run_folder, group).leads
 
         def set_aside() -> None:
@@ -285,9 +285,9 @@ class Worker:
         names: list[str],
         started_as: list[int],
     ) -> Agreed:
-        """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
+        """Return the plan, which is the earlier one if the ranks are the same; another plan would round differently.
 
-        A rank that was replaced takes it over from one that has it.
+        A rank that was replaced takes the plan over from a rank that has it.
         """
         kept = self._agreed if self._planned_for == started_as else None
         known = group.gather_json(kept.to_json() if kept is not None else None)
@@ -295,12 +295,12 @@ class Worker:
         if agreed is None:
             agreed = make_plan(self._job, model, info, group, hosts, names, self.say)
         elif kept is not None and kept.to_json() == agreed.to_json():
-            agreed = kept  # which, on rank 0, also knows the problem
+            agreed = kept  # on rank 0, this one also has the problem
         self._agreed, self._planned_for = agreed, started_as
         return agreed
 
     def _begin_equal(self, session: Session) -> None:
-        """See that all members of a stage begin with the same state, bit for bit."""
+        """Ensure that all members of a stage begin with the same state, bit for bit."""
         for rank, name in share_state(session.state, session.plan, session.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
@@ -316,7 +316,7 @@ class Worker:
         source: str,
         energy: EnergyMeter | None,
     ) -> Recorder:
-        """Return what takes down all that happens from now on, by this plan."""
+        """Return a recorder of everything that happens from now on with this plan."""
         job, done, plan = self._job, session.state.step, session.plan
         display = display_for(about.rank, job.epochs, steps, done)
         forecast = watch.forecast.seconds if watch else None
@@ -344,7 +344,7 @@ class Worker:
 def find_hosts(group: Group) -> list[Host]:
     """Return the machines and containers of a group, with what each of its ranks may use there."""
     nodes, rank = group.hosts, group.rank
-    # What the process itself takes is not there for the model.
+    # The memory that the process itself takes is not available to the model.
     own = memory_limit() / nodes.count(nodes[rank]) - rss_bytes()
     limits = group.gather_json([available_cores(), own, *shared_machine()])
     machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
@@ -359,12 +359,12 @@ def find_hosts(group: Group) -> list[Host]:
 
 
 def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
-    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
+    """Return the data that this rank needs: inputs for the first stage, targets for the last, and nothing between."""
     return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
-    """What a checkpoint must agree with so that going on from it makes sense."""
+    """Return what a checkpoint must agree with to be resumed."""
     return {
         "model": job.model.model_dump(),
         "data": job.data.name,
@@ -376,7 +376,7 @@ def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
 
 
 def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
-    """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
+    """Raise an error now, not at the end of the first epoch, if BatchNorm would get one value per channel."""
     for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
         for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size))):
             if problem is not None:

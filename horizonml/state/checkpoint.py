@@ -115,7 +115,7 @@ class Checkpoints:
             if self._group.rank in writers[number].values():
                 written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
         gathered = self._group.gather_json([written, details if self._group.rank == 0 else None])
-        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's details, so that all metadata agree
+        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all metadata agree
         shards, failed = _agreed(writers, reports)
         if not failed:
             shards, received = self._copy(hidden, plan, shards)
@@ -288,7 +288,7 @@ class Checkpoints:
         """Load one checkpoint; `seen[r]` is what rank r has of it."""
         path, rank = self._folder / name, self._group.rank
         holder = next(rank for rank, there in enumerate(seen) if there.version)
-        own = read_metadata(path).model_dump() if seen[rank].version else None  # read again, because it was read only a moment ago
+        own = read_metadata(path).model_dump() if seen[rank].version else None  # it was readable a moment ago
         try:
             metadata = check(self._group.broadcast(own, holder), path)
         except CheckpointError as error:

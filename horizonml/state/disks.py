@@ -50,7 +50,7 @@ class Disks:
         with suppress(OSError):
             names = (name for name in os.listdir(folder) if name.startswith(f".probe-{self.word}-"))
             seen += [int(name.rpartition("-")[2]) for name in names]
-        # the first rank on the same disk, for each rank
+        # For each rank, the first rank on the same disk.
         self.leads: list[int] = [min(int(lead), rank) for rank, lead in enumerate(group.gather_json(min(seen)))]
         if self.is_lead:
             for probe in folder.glob(".probe-*"):  # includes the probes of ranks that were killed here earlier

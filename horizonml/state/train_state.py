@@ -45,7 +45,7 @@ class TrainState:
         return modules
 
     def split(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
-        """Hold the tensors of `module` from now on, which are parts of those that it had."""
+        """Hold the tensors of `module`, which are parts of those held before, instead of the whole tensors."""
         self._hold([module])
         self.parts = dict(parts)
 
