@@ -1,4 +1,4 @@
-"""A small convolutional network for small pictures, such as the embedded digits."""
+"""Builds a small convolutional network for small images, such as the embedded digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models for images that jobs can name: a small one of our own, and torchvision's."""
+"""Provides the models for images that jobs can name: a small one of HorizonML's, and torchvision's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horizonml.tasks.task import InputSpec
 def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
     """Return a model's constructor and the keyword arguments that suit these outputs and images.
 
-    Raises ModelError if the input is no image `[channels, height, width]`.
+    Raises ModelError if the input is not an image `[channels, height, width]`.
     """
     if len(input.shape) != 3:
         raise ModelError(

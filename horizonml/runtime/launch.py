@@ -171,9 +171,7 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
 
 
 def _log_folder(job: Job, otherwise: Path) -> Path:
-    """Return the run's folder, or `otherwise` if the run's folder cannot be written to; the ranks report that
-    themselves.
-    """
+    """Return the run's folder, or `otherwise` if the ranks cannot write to it; they report that themselves."""
     try:
         make_run_folder(job.run_folder)
         with tempfile.TemporaryFile(dir=job.run_folder):
@@ -183,8 +181,7 @@ def _log_folder(job: Job, otherwise: Path) -> Path:
 
 
 def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:
-    """Serve the rendezvous on an address, or on a listening socket inherited from the launcher, until SIGTERM or
-    SIGINT.
+    """Serve the rendezvous on an address, or on an inherited listening socket, until SIGTERM or SIGINT.
 
     With a `command`, serve until it has ended. The command finds the service's address, with `advertise` as the host,
     in HORIZONML_RENDEZVOUS; a signal asks the command, and all that it has started, to end. Return its exit code.

@@ -47,6 +47,6 @@ class Warnings:
                 text = line.partition("WARNING: ")[2] or line
                 if text not in self._seen:
                     self._seen.add(text)
-                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # clears the progress bar's line, which is drawn again
+                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # clears the progress bar's line
                     prefix = "" if text.startswith("rank ") else f"rank {rank}: "
                     print(f"{clear}{prefix}{text}", file=sys.stderr, flush=True)

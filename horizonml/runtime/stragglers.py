@@ -78,8 +78,7 @@ class StragglerDetector:
     def __init__(
         self, group: Group, plan: Plan, forecast: Forecast, problem: Problem | None, threshold: float, replan: bool
     ) -> None:
-        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for on rank 0, and None
-        elsewhere.
+        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, or None except on rank 0.
         """
         self._group, self._threshold, self._replan = group, threshold, replan
         tag = group.channel("stragglers").tag()

@@ -78,7 +78,7 @@ class _Loop:
             if self.checkpoints is not None and (done % every == 0 or done == self.total or stopping or replan):
                 self._save(self.checkpoints, done, stopping)
                 if self.unsaved and not step.totals.stop:
-                    stopping = False  # newcomers wait, because forming the group again would lose all steps since the last checkpoint
+                    stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:

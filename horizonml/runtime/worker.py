@@ -162,7 +162,7 @@ class Worker:
         generation = membership.generation if membership else 0
         self._metrics.formed(generation, group.world_size)
 
-        def newcomers() -> bool:  # newcomers have to wait if admitting them would lose all progress
+        def newcomers() -> bool:  # newcomers wait if admitting them would lose all progress
             return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
 
         try:

@@ -16,8 +16,7 @@ from horizonml.tasks.task import InputSpec, Tree
 
 @dataclass(frozen=True)
 class ImageClassification:
-    """Learns logits `[batch, classes]` with cross-entropy against labels, int64 `[batch]`, and measures the accuracy.
-    """
+    """Minimises the cross-entropy of logits `[batch, classes]` against labels, int64 `[batch]`; measures accuracy."""
 
     label_smoothing: float = 0.0
 
