@@ -109,9 +109,7 @@ class Chain:
             start = point
 
     def _measure(self, input: InputSpec) -> list[Boundary]:
-        """Return the boundaries, from a run on zeros; layers between which the batch is not the first dimension are
-        merged.
-        """
+        """Return the boundaries, from a run on zeros; layers are merged where the batch is not the first dimension."""
         training = self._model.training
         self._model.eval()
         try:

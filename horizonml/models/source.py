@@ -138,7 +138,7 @@ def _returned(function: FunctionType) -> Any:
         return None
     try:
         returned = typing.get_type_hints(function)["return"]
-    except Exception:  # (the names in annotations may stand for anything, or for nothing)
+    except Exception:  # noqa: BLE001  (the names in annotations may stand for anything, or for nothing)
         return None
     returned = typing.get_origin(returned) or returned
     bound = getattr(returned, "__bound__", None)  # of a type variable

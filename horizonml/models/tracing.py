@@ -88,8 +88,7 @@ def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
 
 
 def straight_line(model: nn.Module, graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the graph's only input and its computing nodes. Raises ModelError unless the last one is its only output.
-    """
+    """Return the graph's only input and its computing nodes. Raises ModelError unless there is one output, the last."""
     graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
     graph.eliminate_dead_code()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -21,7 +21,7 @@ from horizonml.models.weights import Tape, materialise, record
 from horizonml.tasks.task import InputSpec
 
 _log = logging.getLogger(__name__)
-_OUTPUTS = ("num_outputs", "num_classes")  # the names of the constructors' argument for the number of outputs; the second is torchvision's
+_OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number of outputs; the second is torchvision's
 
 
 @dataclass(frozen=True)

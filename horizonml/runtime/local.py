@@ -50,7 +50,7 @@ class _Rank:
         if code < 0:
             return f"rank {self.number} was killed by {explain_signal(-code)}"
         said = "\n" + self.log.text()
-        start = said.rfind("\nerror: ")  # the last line that begins this way; other ranks' errors are quoted within lines
+        start = said.rfind("\nerror: ")  # the last line that begins this way; others' errors are quoted within lines
         text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
         return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"

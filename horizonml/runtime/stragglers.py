@@ -78,8 +78,7 @@ class StragglerDetector:
     def __init__(
         self, group: Group, plan: Plan, forecast: Forecast, problem: Problem | None, threshold: float, replan: bool
     ) -> None:
-        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, or None except on rank 0.
-        """
+        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, on rank 0 only."""
         self._group, self._threshold, self._replan = group, threshold, replan
         tag = group.channel("stragglers").tag()
         self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(group.world_size, dtype=torch.float64))

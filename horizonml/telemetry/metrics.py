@@ -38,7 +38,7 @@ class Metrics(Collector):
         for spec in TABLE:
             self._add(spec)
         self.registry.register(Container(self.rank, root))
-        # Look up once what every step changes.
+        # What every step changes is looked up once.
         self._phases = [self._histogram("step_phase_seconds", kind) for kind in KINDS]
         self._traffic = [(d, self._counter("sent_bytes", d), self._counter("received_bytes", d)) for d in DIRECTIONS]
 
@@ -150,8 +150,7 @@ class Metrics(Collector):
         self._epoch_so_far = 0.0
 
     def step(self, record: StepRecord, step: Step) -> None:
-        """Count a step. This takes microseconds, because values of the newest step only are set when Prometheus asks.
-        """
+        """Count a step in a few microseconds; what only the newest step decides is set when Prometheus asks."""
         self._know(record.metrics)
         self._newest = record
         self._counter("samples").inc(step.entered)

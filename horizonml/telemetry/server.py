@@ -163,7 +163,7 @@ class Server:
             try:
                 encoder, kind = choose_encoder(headers.get("accept", ""))
                 return _response(200, encoder(self._registry), kind)
-            except Exception:  # (a bug in a metric ends neither the server nor the training)
+            except Exception:  # noqa: BLE001  (a bug in a metric ends neither the server nor the training)
                 _log.exception("the metrics could not be written")
                 return _response(500, "the metrics could not be written; see the log\n")
         if client.path == "/healthz":
