@@ -31,13 +31,13 @@ class Profile:
     update_seconds_per_byte: float
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
-    """Seconds to encode or to decode a byte of float32 for a link, by format."""
+    """The seconds to encode or decode a byte of float32 for a link, by format."""
     message_seconds: float = 0.0
-    """Seconds of the processor to send or to receive a message; 0 if no link was measured."""
+    """The processor's seconds to send or receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: float = 0.0
-    """Seconds of the processor for each byte of a message."""
+    """The processor's seconds for each byte of a message."""
     least_rows: int = 1
-    """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
+    """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
         """Return the forward and backward seconds of a layer for `rows` samples, interpolated between sizes."""

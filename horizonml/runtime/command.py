@@ -20,7 +20,7 @@ import psutil
 from horizonml.errors import JobError
 from horizonml.machine.signals import LAUNCHER, StopRequest, launcher_name
 
-STOP_SECONDS = 60.0  # for ranks that were asked to stop to finish their step and save a checkpoint
+STOP_SECONDS = 60.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 

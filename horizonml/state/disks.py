@@ -56,7 +56,7 @@ class Disks:
             for probe in folder.glob(".probe-*"):  # includes the probes of ranks that were killed here earlier
                 with suppress(OSError):
                     probe.unlink()
-        group.barrier()  # no rank looks for a probe that is about to be deleted
+        group.barrier()  # no rank finds a probe that is about to be deleted
         self.ring = sorted(set(self.leads))
 
     @property

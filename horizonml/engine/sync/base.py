@@ -44,11 +44,11 @@ class GradientSync(Protocol):
     """
 
     replicas: int
-    """How many members work on the same samples."""
+    """The number of members that work on the same samples."""
     bytes_sent: int
-    """In the step under way, by this member; as many are received."""
+    """The bytes that this member sends in the step under way; it receives as many."""
     parts: Mapping[str, Part]
-    """The parameters and buffers of which this member holds a part only."""
+    """The parameters and buffers of which this member holds only a part."""
 
     def begin(self, measure_divergence: bool) -> None:
         """Prepare for a step, in which no parameter has a gradient yet."""
