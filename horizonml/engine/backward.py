@@ -1,4 +1,4 @@
-"""Runs a backward pass from a gradient that another rank has computed.
+"""Runs a backward pass from a gradient that a later stage has computed.
 
 When `torch.autograd.backward` in torch 2.13 is given a gradient, it imports sympy, which costs every rank outside the
 last stage 34 MB and a quarter of a second. It does not import sympy when it starts from a scalar.

@@ -247,8 +247,7 @@ class Session:
     def try_smallest(self, size: int) -> str | None:
         """Return why this rank cannot train on a batch of `size`, or None if it can.
 
-        A rank cannot where the batch leaves it a single sample and its layers cannot train on one (BatchNorm, for
-        example).
+        A batch may leave the rank a single sample, on which some layers (such as BatchNorm) cannot train.
         """
         for number, stage in self.stages.items():
             if all(micro.rows != 1 for micro in self._cut(size)[number]):

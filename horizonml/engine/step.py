@@ -19,7 +19,7 @@ class Totals:
     samples: int
     stop: bool = False
     newcomers: bool = False
-    finite: bool = True  # whether all gradients are that belong to one member alone
+    finite: bool = True  # whether the gradients of all stages with a single member are finite
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
 
 
 def _git_revision(tree: Path) -> str | None:
-    """Return the commit of a source tree, marked if files have changed since, or None where there is no repository."""
+    """Return the commit of a source tree, with a mark if files have changed since, or None without a repository."""
     if not (tree / ".git").exists():
         return None
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -84,7 +84,7 @@ class OtherWork:
 
 
 def threads_per_rank(cores: float, ranks_here: int) -> int:
-    """Return the threads for each rank on a machine: contended threads are several times slower than one."""
+    """Return the threads for each rank on a machine, where contended threads are several times slower than one."""
     return max(1, math.floor(cores / ranks_here))
 
 

@@ -171,7 +171,7 @@ def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]
 
 
 def shortage(problem: Problem, found: Candidate, names: Sequence[str]) -> str | None:
-    """Return why a plan cannot be used: which device lacks how many bytes or samples. Return None if it can be used."""
+    """Return which device lacks how many bytes or samples for a plan, or None if the plan can be used."""
     short = found.prediction.lacking
     if not short:
         if not found.too_few_rows:

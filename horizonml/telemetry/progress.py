@@ -16,7 +16,7 @@ _WINDOW = 20  # steps over which the speed and the time split are averaged
 
 
 class Display(Protocol):
-    """Shows the course of a training."""
+    """Shows the progress of a training."""
 
     def message(self, text: str) -> None:
         """Show a message."""

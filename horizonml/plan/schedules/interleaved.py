@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al., SC 2021): every rank holds several stages, one from each turn around the ranks.
 
-A stage is shorter, so the pipeline fills and drains sooner: with V stages a rank, P ranks are idle for a part
-`(P - 1) / (V M + P - 1)` of the step. Activations travel V times as often.
+Because stages are shorter, the pipeline fills and drains sooner: with V stages per rank, each of P ranks is idle for a
+fraction `(P - 1) / (V M + P - 1)` of the step. Activations travel V times as often.
 """
 
 from __future__ import annotations

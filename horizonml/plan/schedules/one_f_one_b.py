@@ -1,7 +1,7 @@
 """1F1B (PipeDream-Flush; Narayanan et al., ICML 2021): one backward pass after each forward pass.
 
-Before that there are as many forward passes as fill the pipeline. The stage is idle as long as with GPipe, but stage s
-of P holds the activations of at most `P - s` micro-batches.
+Enough forward passes to fill the pipeline come first. Each stage is idle as long as with GPipe, but stage s of P holds
+the activations of at most `P - s` micro-batches.
 """
 
 from __future__ import annotations
