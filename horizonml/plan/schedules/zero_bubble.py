@@ -2,9 +2,9 @@
 
 The order is that of 1F1B, with each backward pass split in two. The previous stage waits for the input part only; stage
 s runs the weight part of a micro-batch s micro-batches later, or when it has nothing else to do. With P equal stages, M
-micro-batches and three equal passes (forward, input part, weight part), each stage is idle for a fraction `(P - 1) / (3
-M + P - 1)` of the step, about a third of 1F1B's. Every stage holds as many activations as 1F1B's first stage: those of
-at most P micro-batches.
+micro-batches and three equal passes (forward, input part, weight part), each stage is idle for a fraction
+`(P - 1) / (3 M + P - 1)` of the step, about a third of 1F1B's. Every stage holds as many activations as 1F1B's first
+stage: those of at most P micro-batches.
 """
 
 from __future__ import annotations
