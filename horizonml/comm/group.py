@@ -1,7 +1,7 @@
-"""The ranks of one generation, connected with gloo: messages, sums, and what all ranks agree on.
+"""Connects the ranks of one generation with gloo, for messages, sums and agreements.
 
-Nothing here waits without a deadline: the group's timeout holds for every message, and a peer that is gone or late
-is a `PeerLost` that names it where it can be known.
+Nothing here waits without a deadline: the group's timeout holds for every message. A peer that is gone or late raises
+`PeerLost`, which names the peer where it can be known.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
 
-MOST_JSON = 64 << 20  # bytes of a value that ranks gather; what a rank says takes kilobytes
+MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take kilobytes
 
 
 _ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
 
 
 class Work(Protocol):
-    """A message or sum under way."""
+    """Stands for a message or a sum that is under way."""
 
     def wait(self) -> Any:
-        """Block until it is done."""
+        """Block until the work is done."""
 
 
-# What messages are about: each purpose has tags of its own, so that none is taken for another's.
+# Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
     "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files"
 )  # fmt: skip
-_MESSAGES = 1 << 27  # of each
+_MESSAGES = 1 << 27  # of each channel
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The tags of one purpose."""
+    """Provides the tags of one purpose."""
 
     first: int
 
     def tag(self, message: int = 0) -> int:
-        """Return the tag of one of its messages, which both ends number alike."""
+        """Return the tag of one of the channel's messages, which both ends number alike."""
         assert 0 <= message < _MESSAGES, message
         return self.first + message
 
 
 class _Done:
-    """What was over as soon as it began."""
+    """Stands for work that was complete as soon as it began."""
 
     def wait(self) -> None:
         return None
@@ -66,7 +66,7 @@ class _Done:
 
 @dataclass
 class _FromItself:
-    """A message that a rank will have sent to itself when it waits for it."""
+    """Stands for a message from this rank to itself, which is sent by the time the rank waits for it."""
 
     outbox: dict[int, Tensor]
     tag: int
@@ -77,7 +77,7 @@ class _FromItself:
 
 
 class Group:
-    """This rank's connections to all others. With a world size of 1 there are none."""
+    """Holds this rank's connections to all others; with a world size of 1 there are none."""
 
     def __init__(
         self, store: Store | None, rank: int, world_size: int, timeout: float, hosts: Sequence[str] | None = None
@@ -98,7 +98,7 @@ class Group:
         self._closing: list[Callable[[], Any]] = []
 
     def _arrive(self) -> None:
-        """See that all ranks are about to connect: gloo would wait for one that is gone as long as for a step."""
+        """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
         if self.world_size == 1:
             return
         assert self._store is not None
@@ -123,13 +123,13 @@ class Group:
         before = _open_sockets()
         try:
             return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
-        except (*_GLOO_ERRORS, MemoryError) as error:  # gloo takes as much memory as a damaged address says
+        except (*_GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
         finally:
             self._sockets |= _open_sockets() - before
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks are known to share a machine."""
+        """Return whether these ranks are known to share a machine."""
         return self._hosts_known and len({self.hosts[rank] for rank in ranks}) == 1
 
     @staticmethod
@@ -167,7 +167,7 @@ class Group:
         return work
 
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
-        """The tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
+        """Return the tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
         tensors = [torch.empty_like(tensor) for _ in ranks]
         try:
             self.among(ranks).allgather([tensors], [tensor]).wait()
@@ -181,14 +181,17 @@ class Group:
         return self._subgroups[ranks]
 
     def wait(self, work: Work, peer: int | None = None) -> None:
-        """Wait for a message from or to `peer` (or for a sum). Raises PeerLost."""
+        """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
         try:
             work.wait()
         except _GLOO_ERRORS as error:
             raise _lost(peer, error) from error
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the order of ranks, on every rank. JSON, so nothing received is ever executed."""
+        """Return every rank's `value`, in the order of ranks, on every rank.
+
+        The values travel as JSON, so nothing that is received is ever executed.
+        """
         if self.world_size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -212,7 +215,7 @@ class Group:
             raise PeerLost(f"rank {rank} sent a message that is not JSON ({error})") from error
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the `value` of rank `source`, on every rank. JSON, as for `gather_json`."""
+        """Return the `value` of rank `source` on every rank. It travels as JSON, as in `gather_json`."""
         if self.world_size == 1:
             return value
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -233,9 +236,9 @@ class Group:
             raise _lost(source, error) from error
 
     def agree(self, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank; return what each found, a JSON value, in the order of ranks.
+        """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.
 
-        If it raises a HorizonError on any rank, all ranks raise one of that type which names the first such rank.
+        If it raises a HorizonError on any rank, all ranks raise an error of that type, which names the first such rank.
         """
         value, failure = None, None
         try:
@@ -252,35 +255,35 @@ class Group:
         return [value for value, _ in found]
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here. Raises PeerLost, at once if a rank is gone."""
+        """Wait until all ranks have called this. Raises PeerLost, immediately if a rank is gone."""
         self.gather_json(None)
 
     def at_close(self, function: Callable[[], Any]) -> None:
-        """Call this when the connections are dropped; the last comes first."""
+        """Register a function to call when the connections are dropped; the last one registered is called first."""
         self._closing.append(function)
 
     def abort(self) -> None:
-        """Break every connection at once: what is under way fails within moments, here and on the other ranks.
+        """Break every connection at once, so that pending operations soon fail, here and on the other ranks.
 
         gloo ends an operation only when its peer answers, closes the connection, or lets the timeout pass, and a
-        process group waits for its operations before it closes anything. Ranks that have all lost the same peer
-        therefore waited for one another until the timeout. Any thread may call this.
+        process group waits for its operations before it closes anything. Without `abort`, ranks that have all lost the
+        same peer would wait for one another until the timeout. Any thread may call this.
         """
         service = getattr(getattr(self._store, "underlying_store", self._store), "port", None)
         while self._sockets:
             descriptor, inode = self._sockets.pop()
-            # The number may belong to another file by now; a socket that has lost its peer has nothing to shut down.
+            # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.
             with contextlib.suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        # This fails for a listening socket, which gloo still polls. Another thread may have
-                        # connected to the rendezvous service while the group connected: that is not the group's.
+                        # This fails for a listening socket, which gloo still polls. Another thread may have connected
+                        # to the rendezvous service while the group connected; that socket does not belong to the group.
                         if connection.getpeername()[1] != service:
                             connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Drop the connections. Nothing else may hold a process group by then (see `at_close`)."""
-        self.abort()  # first: what is called now may wait for what is under way
+        self.abort()  # first, because the functions below may wait for pending operations
         while self._closing:
             self._closing.pop()()
         dropped = [*self._subgroups.values(), self._world]
@@ -290,10 +293,10 @@ class Group:
 
 
 def _drop(groups: list[Any]) -> None:
-    """Let go of process groups, in a thread that nobody waits for.
+    """Release process groups in a thread that nobody waits for.
 
-    Their destructors wait for operations under way. Breaking the connections ends these, but now and then one begins to
-    wait at that very moment, and gloo wakes it only at its timeout (seen in about one of 30 kills).
+    Their destructors wait for pending operations. Breaking the connections ends these, but occasionally an operation
+    begins to wait at that very moment, and gloo wakes it only at its timeout (seen in about one of 30 kills).
     """
     groups.clear()
 
@@ -311,7 +314,7 @@ def _open_sockets() -> set[tuple[int, int]]:
     return set(sockets())
 
 
-# What gloo raises: for a connection that broke, and for a message that does not fit.
+# gloo raises these when a connection breaks, and when a message does not fit.
 _GLOO_ERRORS = (RuntimeError, ValueError)
 
 
@@ -322,6 +325,6 @@ def _lost(peer: int | None, error: Exception) -> PeerLost:
 
 
 def _short(error: Exception) -> str:
-    """gloo's message without the place in its source and its advice."""
+    """Return gloo's message without the place in its source and its advice."""
     line = str(error).strip().splitlines()[0]
     return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". This is typically")[0]

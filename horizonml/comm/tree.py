@@ -1,4 +1,4 @@
-"""Sums of a few numbers over many ranks, in few messages."""
+"""Sums a few numbers over many ranks in few messages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ARITY = 8
 class TreeSum:
     """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
 
-    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the
-    other. A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers.
-    The order of summation is fixed, so the result is the same bit for bit on every run and on every rank.
+    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the other.
+    A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers. The order of summation is
+    fixed, so the result is the same bit for bit on every run and on every rank.
     """
 
     def __init__(self, group: Group, ranks: Sequence[int], tag: int, like: Tensor) -> None:
-        """For vectors of the shape and dtype of `like`; `tag` must be free for this tree."""
+        """Prepare sums of vectors with the shape and dtype of `like`; `tag` must be unused by anything else."""
         self._group, self._tag = group, tag
         place = ranks.index(group.rank)
         self._parent = ranks[(place - 1) // _ARITY] if place else None
@@ -30,10 +30,10 @@ class TreeSum:
         self._parts = [torch.empty_like(like) for _ in self._children]
         self._total = torch.empty_like(like)
         self._posted: list[Work] = []
-        self.messages = len(self._children) + (self._parent is not None)  # sent per sum, and as many received
+        self.messages = len(self._children) + (self._parent is not None)  # sent per sum; as many are received
 
     def post(self) -> None:
-        """Post the receives early, so that a vector that arrives finds its place."""
+        """Post the receives early, so that an arriving vector finds its destination."""
         if not self._posted:
             sources = list(zip(self._parts, self._children, strict=True))
             if self._parent is not None:
@@ -41,7 +41,7 @@ class TreeSum:
             self._posted = [self._group.receive(into, peer, self._tag) for into, peer in sources]
 
     def sum(self, vector: Tensor) -> Tensor:
-        """The sum of all ranks' vectors; may return `vector` itself, changed in place."""
+        """Return the sum of all ranks' vectors; this may be `vector` itself, changed in place."""
         self.post()
         works, self._posted = self._posted, []
         total, sent = vector, []

@@ -1,4 +1,4 @@
-"""What every data set offers, whatever its samples are."""
+"""Defines what every data set provides, whatever its samples are."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"]
 
 
 class Batch(Protocol):
-    """A global batch, of which a rank reads only the rows it needs."""
+    """Provides the rows of a global batch; a rank reads only those that it needs."""
 
     @property
     def size(self) -> int:
-        """The number of samples in the global batch."""
+        """Return the number of samples in the global batch."""
 
     def inputs(self, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop - 1` of what enters the model, of any dtype; the first stage asks for them."""
+        """Return rows `start` to `stop - 1` of the model's inputs, of any dtype; the first stage asks for them."""
 
     def targets(self, start: int, stop: int) -> Tree:
-        """Return rows `start` to `stop - 1` of what outputs are judged against; the last stage asks for them."""
+        """Return rows `start` to `stop - 1` of the targets to judge outputs against; the last stage asks for them."""
 
 
 class DataInfo(Protocol):
-    """What every rank must know of a data set, whether or not it reads any of it."""
+    """Describes a data set for every rank, including those that read none of it."""
 
     @property
     def train(self) -> int:
-        """The number of samples to train on."""
+        """Return the number of samples to train on."""
 
     @property
     def held_out(self) -> int:
-        """The number of samples held out for evaluation."""
+        """Return the number of samples held out for evaluation."""
 
 
 class Split(Protocol):
-    """Training or held-out samples, addressed by indices from 0.
+    """Provides training or held-out samples by index, counted from 0.
 
     Every rank must get the same sample for the same index.
     """
 
     def inputs(self, indices: Tensor) -> Tensor:
-        """Return what enters the model for these samples, `[len(indices), ...]`."""
+        """Return the model's inputs for these samples, `[len(indices), ...]`."""
 
     def targets(self, indices: Tensor) -> Tree:
-        """Return what outputs are judged against for these samples, each tensor `[len(indices), ...]`."""
+        """Return the targets for these samples, each tensor `[len(indices), ...]`."""
 
     def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
-        """Vary training inputs at random; a data set that does not augment returns them as they are.
+        """Return randomly varied training inputs; a data set that does not augment returns them unchanged.
 
-        `inputs` are the samples from `start` on of a global batch of `batch` samples. The same seed must give a sample
-        the same form whichever rank holds it.
+        `inputs` are the samples from `start` on of a global batch of `batch` samples. With the same seed, a sample must
+        be varied in the same way on whichever rank holds it.
         """
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set, split for training and evaluation."""
+    """Holds a data set, split for training and evaluation."""
 
     info: DataInfo
     train: Split
@@ -69,7 +69,7 @@ class Data:
 
 @dataclass(frozen=True)
 class DataBatch:
-    """A global batch of a data set; it implements `Batch`. With a seed its inputs are augmented."""
+    """Implements `Batch` for a data set; with a seed, the inputs are augmented."""
 
     split: Split
     indices: Tensor
@@ -77,7 +77,7 @@ class DataBatch:
 
     @property
     def size(self) -> int:
-        """The number of samples in the global batch."""
+        """Return the number of samples in the global batch."""
         return len(self.indices)
 
     def inputs(self, start: int, stop: int) -> Tensor:

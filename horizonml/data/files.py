@@ -1,4 +1,4 @@
-"""Data sets in files: torchvision's, downloaded once per machine, and folders of images."""
+"""Reads data sets from files: torchvision's, downloaded once per machine, and folders of images."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TEST_FOLDERS = ("test", "val", "valid")
 
 
 def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) -> ArraySource:
-    """Read CIFAR-10, SVHN or MNIST from `folder`, downloaded there first if allowed and needed.
+    """Read CIFAR-10, SVHN or MNIST from `folder`, after downloading it there if allowed and needed.
 
-    torchvision checks the archives' checksums. A lock in the folder lets one process of the machine download
-    while the others wait. Raises DataError.
+    torchvision verifies the archives' checksums. A lock in the folder lets one process of the machine download while
+    the others wait. Raises DataError.
     """
     if name == "svhn":
         require("scipy", "data: svhn")
@@ -47,7 +47,7 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
             f"data: another process has been downloading {name} into {folder} for {_LOCK_SECONDS:.0f} s; "
             f"if none is, delete {error.lock_file}"
         ) from error
-    except Exception as error:  # torchvision fails on damaged files in any way, asserts included
+    except Exception as error:  # torchvision fails on damaged files in any way, including asserts
         if is_out_of_memory(error):
             raise
         wish = "could not be downloaded" if download else "is missing or corrupt"
@@ -58,7 +58,7 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
 
 
 def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
-    """Return a lock against downloading twice; none where the folder cannot be written to."""
+    """Return a lock that prevents two downloads at once, or a null context if the folder cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -68,10 +68,10 @@ def _one_at_a_time(folder: Path, name: str) -> AbstractContextManager[object]:
 
 
 class FolderSplits:
-    """The images of a folder: `train/CLASS/*` and `test/CLASS/*` (or `val`), or `CLASS/*` with no test images."""
+    """Lists a folder's images: `train/CLASS/*` and `test/CLASS/*` (or `val`), or `CLASS/*` without test images."""
 
     def __init__(self, root: Path) -> None:
-        """List the files; raises DataError."""
+        """List the files. Raises DataError."""
         inner = root / "train"
         base = inner if inner.is_dir() else root
         self.classes = sorted(path.name for path in base.iterdir() if path.is_dir())
@@ -102,7 +102,7 @@ class FolderSplits:
 
 
 class FolderSource:
-    """Image files, decoded when asked for, cut and resized to `size` pixels square."""
+    """Decodes image files when they are needed, and crops and resizes them to `size` pixels square."""
 
     def __init__(self, files: list[tuple[Path, int]], classes: list[str], size: int) -> None:
         self._files, self.classes, self._size = files, classes, size
@@ -111,7 +111,7 @@ class FolderSource:
         return len(self._files)
 
     def images(self, indices: Tensor) -> Tensor:
-        """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is no image."""
+        """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is not an image."""
         if not len(indices):
             return torch.empty(0, 3, self._size, self._size, dtype=torch.uint8)
         return torch.stack([self._decode(self._files[index][0]) for index in indices.tolist()])

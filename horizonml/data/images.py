@@ -1,7 +1,7 @@
-"""The data sets of labelled images: what they look like, and their samples by index.
+"""Provides the data sets of labelled images: their descriptions, and their samples by index.
 
-A rank asks for the images, the labels, or both: the first stage of a plan needs only images, the last only labels,
-and the stages between need neither and read nothing.
+A rank asks for the images, the labels, or both: the first stage of a plan needs only images, and the last only labels.
+The stages between need neither and read nothing.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from horizonml.data.source import ArraySource, Source
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 
-_SPLIT_SEED = 1797  # the held-out samples are the same whatever the job's seed, so that runs compare
+_SPLIT_SEED = 1797  # the held-out samples do not depend on the job's seed, so that runs can be compared
 _SYNTHETIC_SAMPLES = 10_000
 _FOLDER_IMAGE_SIZE = 224
 
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """What every rank must know of a set of labelled images, whether or not it reads any."""
+    """Describes a set of labelled images for every rank, including those that read none of it."""
 
     classes: int
-    shape: tuple[int, int, int]  # channels, height, width, as the model sees them
+    shape: tuple[int, int, int]  # channels, height and width, as the model sees them
     train: int
     held_out: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
+        """Return the fields as a JSON object."""
         return {**vars(self), "shape": list(self.shape)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ImageInfo:
-        """Return the description that `to_json` wrote down."""
+        """Return the description from which `to_json` made `value`."""
         channels, height, width = map(int, value["shape"])
         return cls(int(value["classes"]), (channels, height, width), int(value["train"]), int(value["held_out"]))
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A data set that this module knows by name. Zeros stand for what the data itself says."""
+    """Describes a data set that this module knows by name; zeros stand for what the data itself determines."""
 
     classes: int
     shape: tuple[int, int, int]
@@ -60,7 +60,7 @@ class _Known:
     test: int  # samples of its own test split
     mean: float  # of the pixels, from 0 to 1
     std: float
-    mirror: bool = False  # whether a mirrored image is still one of its class
+    mirror: bool = False  # whether a mirrored image still belongs to its class
 
 
 _KNOWN = {
@@ -74,9 +74,9 @@ _KNOWN = {
 
 
 def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
-    """Describe the data without reading it; None if it is a folder that this machine does not have.
+    """Return a description of the data without reading it, or None for a folder that this machine does not have.
 
-    `channels` is what the model wants; the job's own `data.channels` comes first. Raises DataError.
+    `channels` is the number that the model expects; the job's own `data.channels` takes precedence. Raises DataError.
     """
     if spec.name == "synthetic":
         train = spec.samples or _SYNTHETIC_SAMPLES
@@ -105,10 +105,10 @@ def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
 
 
 class ImageSplit:
-    """Training or held-out images with their labels, addressed by indices from 0."""
+    """Provides training or held-out images with their labels by index, counted from 0."""
 
     def __init__(self, source: Source, members: Tensor, info: ImageInfo, spec: DataSpec) -> None:
-        """`members` are the indices of the split's samples in `source`."""
+        """Prepare the split; `members` are the indices of its samples in `source`."""
         self._source, self._members, self._info = source, members, info
         self._known, self._augment = _KNOWN[spec.name], spec.augment
 
@@ -129,10 +129,10 @@ class ImageSplit:
         return self._source.labels(self._members[indices])
 
     def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
-        """Shift and mirror images if the job asks for it.
+        """Return the images, shifted and mirrored at random if the job asks for it.
 
         They are the samples from `start` on of a batch of `batch` samples. The random numbers are drawn for the whole
-        batch, so a sample looks the same whichever rank holds it.
+        batch, so a sample is varied in the same way on whichever rank holds it.
         """
         if not self._augment:
             return inputs
@@ -151,10 +151,10 @@ class ImageSplit:
 
 
 def load(spec: DataSpec, info: ImageInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
-    """Read what is wanted of the data set that `info` describes; downloads go to `cache`. Raises DataError.
+    """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError.
 
-    The splits must not be asked for images without `inputs`, nor for labels without `targets`: those are not kept in
-    memory. Without either nothing is read.
+    Do not ask the splits for images without `inputs`, or for labels without `targets`, because those are not kept in
+    memory. Without both, nothing is read.
     """
     if inputs or targets:
         train, test = _read(spec, info, cache)
@@ -169,14 +169,14 @@ def load(spec: DataSpec, info: ImageInfo, cache: Path, inputs: bool = True, targ
 
 @dataclass(frozen=True)
 class _Part:
-    """The samples of a source that belong to a split."""
+    """Holds the samples of a source that belong to a split."""
 
     source: Source
     members: Tensor
 
 
 def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
-    """Return where the training and the held-out samples come from."""
+    """Return the sources of the training and the held-out samples."""
     own_test: Source | None
     if spec.name == "synthetic":
         train, test = _synthetic(info, "train"), _synthetic(info, "held out")
@@ -200,7 +200,7 @@ def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
 
 
 def agree(found: list[ImageInfo | None], spec: DataSpec) -> ImageInfo:
-    """Return the one description that all ranks that see the data agree on. Raises DataError."""
+    """Return the one description that all ranks that see the data agree on. Raises DataError if they differ."""
     seen = {rank: info for rank, info in enumerate(found) if info is not None}
     if not seen:
         raise DataError(f"data.folder: {spec.folder} is not a directory on any rank")
@@ -241,7 +241,7 @@ def _digits() -> ArraySource:
 
 
 def _synthetic(info: ImageInfo, split: str) -> ArraySource:
-    """A pool of class patterns in much noise, reused for any number of samples."""
+    """Return a pool of class patterns in strong noise, which is reused for any number of samples."""
     generator = torch.Generator().manual_seed(name_seed(_SPLIT_SEED, "synthetic"))
     pool = info.classes * max(1, 256 // info.classes)
     labels = torch.arange(pool) % info.classes

@@ -1,8 +1,8 @@
-"""Which samples make up which batch: one seeded function that every plan shares.
+"""Decides which samples form which batch, with one seeded function that every plan shares.
 
-All ranks compute the same `(epoch, step) -> sample indices`, so every way of training sees the same samples in the
-same order, and a resumed run goes on with the sample it would have seen. Nothing is dropped: the last batch of an
-epoch is simply smaller.
+All ranks compute the same `(epoch, step) -> sample indices`, so every way of training sees the same samples in the same
+order, and a resumed run goes on with the sample that it would have seen. Nothing is dropped: the last batch of an epoch
+is simply smaller.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from horizonml.data.seeds import name_seed
 
 
 class Sampler:
-    """Cuts a fresh permutation of the samples into batches, for every epoch."""
+    """Divides a new permutation of the samples into batches for every epoch."""
 
     def __init__(self, samples: int, batch_size: int, seed: int) -> None:
         assert samples > 0
@@ -25,7 +25,7 @@ class Sampler:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of batches in an epoch, the smaller last one included."""
+        """Return the number of batches in an epoch, including the smaller last one."""
         return -(-self.samples // self.batch_size)
 
     def indices(self, epoch: int, step: int) -> Tensor:
@@ -38,7 +38,7 @@ class Sampler:
         return self._order[step * self.batch_size : (step + 1) * self.batch_size]
 
     def batch_sizes(self) -> set[int]:
-        """Return the sizes of batch that occur: one, or two with a smaller last one."""
+        """Return the batch sizes that occur: one, or two if the last batch is smaller."""
         rest = self.samples % self.batch_size
         full = {self.batch_size} if self.samples >= self.batch_size else set()
         return full | ({rest} if rest else set())

@@ -1,4 +1,4 @@
-"""Where images and labels come from, before they are normalised."""
+"""Provides images and labels before they are normalised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """Images and labels by index from 0."""
+    """Provides images and labels by index, counted from 0."""
 
     def __len__(self) -> int: ...
 
@@ -20,7 +20,7 @@ class Source(Protocol):
 
 
 class ArraySource:
-    """A data set in memory. With `wrap`, indices beyond its end start over."""
+    """Holds a data set in memory; with `wrap`, indices beyond its end start over."""
 
     def __init__(self, images: Tensor | None, labels: Tensor | None, wrap: bool = False) -> None:
         assert images is None or labels is None or len(images) == len(labels)

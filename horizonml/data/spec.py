@@ -1,4 +1,4 @@
-"""The part of a job that says on which data it trains."""
+"""Defines the part of a job that says on which data it trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic
 
 
 class DataSpec(Spec):
-    """The images and labels."""
+    """Configures the images and labels."""
 
     name: DatasetName = Field(
         "digits",

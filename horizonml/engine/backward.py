@@ -1,7 +1,7 @@
-"""A backward pass from a gradient that came from elsewhere.
+"""Runs a backward pass from a gradient that a later stage has computed.
 
-When `torch.autograd.backward` of torch 2.13 is given a gradient, it imports sympy: 34 MB and a quarter of a second for
-every rank that is not in the last stage. It does not when it starts from a single number.
+When `torch.autograd.backward` in torch 2.13 is given a gradient, it imports sympy, which costs every rank outside the
+last stage 34 MB and a quarter of a second. It does not import sympy when it starts from a scalar.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Seed(torch.autograd.Function):
-    """A number whose gradient with respect to `output` is `gradient`."""
+    """Makes a scalar whose gradient with respect to `output` is `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
@@ -26,7 +26,10 @@ class _Seed(torch.autograd.Function):
 
 
 def seeded(output: Tensor, gradient: Tensor | None) -> Tensor:
-    """Return a number from which to start a backward pass; `gradient` has the shape of `output`, None for a loss."""
+    """Return a scalar from which to start a backward pass.
+
+    `gradient` has the shape of `output`; it is None if `output` is a loss.
+    """
     if gradient is None:
         return output
     number: Tensor = _Seed.apply(output, gradient)  # type: ignore[no-untyped-call]
@@ -34,5 +37,8 @@ def seeded(output: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 def backward(output: Tensor, gradient: Tensor | None) -> None:
-    """Compute the gradients of all leaves from `gradient`, which has the shape of `output`; None for a loss."""
+    """Compute the gradients of all leaves from `gradient`.
+
+    `gradient` has the shape of `output`; it is None if `output` is a loss.
+    """
     torch.autograd.backward(seeded(output, gradient))

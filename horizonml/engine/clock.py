@@ -1,10 +1,11 @@
-"""Where a step's time goes: every moment belongs to exactly one of compute, transfer and wait.
+"""Measures where the time of a step goes: every moment belongs to exactly one of compute, transfer and wait.
 
-- compute: this rank works (forward, backward, update, preparing its data).
-- transfer: this rank is held up while bytes move that their sender has begun to send.
-- wait: this rank is held up because another rank has not come so far.
+- compute: this rank works (forward, backward, update, or preparing its data).
+- transfer: this rank is blocked while bytes move that their sender has begun to send.
+- wait: this rank is blocked because another rank is not ready yet.
 
-The clock is switched, never stopped, so the three add up to the wall time; each is measured, none inferred.
+The clock is switched and never stopped, so the three add up to the wall time. Each of them is measured; none is
+inferred.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
 
 
 class Span(NamedTuple):
-    """One stretch of a step, in seconds of `time.perf_counter`."""
+    """Describes one stretch of a step, in seconds of `time.perf_counter`."""
 
     kind: Kind
     what: str  # "forward", "backward", "update", ...
@@ -29,8 +30,8 @@ class Span(NamedTuple):
 class Clock:
     """Attributes time to what the rank is doing.
 
-    A step begins where the one before ended, so that recording and sampling between the two are counted (as compute
-    of the later one), unless `pause` says that something else comes between.
+    A step begins where the previous one ended, so the recording and sampling between two steps count as compute of the
+    later one. Call `pause` to exclude the time between them.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Clock:
         self._between_steps = False
 
     def switch(self, kind: Kind, what: str, micro: int = -1) -> None:
-        """From now on time belongs to `kind`."""
+        """Attribute the time from now on to `kind`."""
         now = perf_counter()
         self.totals[self._kind] += now - self._since
         self.spans.append(Span(self._kind, self._what, self._micro, self._since, now))
@@ -58,20 +59,20 @@ class Clock:
 
     @property
     def current(self) -> tuple[Kind, str, int]:
-        """What time belongs to now: the arguments of the last `switch`."""
+        """Return the arguments of the last `switch`, which say what the time is attributed to now."""
         return self._kind, self._what, self._micro
 
     def finish(self) -> float:
-        """End the step; returns its wall time in seconds."""
+        """End the step and return its wall time in seconds."""
         self.switch("compute", "prepare")
         self._between_steps = True
         return self._since - self._started
 
     def pause(self) -> None:
-        """What comes now, until the next step, belongs to no step."""
+        """Exclude the time until the next step from every step."""
         self._between_steps = False
 
     @staticmethod
     def unix_offset() -> float:
-        """What to add to a span's times to get Unix time."""
+        """Return the seconds to add to the times of a span to get Unix time."""
         return time() - perf_counter()

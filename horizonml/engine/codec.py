@@ -1,9 +1,9 @@
-"""How activations and their gradients are written for a link: as they are, in 16 bits, or in 8.
+"""Encodes activations and their gradients for a link: unchanged, in 16 bits, or in 8 bits.
 
-Every sample is encoded on its own, so that a message may hold any rows of a micro-batch, and into the same number of
-bytes. `int8` divides values by a scale, of which there is one for every channel of a sample where channels are large
-(quantisation per channel), else one for the sample (per row); it rounds to the nearest of 255 steps, so an error is at
-most 1/254 of the largest value that shares the scale.
+Every sample is encoded by itself and into the same number of bytes, so a message can hold any rows of a micro-batch.
+`int8` divides values by a scale and rounds them to the nearest of 255 steps, so an error is at most 1/254 of the
+largest value that shares the scale. Where channels are large, every channel of a sample has its own scale (per-channel
+quantisation); otherwise each sample has one (per-row quantisation).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from horizonml.models.chain import Boundary
 from horizonml.plan.plan import FORMATS
 
-_SMALLEST_CHANNEL = 64  # values that share a scale, at least: its four bytes should not count
+_SMALLEST_CHANNEL = 64  # the fewest values that share a scale, so that the scale's four bytes are negligible
 
 
 class Codec:
-    """Encodes tensors `[rows, *boundary.shape]` of float32 in a format of `plan.FORMATS`."""
+    """Encodes tensors `[rows, *boundary.shape]` of float32 in one of the formats `plan.FORMATS`."""
 
     def __init__(self, boundary: Boundary, format: str) -> None:
-        """Anything but float32 is always sent as it is."""
+        """Prepare the encoding of the tensors at `boundary`; a dtype other than float32 is always sent unchanged."""
         self._boundary = boundary
         self.format = format if boundary.dtype == torch.float32 else "fp32"
         values = boundary.bytes_per_sample // boundary.dtype.itemsize
@@ -32,7 +32,7 @@ class Codec:
             self.bytes_per_sample += 4 * self.scales
 
     def empty(self, rows: int) -> Tensor:
-        """Room for so many encoded rows: a tensor whose first dimension is the row."""
+        """Return an uninitialised tensor for `rows` encoded rows, with the rows along the first dimension."""
         if self.format == "fp32":
             return torch.empty(rows, *self._boundary.shape, dtype=self._boundary.dtype)
         if self.format == "bf16":
@@ -40,7 +40,7 @@ class Codec:
         return torch.empty(rows, self.bytes_per_sample, dtype=torch.uint8)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor, contiguous, as they are sent. May be `tensor` itself."""
+        """Return the rows of a tensor as they are sent: contiguous, and possibly `tensor` itself."""
         if self.format == "fp32":
             return tensor.contiguous()
         if self.format == "bf16":
@@ -48,7 +48,8 @@ class Codec:
         encoded = self.empty(len(tensor))
         groups = tensor.reshape(len(tensor), self.scales, -1)
         scales = torch.linalg.vector_norm(groups, float("inf"), dim=2) / 127
-        # A channel of zeros has scale 0; one with an infinite or undefined value becomes undefined, as it should.
+        # A channel of zeros has scale 0. One with an infinite or undefined value decodes to undefined values, as it
+        # should.
         quotients = groups * torch.where(scales > 0, scales.reciprocal(), torch.zeros_like(scales)).unsqueeze(2)
         head = 4 * self.scales
         encoded[:, :head] = scales.contiguous().view(torch.uint8)
@@ -56,7 +57,7 @@ class Codec:
         return encoded
 
     def decode(self, encoded: Tensor) -> Tensor:
-        """The inverse of `encode`, but for rounding."""
+        """Return the tensor that `encode` was given, except for rounding."""
         if self.format == "fp32":
             return encoded
         if self.format == "bf16":

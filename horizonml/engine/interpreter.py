@@ -8,14 +8,14 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.stage import StageRuntime
 from horizonml.plan.actions import Action, Kind
 
-_POSTED_AHEAD = 2  # actions whose receives are posted before it is their turn
+_POSTED_AHEAD = 2  # how many actions ahead receives are posted
 _LAST = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after these, a micro-batch's gradients are complete
 
 
 def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], clock: Clock) -> None:
-    """Run forward and backward actions in their order. Raises PeerLost.
+    """Run forward and backward actions in the given order. Raises PeerLost.
 
-    Actions on micro-batches of which this rank has no rows are left out beforehand.
+    `actions` must not contain actions on micro-batches of which this rank has no rows.
     """
     last = {action.stage: index for index, action in enumerate(actions) if action.kind in _LAST}
     for index, action in enumerate(actions):

@@ -1,12 +1,12 @@
-"""The boundary between this stage and a neighbour: activations one way, gradients the other.
+"""Connects a stage with a neighbour: activations travel one way, and their gradients travel back.
 
 Members of the two stages may hold different parts of a micro-batch; each pair exchanges exactly the rows that both
-hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes. The plan says in
-which format each boundary sends.
+hold. Receives are posted ahead of need and sends do not block, so bytes move while the rank computes. The plan sets the
+format in which each boundary sends.
 
-A message is announced by a header of four bytes that its sender sends just before it. Time until the header is here
-is `wait`, for the sender was not ready; from then on it is `transfer`. A message below `SMALL` bytes arrives in one
-piece and has no header: being held up for it is `wait`.
+A message is announced by a header of four bytes that its sender sends just before it. Time until the header arrives is
+`wait`, because the sender was not ready; time after that is `transfer`. A message below `SMALL` bytes arrives in one
+piece and has no header, so the time spent on it is `wait`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_MICRO_BATCHES = 1 << 14
 
 
 class Direction(IntEnum):
-    """What a link carries."""
+    """Tells what a link carries."""
 
     ACTIVATIONS = 0
     GRADIENTS = 1
@@ -38,7 +38,7 @@ class Direction(IntEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """Where two stages meet: the tensor at the boundary, its format on the way, and the number of the stage behind."""
+    """Describes the boundary between two stages: its tensor, the format on the link, and the later stage's number."""
 
     boundary: Boundary
     format: str
@@ -47,7 +47,7 @@ class Cut:
 
 @dataclass
 class _Expected:
-    """A micro-batch whose parts are on their way."""
+    """Describes a micro-batch whose parts are being received."""
 
     encoded: Tensor
     headers: list[tuple[Work, int]]
@@ -56,7 +56,7 @@ class _Expected:
 
 
 class Link:
-    """One direction of a boundary, as this rank sees it: it only receives, or only sends."""
+    """Carries one direction of a boundary for this rank: a link either only receives or only sends."""
 
     def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
         self._group, self._clock, self._codec = group, clock, Codec(cut.boundary, cut.format)
@@ -75,7 +75,7 @@ class Link:
         return large and route.peer != self._rank
 
     def _bytes(self, encoded: Tensor, routes: list[Route]) -> int:
-        """Return the bytes that go to, or come from, other ranks."""
+        """Return the number of bytes that go to, or come from, other ranks."""
         rows = sum(route.stop - route.start for route in routes if route.peer != self._rank)
         return rows * encoded.nbytes // max(1, len(encoded))
 
@@ -93,7 +93,7 @@ class Link:
         self._expected[micro] = expected
 
     def receive(self, micro: int) -> Tensor:
-        """The rows of a micro-batch, as soon as all are here."""
+        """Return the rows of a micro-batch, waiting until all of them are here."""
         expected = self._expected.pop(micro)
         everything_small = not expected.headers
         self._clock.switch("wait", "receive", micro)
@@ -125,7 +125,7 @@ class Link:
             self._finish_one()
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything has been sent."""
         while self._sending:
             self._finish_one()
 

@@ -1,8 +1,8 @@
-"""The training of a state by one group and one plan, a step at a time.
+"""Trains a state with one group and one plan, a step at a time.
 
-A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule;
-agrees with all ranks on loss and on whether to go on; sums gradients within each stage; and updates the parameters. The
-update is the only moment at which the state changes, so a session can be dropped at any other.
+A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule.
+Then all ranks agree on the loss and on whether to go on, the gradients are summed within each stage, and the parameters
+are updated. The state changes only in the update, so a session can be dropped at any other moment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _UNCHANGED = (
 
 
 class Session:
-    """This rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
+    """Holds this rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
 
     def __init__(self, plan: Plan, state: TrainState, group: Group, task: Task, batch_size: int) -> None:
         """Connect the stages; all ranks of the group call this together.
 
-        `state` keeps what it holds of this rank's layers and makes the others. `batch_size` is that of a full global
-        batch. Raises PlanError, ModelError, PeerLost.
+        `state` keeps the layers of this rank that it holds already, and creates the others. `batch_size` is the size of
+        a full global batch. Raises PlanError, ModelError or PeerLost.
         """
         model = state.model
         plan.check(len(model.chain), group.world_size)
@@ -47,8 +47,8 @@ class Session:
         self._batch_size = batch_size
         held = plan.stages_of(group.rank)
         modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held])
-        # Stages connect their members now. Who is slower to make its layers is waited for here, where it is noticed at
-        # once when it is gone.
+        # Stages connect their members next. The barrier waits for the ranks that are slower to create their layers, and
+        # it notices at once if one of them is gone.
         group.barrier()
         self.stages: dict[int, StageRuntime] = {}
         try:
@@ -64,7 +64,7 @@ class Session:
         everyone = range(group.world_size)
         size = 5 + len(task.metrics)
         self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
-        # Members of one stage see the same sums; other stages have to be told if these are not finite.
+        # Members of one stage see the same sums; other stages must be told if a sum is not finite.
         self._finite = None
         summing = [stage for stage in plan.stages if len(stage.ranks) > 1]
         if any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
@@ -73,12 +73,12 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is a member of the first stage, which reads inputs."""
+        """Return whether this rank is a member of the first stage, which reads inputs."""
         return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is a member of the last stage, which reads targets."""
+        """Return whether this rank is a member of the last stage, which reads targets."""
         return len(self.plan.stages) - 1 in self.stages
 
     def step(
@@ -90,11 +90,11 @@ class Session:
         stop: bool = False,
         newcomers: bool = False,
     ) -> Step:
-        """Train on one global batch and update the parameters; `state.step`, which seeds dropout, counts it.
+        """Train on one global batch and update the parameters.
 
-        `stop` says that this rank wants to end after this step, `newcomers` that it knows of ranks that want to take
-        part. Raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not finite;
-        PeerLost.
+        The step adds one to `state.step`, which also seeds dropout. `stop` says that this rank wants to end after this
+        step, and `newcomers` that it knows of ranks that want to join. Raises PeerLost; raises Diverged on every rank,
+        before any parameter changes, if the loss or a gradient is not finite.
         """
         try:
             return self._step(batch, learning_rate, measure_divergence, stop, newcomers)
@@ -113,7 +113,7 @@ class Session:
             stage.begin_training(measure_divergence)
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
-        # Where a stage has several members, gradients may be on their way between them already.
+        # Where a stage has several members, its gradients may already be travelling between them.
         alone = [stage for stage in self.stages.values() if len(stage.stage.ranks) == 1]
         finite = all(stage.not_finite() is None for stage in alone)
         self.clock.switch("wait", "others")
@@ -154,11 +154,11 @@ class Session:
 
     @staticmethod
     def _with_rows(actions: Sequence[Action], runs: dict[int, StageStep]) -> list[Action]:
-        """Leave out what would be done for micro-batches of which this rank has no rows."""
+        """Return the actions without those on micro-batches of which this rank has no rows."""
         return [action for action in actions if action.micro < 0 or runs[action.stage].micros[action.micro].rows]
 
     def _found(self, runs: dict[int, StageStep]) -> tuple[float, Tensor]:
-        """Return what this rank found out about a batch: its part of the mean loss, and of the metrics' sums."""
+        """Return this rank's part of the mean loss of a batch, and its part of the sums of the metrics."""
         last = len(self.plan.stages) - 1
         if last not in runs or not self.stages[last].speaks:
             return 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64)
@@ -167,7 +167,7 @@ class Session:
     def _agree(
         self, loss: float, sums: Tensor, samples: int, stop: bool = False, newcomers: bool = False, finite: bool = True
     ) -> Totals:
-        """Add up over all ranks what they found in so many samples, and raise a flag if any of them does."""
+        """Return the totals over all ranks; a flag is raised in them if any rank raises it."""
         if 0 not in self.stages or self.stages[0].member:
             samples = 0
         flags = [float(flag) for flag in (stop, newcomers, not finite)]
@@ -179,7 +179,7 @@ class Session:
         return Totals(loss, metrics, int(total), stops, comers, not broken)
 
     def _sums_finite(self) -> bool:
-        """Return whether the gradients that are about to be applied are finite, on all ranks."""
+        """Return whether the gradients that are about to be applied are finite on all ranks."""
         summed = [stage for stage in self.stages.values() if len(stage.stage.ranks) > 1]
         finite = all(stage.not_finite() is None for stage in summed)
         if self._finite is None:
@@ -190,7 +190,7 @@ class Session:
         return float(total) == 0
 
     def _tell_diverged(self) -> NoReturn:
-        """Raise an error that names a gradient which is not finite; all ranks call this."""
+        """Raise Diverged, naming a gradient that is not finite; all ranks call this."""
         own = [(number, name) for number, stage in self.stages.items() if (name := stage.not_finite()) is not None]
         everyone = self.group.gather_json(own[:1])
         rank, (number, name) = next((rank, found[0]) for rank, found in enumerate(everyone) if found)
@@ -203,7 +203,7 @@ class Session:
         )
 
     def _commit(self, stages: Sequence[int], learning_rate: float) -> None:
-        """Apply the gradients, all at once: the only change of the state in a step."""
+        """Apply all gradients at once; no other part of a step changes the state."""
         for number in stages:
             self.state.update(self.stages[number].parameters, learning_rate)
         self.state.step += 1
@@ -232,7 +232,7 @@ class Session:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Totals:
-        """Return loss and metrics on held-out batches, through the same stages. Raises PeerLost."""
+        """Return the loss and the metrics on held-out batches, which take the same stages. Raises PeerLost."""
         self.clock.pause()
         self._totals.post()
         loss, sums, samples = 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64), 0
@@ -248,7 +248,10 @@ class Session:
         return Totals(totals.loss / totals.samples, totals.metrics, totals.samples)
 
     def try_smallest(self, size: int) -> str | None:
-        """Return why a batch of `size` leaves this rank a single sample that its layers cannot train on, or None."""
+        """Return why this rank cannot train on a batch of `size`, or None if it can.
+
+        A batch may leave the rank a single sample, on which some layers (such as BatchNorm) cannot train.
+        """
         for number, stage in self.stages.items():
             if all(micro.rows != 1 for micro in self._cut(size)[number]):
                 continue
@@ -262,6 +265,6 @@ class Session:
         return None
 
     def close(self) -> None:
-        """Let go of everything but the state; the group is closed by who made it."""
+        """Release everything except the state; whoever created the group closes it."""
         for stage in self.stages.values():
             stage.close()

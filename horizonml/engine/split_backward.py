@@ -1,12 +1,12 @@
-"""A backward pass in two parts: first the gradient of what entered a stage, later those of its weights.
+"""Splits a backward pass in two: first the gradient of the stage's input, later the gradients of its weights.
 
-The stage before waits for the first part only, so the second can fill the time in which this stage would wait itself
-(Zero Bubble Pipeline Parallelism; Qi et al., ICLR 2024).
+The previous stage waits for the first part only, so the second can fill time in which this stage would be idle (Zero
+Bubble Pipeline Parallelism; Qi et al., ICLR 2024).
 
-Autograd's graph is cut where a weight joins the path from the output to the input: the operation there (a convolution,
-a matrix product) gets the gradient of its result in the first part, which is kept, and computes the gradient of its
-weight from it in the second. Vectors (biases, the parameters of normalisations) cost next to nothing and are done in
-the first part.
+Autograd's graph is cut where a weight joins the path from the output to the input. The operation there (a convolution
+or a matrix product) receives the gradient of its result in the first part; this gradient is kept, and the second part
+computes the gradient of the weight from it. The gradients of vectors (biases, the parameters of normalisations) cost
+next to nothing and are computed in the first part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from horizonml.engine.backward import backward, seeded
 
 @dataclass
 class _Join:
-    """An operation at which weights join the path, and the gradients of its results."""
+    """Describes an operation at which weights join the path, and the gradients of its results."""
 
     node: Node
     weights: list[Tensor]
@@ -39,15 +39,15 @@ class _Join:
 
 @dataclass
 class SplitBackward:
-    """The backward pass of one micro-batch through a stage: first `input_part`, at any later time `weight_part`."""
+    """Runs the backward pass of one micro-batch: `input_part` first, and `weight_part` at any later time."""
 
     output: Tensor
-    gradient: Tensor | None  # of `output`; None if that is a loss
-    entered: Tensor | None  # None for a first stage, which owes nobody a gradient
+    gradient: Tensor | None  # of `output`; None if `output` is a loss
+    entered: Tensor | None  # the stage's input; None for a first stage, which sends no gradient
     _joins: list[_Join] = field(default_factory=list)
 
     def input_part(self) -> None:
-        """Compute `entered.grad`, and the gradients of parameters that cost next to nothing."""
+        """Compute `entered.grad`, and the gradients of the parameters that cost next to nothing."""
         if self.entered is None or self.output.grad_fn is None:
             return
         self._joins, others = _find_joins(self.output.grad_fn, self.entered)
@@ -70,7 +70,7 @@ class SplitBackward:
             if given:
                 edges = tuple(GradientEdge(join.node, place) for place, _ in given)
                 gradients = tuple(gradient for _, gradient in given)
-                # The path from here to the input is not run: none of these weights lies on it.
+                # The path from here to the input is not run, because none of these weights lies on it.
                 _engine_run_backward(
                     edges, gradients, False, False, tuple(join.weights), allow_unreachable=True, accumulate_grad=True
                 )
@@ -80,12 +80,12 @@ class SplitBackward:
 def _find_joins(root: Node, entered: Tensor) -> tuple[list[_Join], list[Tensor]]:
     """Return the joins between `root` and the input, and the parameters whose gradients the first part computes.
 
-    A weight that joins at several places is among the latter: the path from one place leads to the other.
+    A weight that joins at several places is among these parameters, because the path from one place leads to the other.
     """
     order = _topological(root)
     target = get_gradient_edge(entered).node
     on_path = {target}
-    for node in order:  # from the input's end
+    for node in order:  # starting at the input
         if any(child in on_path for child, _ in node.next_functions):
             on_path.add(node)
     reached: dict[Node, list[Tensor]] = {}
@@ -108,7 +108,7 @@ def _find_joins(root: Node, entered: Tensor) -> tuple[list[_Join], list[Tensor]]
 
 
 def _topological(root: Node) -> list[Node]:
-    """Return the nodes that can be reached from `root`, each after all that it leads to."""
+    """Return the nodes that can be reached from `root`, each after all the nodes that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]

@@ -1,4 +1,4 @@
-"""One stage of a plan on one of its members: its layers, its links, and how its members agree."""
+"""Runs one stage of a plan on one of its members, with its layers, its links and its gradient sync."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from horizonml.tasks.task import Batch, Task
 
 @dataclass(frozen=True)
 class Micro:
-    """This member's part of a micro-batch: rows `start` to `stop - 1` of the global batch, and who shares them."""
+    """Describes this member's rows of a micro-batch, `start` to `stop - 1` of the global batch, and who shares them."""
 
     start: int
     stop: int
@@ -34,23 +34,23 @@ class Micro:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
         return self.stop - self.start
 
 
 class StageStep:
-    """A step under way in one stage."""
+    """Holds a step that is under way in one stage."""
 
     def __init__(self, batch: Batch, micros: list[Micro], task: Task, seed: int, number: int) -> None:
         self.batch, self.micros, self.seed, self.number = batch, micros, seed, number
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # what entered and what left, of micro-batches
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each micro-batch
         self.split: dict[int, SplitBackward] = {}
         self._task = task
-        self.loss = torch.zeros(())  # of these rows: their part of the batch's mean
+        self.loss = torch.zeros(())  # of these rows, as a part of the batch's mean
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
 
     def judge(self, outputs: Tensor, micro: Micro) -> Tensor:
-        """Return the loss of some rows as a part of the batch's mean; add it up, and the metrics."""
+        """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
         targets = self.batch.targets(micro.start, micro.stop)
         with torch.no_grad():
             self.sums += self._task.judge(outputs.detach(), targets)
@@ -61,14 +61,15 @@ class StageStep:
 
 
 class StageRuntime:
-    """Runs the actions of one stage. What it holds of micro-batches is forgotten at the next step."""
+    """Runs the actions of one stage; what it holds of micro-batches is dropped when the next step begins."""
 
     def __init__(
         self, plan: Plan, number: int, module: nn.Module, boundaries: Sequence[Boundary], group: Group, clock: Clock
     ) -> None:
-        """Connect the stage's members; all of them call this together. Raises PeerLost, ModelError.
+        """Connect the stage's members; all of them call this together. Raises PeerLost or ModelError.
 
-        `boundaries[i]` is what enters layer i of the model. Where members split channels, `module` is changed in place.
+        `boundaries[i]` describes the input of layer i of the model. Where members split channels, `module` is changed
+        in place.
         """
         self.number, self.module, self._plan, self._clock = number, module, plan, clock
         self.stage = plan.stages[number]
@@ -91,7 +92,10 @@ class StageRuntime:
 
     @property
     def speaks(self) -> bool:
-        """Whether this member's results count: where all members work on the same samples, those of the first do."""
+        """Return whether this member's results count.
+
+        Where all members work on the same samples, only the first member's results do.
+        """
         return self.sync.replicas == 1 or self.member == 0
 
     def cut(self, size: int, full: int) -> list[Micro]:
@@ -112,7 +116,7 @@ class StageRuntime:
             link.sent_bytes = link.received_bytes = 0
 
     def begin_training(self, measure_divergence: bool) -> None:
-        """Prepare for gradients."""
+        """Prepare for computing gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self._before = [buffer.clone() for buffer in self._buffers]
@@ -123,7 +127,7 @@ class StageRuntime:
         self._before = []
 
     def roll_back(self) -> None:
-        """Undo what forward passes of a step that fails have changed: running statistics. Gradients go, too."""
+        """Restore the running statistics that the forward passes of a failed step changed, and drop the gradients."""
         for buffer, value in zip(self._buffers, self._before, strict=False):
             buffer.copy_(value)
         self._before = []
@@ -132,13 +136,13 @@ class StageRuntime:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that this member works on."""
+        """Return the number of rows of the batch that this member works on."""
         assert self._step is not None
         return sum(micro.rows for micro in self._step.micros)
 
     @property
     def weight(self) -> float:
-        """This member's part of the batch."""
+        """Return this member's part of the batch, as a fraction."""
         assert self._step is not None
         return self.rows / self._step.batch.size / self.sync.replicas
 
@@ -152,10 +156,10 @@ class StageRuntime:
             self._gradients_in.expect(action.micro, micro.rows, micro.after)
 
     def forward(self, number: int) -> None:
-        """Take a micro-batch through the layers, and send what leaves them or judge it."""
+        """Run the forward pass of a micro-batch, and send its output or compute the loss."""
         step = self._step
         assert step is not None
-        member = 0 if self.sync.replicas > 1 else self.member  # all members drop the same
+        member = 0 if self.sync.replicas > 1 else self.member  # all members drop the same values
         torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
@@ -172,15 +176,15 @@ class StageRuntime:
             step.held[number] = entered, left
 
     def backward(self, number: int) -> None:
-        """Take the gradient of a micro-batch back through the layers, and send that of what entered them."""
+        """Run the backward pass of a micro-batch, and send the gradient of its input."""
         entered, left, gradient = self._gradient(number)
         self._clock.switch("compute", "backward", number)
-        if left.requires_grad:  # not so in a first stage without parameters
+        if left.requires_grad:  # false in a first stage without parameters
             backward(left, gradient)
         self._send_gradient(number, entered)
 
     def backward_input(self, number: int) -> None:
-        """Do the part of the backward pass for which the stage before waits."""
+        """Run the part of the backward pass for which the previous stage waits."""
         assert self._step is not None
         entered, left, gradient = self._gradient(number)
         self._clock.switch("compute", "backward", number)
@@ -190,13 +194,13 @@ class StageRuntime:
         self._send_gradient(number, entered)
 
     def backward_weight(self, number: int) -> None:
-        """Do the rest of the backward pass."""
+        """Run the rest of the backward pass."""
         assert self._step is not None
         self._clock.switch("compute", "backward weight", number)
         self._step.split.pop(number).weight_part()
 
     def _gradient(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what entered the layers, what left them, and the gradient of that (None for a loss)."""
+        """Return the input of the layers, their output, and the gradient of the output (None for a loss)."""
         assert self._step is not None
         entered, left = self._step.held.pop(number)
         return entered, left, None if self.is_last else self._gradients_in.receive(number)
@@ -208,7 +212,7 @@ class StageRuntime:
             self._gradients_out.send(number, entered.grad, self._step.micros[number].before)
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything has been sent."""
         for link in self._links:
             link.flush()
 
@@ -221,18 +225,18 @@ class StageRuntime:
         }
 
     def not_finite(self) -> str | None:
-        """Return the name of a parameter whose gradient has a value that is not finite, or None."""
+        """Return the name of a parameter whose gradient contains a value that is not finite, or None."""
         found = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None and p.grad.numel()]
         if not found:
             return None
-        # A sum is finite only if all its terms are, and takes a millisecond where looking at each value takes forty.
+        # A sum is finite only if all its terms are; it takes a millisecond, where a check of each value takes forty.
         sums = torch.stack([gradient.sum() for _, gradient in found])
         if bool(torch.isfinite(sums).all()):
             return None
         return next((name for name, gradient in found if not bool(torch.isfinite(gradient).all())), None)
 
     def close(self) -> None:
-        """Let go of gradients, activations and hooks: the parameters outlive the group."""
+        """Release gradients, activations and hooks; the parameters outlive the group."""
         self._step = None
         self.sync.close()
         for parameter in self.parameters.values():

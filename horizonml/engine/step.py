@@ -1,4 +1,4 @@
-"""What a step or an evaluation comes to."""
+"""Holds the results of a training step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Literal
 
 from horizonml.engine.clock import Span
 
-Way = Literal["previous", "next", "members"]  # stages before, stages after, and other members of the same stage
+Way = Literal["previous", "next", "members"]  # earlier stages, later stages, and other members of the same stage
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What all ranks agree on after a step or an evaluation. Metrics are means over units, by name."""
+    """Holds what all ranks agree on after a step or an evaluation; `metrics` has the means over units, by name."""
 
     loss: float
     metrics: dict[str, float]
     samples: int
     stop: bool = False
     newcomers: bool = False
-    finite: bool = True  # whether all gradients are that no other member has a part of
+    finite: bool = True  # whether the gradients of all stages with a single member are finite
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step as this rank saw it. Times in seconds; they add up to `wall`."""
+    """Describes one training step as this rank saw it; its times are in seconds and add up to `wall`."""
 
     totals: Totals
     wall: float
@@ -32,17 +32,17 @@ class Step:
     transfer: float
     wait: float
     samples: int  # rows of the batch that this rank worked on
-    entered: int  # rows of the batch that entered the first stage here: over all ranks they add up to the batch
+    entered: int  # rows that entered the first stage on this rank; over all ranks they add up to the batch
     traffic: dict[Way, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent to all other ranks."""
+        """Return the number of bytes sent to all other ranks."""
         return sum(sent for sent, _ in self.traffic.values())
 
     @property
     def bytes_received(self) -> int:
-        """Bytes received from all other ranks."""
+        """Return the number of bytes received from all other ranks."""
         return sum(received for _, received in self.traffic.values())

@@ -1,6 +1,6 @@
 """Measures this machine's energy where its hardware can: Intel and AMD processors (RAPL), Jetson boards (INA sensors).
 
-Nothing is estimated: a machine without such counters has no energy figure. Reading RAPL usually needs root.
+Nothing is estimated, so a machine without such counters has no energy figure. Reading RAPL usually requires root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EnergyMeter:
         return bool(self._counters or self._sensors)
 
     def joules(self) -> float | None:
-        """Return the joules so far, or None where the machine does not measure them.
+        """Return the joules so far, or None if the machine does not measure them.
 
         The power that a sensor reports is integrated from call to call.
         """
@@ -63,7 +63,7 @@ class _Rapl:
 
 
 def _ina_sensors(root: Path) -> list[tuple[Path, Path]]:
-    """Return the files of voltage and current of the board's whole input: the first channel of each INA3221."""
+    """Return the voltage and current files of the board's total input: the first channel of each INA3221."""
     found = []
     for sensor in sorted(root.glob("class/hwmon/hwmon*")):
         name = sensor / "name"

@@ -1,4 +1,4 @@
-"""The packages that workers do without, and the command that installs each of them."""
+"""Checks for the optional packages, and names the command that installs each of them."""
 
 from __future__ import annotations
 

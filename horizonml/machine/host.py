@@ -1,4 +1,4 @@
-"""What this host is: its identity, its processor, and the software on it."""
+"""Describes this host: its identity, its processor, and the software on it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from horizonml import __version__
 
 @functools.cache
 def machine_id() -> str:
-    """Return what tells this machine from every other: its boot id, which all its containers share.
+    """Return an identifier of this machine that no other machine has: its boot id, which all its containers share.
 
-    On systems other than Linux it is the address of the first network card. A hostname would not do, because two
-    boards that were set up from the same image have the same one.
+    On systems other than Linux it is the address of the first network card. A hostname would not do, because two boards
+    that were set up from the same image have the same one.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -29,12 +29,12 @@ def machine_id() -> str:
 
 
 def shared_machine() -> tuple[str, int]:
-    """Return what tells whether two containers run on one machine, and how many cores that machine has."""
+    """Return an identifier by which containers recognise that they run on one machine, and the machine's cores."""
     return machine_id()[:8], os.cpu_count() or 1
 
 
 def processor_name() -> str:
-    """Return the processor's name and its cores, for people and for the keys of caches."""
+    """Return the processor's name and its number of cores, for people and for the keys of caches."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("model name", "Model\t", "Hardware")):
@@ -46,7 +46,7 @@ def processor_name() -> str:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What is recorded of a machine."""
+    """Describes a machine, for the records."""
 
     processor: str
     architecture: str = ""
@@ -54,22 +54,22 @@ class MachineInfo:
     memory: int = 0  # bytes
 
     def to_json(self) -> dict[str, str | int]:
-        """Return plain JSON values."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
 def machine_info() -> MachineInfo:
-    """Return what is recorded of this machine."""
+    """Return the description of this machine."""
     return MachineInfo(processor_name(), platform.machine(), platform.platform(), psutil.virtual_memory().total)
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of the software that trains here, by name.
+    """Return the versions of the software used for training, by name.
 
     The revision is that of the source tree, or the one that the image was built from.
     """
-    import torch  # heavy, and not needed by everyone who asks about the host
+    import torch  # slow to import, and not needed by every caller
 
     found = {"horizonml": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     revision = os.environ.get("HORIZONML_REVISION") or _git_revision(Path(__file__).resolve().parents[2])
@@ -77,7 +77,7 @@ def versions() -> dict[str, str]:
 
 
 def _git_revision(tree: Path) -> str | None:
-    """Return the commit of a source tree, marked if files have changed since, or None where there is no repository."""
+    """Return the commit of a source tree, with a mark if files have changed since, or None without a repository."""
     if not (tree / ".git").exists():
         return None
     command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]

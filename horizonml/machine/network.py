@@ -10,7 +10,7 @@ import psutil
 from horizonml.errors import RendezvousError
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_chosen: str | None = None  # what this process has set it to
+_chosen: str | None = None  # the interface that this process has set
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -20,7 +20,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes any free port. Raises RendezvousError if the address cannot be had."""
+    """Return a listening socket; port 0 takes any free port. Raises RendezvousError if the address is not available."""
     listener = None
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -37,7 +37,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def route_to(host: str, port: int) -> tuple[str, str]:
-    """Return the address and the interface of this machine from which packets to `host` leave.
+    """Return this machine's address and interface from which packets to `host` leave.
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route. Raises OSError.
     """
@@ -68,9 +68,9 @@ def address_of(interface: str) -> str:
 
 
 def use_interface(name: str) -> str:
-    """Make gloo use an interface, unless the user's GLOO_SOCKET_IFNAME names one, and return the one that it uses.
+    """Make gloo use an interface, unless the user's GLOO_SOCKET_IFNAME names one, and return the interface in use.
 
-    Each call chooses anew: a device may have moved from a cable to a wireless network since the last one.
+    Each call chooses again, because a device may have moved from a cable to a wireless network since the last call.
     """
     global _chosen
     if os.environ.get(_GLOO_INTERFACE) in (None, _chosen):
@@ -79,7 +79,7 @@ def use_interface(name: str) -> str:
 
 
 def can_connect(host: str, port: int, timeout: float) -> str | None:
-    """Return None if something listens there, or else the reason why nothing can be reached."""
+    """Return None if something listens at the address, or else the reason why it cannot be reached."""
     try:
         with socket.create_connection((host, port), timeout=timeout):
             return None

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: cores and memory, within the limits of its container."""
+"""Determines which cores and how much memory this process may use within the limits of its container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the cores that this process may use: its CPU affinity, cut by the container's quota (cgroup v2 or v1)."""
+    """Return the cores that this process may use: its CPU affinity, limited by its quota (cgroup v2 or v1)."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota, period = _words(root / "cpu.max", 2) or (None, None)
     if quota is None:
@@ -42,7 +42,7 @@ def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the seconds for which the container's CPU quota has held it up so far; None without a cgroup."""
+    """Return the seconds for which the container's CPU quota has throttled it so far; None without a cgroup."""
     for name, field, unit in (("cpu.stat", "throttled_usec", 1e-6), ("cpu/cpu.stat", "throttled_time", 1e-9)):
         try:
             lines = (root / name).read_text().splitlines()
@@ -56,16 +56,16 @@ def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 class OtherWork:
-    """Measures how much of the machine other processes use, from the moment at which it is made."""
+    """Measures how much of the machine other processes use, from the moment at which it is created."""
 
     def __init__(self) -> None:
         self._start = self._now()
 
     def cores_taken(self) -> float:
-        """Return how many of the cores that this process may use others had, on average since the start.
+        """Return how many of the cores that this process may use were used by others, on average since the start.
 
-        Others are all processes but this one and those of its children that have ended. They are taken to use the cores
-        that this process may not use before any of its own.
+        The others are all processes except this one and those of its children that have ended. They are assumed to use
+        the cores that this process may not use before any of its own.
         """
         wall, busy, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
         if wall <= 0:
@@ -76,7 +76,7 @@ class OtherWork:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Return the seconds on the clock, the seconds that all processors worked, and those for this process."""
+        """Return the current time, the busy time of all processors, and this process's processor time, in seconds."""
         times = psutil.cpu_times()
         busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
         own = os.times()
@@ -84,7 +84,7 @@ class OtherWork:
 
 
 def threads_per_rank(cores: float, ranks_here: int) -> int:
-    """Return the threads for each rank on a machine: contended threads are several times slower than one."""
+    """Return the threads for each rank on a machine, where contended threads are several times slower than one."""
     return max(1, math.floor(cores / ranks_here))
 
 

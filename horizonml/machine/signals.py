@@ -1,4 +1,4 @@
-"""How a process learns that it should end: by a signal, or because the launcher that started it is gone."""
+"""Tells a process when it should end: after a signal, or because the launcher that started it is gone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import psutil
 from horizonml.machine.host import machine_id
 
 LAUNCHER = "HORIZONML_LAUNCHER"  # names the launcher that a process must not outlive (see `launcher_name`)
-_LOOK_SECONDS = 0.5  # how often a process looks whether its launcher lives
-_SAVE_SECONDS = 5.0  # for a rank whose launcher is gone to finish its step and save
+_LOOK_SECONDS = 0.5  # the interval between checks whether the launcher lives
+_SAVE_SECONDS = 5.0  # for a rank whose launcher is gone, to finish its step and save
 
 
 _CAUSES = {
@@ -29,14 +29,14 @@ _CAUSES = {
 
 
 class Cancelled(Exception):
-    """Raised where a wait ends because the process was asked to end."""
+    """Ends a wait because the process was asked to end."""
 
 
 class StopRequest:
     """Notes that a signal asked for the run to end after the current step.
 
-    SIGTERM only ever asks, however often it comes: one Ctrl-C reaches a rank through the terminal and through every
-    launcher above it. What must end at once is killed, or gets a second SIGINT, which only a person sends.
+    SIGTERM only ever asks, however often it arrives: one Ctrl-C reaches a rank through the terminal and through every
+    launcher above it. To end a process at once, kill it or send a second SIGINT, which only a person does.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
         self._interrupted = False
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Take note of a signal; this is the signal's handler."""
+        """Note a signal; this is the signal's handler."""
         if number == signal.SIGINT:
             self.at_once, self._interrupted = self._interrupted, True
         self.wanted = True
@@ -67,14 +67,14 @@ def stop_on_signal() -> Iterator[StopRequest]:
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process: the signal handler for as long as a rank has nothing to finish or to save."""
+    """End the process at once; this handles signals as long as a rank has nothing to finish or to save."""
     print("stopped as asked, before the training began", flush=True)
     os._exit(0)
 
 
 @contextmanager
 def handling(handle: signal._HANDLER) -> Iterator[None]:
-    """Let `handle` take SIGTERM and SIGINT."""
+    """Handle SIGTERM and SIGINT with `handle` within the context."""
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
@@ -84,24 +84,24 @@ def handling(handle: signal._HANDLER) -> Iterator[None]:
 
 
 def explain_signal(number: int) -> str:
-    """Return the name of the signal that ended a process, and what most likely lies behind it."""
+    """Return the name of the signal that ended a process, and its most likely cause."""
     try:
         name, cause = signal.Signals(number).name, _CAUSES.get(signal.Signals(number))
-    except ValueError:  # one that has no name, such as a real-time signal
+    except ValueError:  # a signal without a name, such as a real-time signal
         return f"signal {number}"
     return f"{name}; {cause}" if cause else name
 
 
 def launcher_name() -> str:
-    """Return what names this process for those that must not outlive it: its id, its start, and where ids hold."""
+    """Return an identifier of this process for those that must not outlive it: its id, its start, and its place."""
     return f"{os.getpid()} {_started(os.getpid())} {_place()}"
 
 
 def watch_launcher() -> None:
-    """End this process when the launcher above it is gone, however it went, and at once if it is gone already.
+    """End this process when the launcher above it is gone for any reason, or at once if it is gone already.
 
-    The launcher is looked up by its id and start, because it need not be the parent: a script or an mpirun may stand
-    between the two. A process on another machine or in another container cannot see it, and is not watched.
+    The launcher is found by its id and start, because it need not be the parent: a script or an mpirun may stand
+    between the two. A launcher on another machine or in another container is not visible, and is not watched.
     """
     pid, _, rest = os.environ.get(LAUNCHER, "").partition(" ")
     started, _, place = rest.partition(" ")
@@ -121,12 +121,12 @@ def watch_launcher() -> None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started, or None if there is none, or only what its parent has not collected yet.
+    """Return when a process started, or None if it does not exist or is a zombie.
 
-    On Linux in the kernel's ticks, which do not move when the clock of a small board is set after its start.
+    On Linux, the start is in the kernel's ticks, which do not change when the clock of a small board is set later.
     """
     try:
-        # After the name, which is in brackets and may hold anything: the state, and as the 20th field the start.
+        # The name is in brackets and may contain anything. After it come the state and, as the 20th field, the start.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     except (FileNotFoundError, ProcessLookupError):
@@ -140,6 +140,6 @@ def _started(pid: int) -> str | None:
 
 
 def _place() -> str:
-    """Return the machine and, on Linux, the process namespace: within these, a process id names one process."""
+    """Return the machine and, on Linux, the process namespace, within which a process id identifies one process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{machine_id()} {os.readlink(namespace) if namespace.exists() else ''}".strip()

@@ -1,9 +1,9 @@
-"""torchvision beside a CPU build of torch.
+"""Imports torchvision beside a CPU build of torch.
 
-PyPI's torchvision for x86 is compiled for CUDA. Beside a CPU torch its compiled operators do not load, and the
-plain import then fails while it describes two of them (`nms`, `qnms`) that are not there. We need models,
-transforms and data sets, none of which use those operators, so on exactly that failure the import is repeated with
-a `register_fake` that passes over operators that do not exist. `torchvision.ops.nms` and the C++ image decoders stay
+PyPI's torchvision for x86 is compiled for CUDA. Beside a CPU torch its compiled operators do not load, and the plain
+import then fails while it describes two of them (`nms`, `qnms`) that are not there. HorizonML needs models, transforms
+and data sets, none of which use those operators, so on exactly that failure the import is repeated with a
+`register_fake` that ignores operators that do not exist. `torchvision.ops.nms` and the C++ image decoders stay
 unavailable; a matching CPU build from the CPU wheel index has everything.
 """
 

@@ -17,7 +17,7 @@ def cpu_seconds() -> float:
 
 
 def rss_bytes() -> int:
-    """Return the bytes of memory that this process has resident."""
+    """Return the resident memory of this process in bytes."""
     statm = _open_statm()
     if statm is None:
         return int(psutil.Process().memory_info().rss)
@@ -26,7 +26,7 @@ def rss_bytes() -> int:
 
 @functools.cache
 def _open_statm() -> int | None:
-    """Return the kernel's account of this process, kept open for every step to read; None if this is not Linux."""
+    """Return the kernel's account of this process, which stays open for every step to read, or None except on Linux."""
     try:
         return os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:

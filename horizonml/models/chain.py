@@ -1,8 +1,8 @@
-"""A model as a chain of layers that can be cut at many points.
+"""Represents a model as a chain of layers that can be cut at many points.
 
-`torch.fx` writes the model's forward pass down as a graph. The chain may be cut wherever exactly one tensor is
-alive, for only that tensor then has to travel to the next stage. A slice of the chain is an ordinary module that
-runs its part of the graph and keeps the model's own parameter names, so checkpoints do not depend on the cuts.
+`torch.fx` records the model's forward pass as a graph. The chain can be cut wherever exactly one tensor is alive,
+because only that tensor then has to travel to the next stage. A slice of the chain is an ordinary module that runs its
+part of the graph and keeps the model's own parameter names, so checkpoints do not depend on the cuts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _IN_PLACE_OPERATORS = frozenset(
 
 @dataclass(frozen=True)
 class Boundary:
-    """The tensor that enters a layer: its shape without the batch dimension, and its dtype."""
+    """Describes the input of a layer: its shape without the batch dimension, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes_per_sample(self) -> int:
-        """The size of one sample's tensor in bytes."""
+        """Return the size of one sample's tensor in bytes."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
         return size
 
     def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
-        """Return `rows` made-up samples to measure with: noise, or zeros where the dtype is no float."""
+        """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""
         shape = (rows, *self.shape)
         if not self.dtype.is_floating_point:
             return torch.zeros(shape, dtype=self.dtype)
@@ -47,17 +47,17 @@ class Boundary:
 
 
 class Chain:
-    """A model's layers in order.
+    """Holds a model's layers in order.
 
-    `names[i]` is the name of layer `i`; `boundaries[i]` is the tensor that enters it, and the last entry of
-    `boundaries` is the model's output. `len(chain)` counts the layers, so there are `len(chain) - 1` cut points.
+    `names[i]` is the name of layer `i`; `boundaries[i]` describes its input, and the last entry of `boundaries`
+    describes the model's output. `len(chain)` is the number of layers, so there are `len(chain) - 1` cut points.
     """
 
     def __init__(self, model: nn.Module, input: InputSpec) -> None:
         """Trace `model` (usually on the meta device) for inputs of shape `[batch, *input.shape]`.
 
-        Raises ModelError if the model's forward pass cannot be written down as a graph, is not a function of
-        one tensor with the batch in its first dimension, or does not fit inputs of this shape.
+        Raises ModelError if the model's forward pass cannot be recorded as a graph, is not a function of one tensor
+        with the batch in its first dimension, or does not fit inputs of this shape.
         """
         self._model = model
         graph = trace(model)
@@ -71,7 +71,7 @@ class Chain:
         return len(self._segments)
 
     def slice(self, start: int, stop: int) -> fx.GraphModule:
-        """Return layers `start` to `stop - 1` as one module of one tensor; it shares the model's submodules."""
+        """Return layers `start` to `stop - 1` as a module with one input tensor; it shares the model's submodules."""
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
         graph = fx.Graph()
         entry = self._placeholder if start == 0 else self._segments[start - 1][-1]
@@ -86,9 +86,9 @@ class Chain:
         return fx.GraphModule(self._model, graph)
 
     def skip(self, index: int) -> tuple[str, str, int] | None:
-        """Return the connection within a layer that skips most operations: both its ends, and how many it skips.
+        """Return the connection within a layer that skips the most operations: its two ends, and how many it skips.
 
-        None if every operation of the layer takes what the one before it returns.
+        Return None if every operation of the layer takes the result of the one before it.
         """
         nodes = self._segments[index]
         entry = self._segments[index - 1][-1] if index else self._placeholder
@@ -109,7 +109,7 @@ class Chain:
             start = point
 
     def _measure(self, input: InputSpec) -> list[Boundary]:
-        """Run every layer on a few zeros; merge layers between which the batch is not the first dimension."""
+        """Return the boundaries, from a run on zeros; layers are merged where the batch is not the first dimension."""
         training = self._model.training
         self._model.eval()
         try:
@@ -132,9 +132,10 @@ class Chain:
         return boundaries
 
     def _run_on_zeros(self, batch: int, input: InputSpec) -> list[Tensor]:
-        """Return the outputs of all layers. One layer's parameters are in memory at a time.
+        """Return the outputs of all layers, with the parameters of one layer in memory at a time.
 
-        Not on the meta device: its Python kernels would load torch's compiler into every rank (70 MB).
+        The layers do not run on the meta device, whose Python kernels would load torch's compiler into every rank (70
+        MB).
         """
         value = torch.zeros(batch, *input.shape, dtype=input.dtype)
         outputs = []
@@ -160,7 +161,7 @@ class Chain:
 
 
 def _batch_first(one: object, two: object) -> bool:
-    """Whether these outputs for batches of 1 and 2 differ in their first dimension and nowhere else."""
+    """Return whether these outputs for batches of 1 and 2 differ in their first dimension and nowhere else."""
     return (
         isinstance(one, Tensor)
         and isinstance(two, Tensor)
@@ -195,7 +196,7 @@ def _cut_points(model: nn.Module, placeholder: fx.Node, nodes: list[fx.Node]) ->
 
 
 def _parameter_spans(model: nn.Module, nodes: list[fx.Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return where each parameter or buffer is first and last used: a shared one must stay in one stage."""
+    """Return where each parameter or buffer is first and last used; a shared one must stay in one stage."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, node in enumerate(nodes):
@@ -213,7 +214,7 @@ def _parameter_spans(model: nn.Module, nodes: list[fx.Node]) -> tuple[dict[int, 
 
 
 def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
-    """Whether the operation `user` may change `value` in place."""
+    """Return whether the operation `user` may change `value` in place."""
     if not user.args or user.args[0] is not value:
         return False
     if user.op == "call_module":
@@ -229,7 +230,7 @@ def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
 
 
 def _unique_names(segments: list[list[fx.Node]]) -> list[str]:
-    """Return a name for each layer: what the modules in it have in common, else its last operation."""
+    """Return a name for each layer: what the names of its modules have in common, or else its last operation."""
     names: list[str] = []
     for segment in segments:
         paths = [str(node.target).split(".") for node in segment if node.op == "call_module"]

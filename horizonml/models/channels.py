@@ -1,4 +1,4 @@
-"""Which layers of a model can be split by channels, and which of them go together (see `engine/channels`)."""
+"""Finds the layers of a model that can be split by channels, and the pairs among them (see `engine/sync/channels`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx, nn
 from horizonml.errors import ModelError
 
 _SPLIT = (nn.Conv2d, nn.Linear)
-_ALIKE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)  # computed by all members, unless within a pair
+_ALIKE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)  # replicated on all members, unless within a pair
 _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh,
     nn.ELU, nn.Softplus, nn.Identity, nn.Dropout,
@@ -22,7 +22,7 @@ _CHANNELWISE_NAMES = {"max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
 
 @dataclass(frozen=True)
 class Pair:
-    """Two layers with only channel-wise operations between them, of which `between` have parameters."""
+    """Describes two layers with only channel-wise operations between them; `between` names those with parameters."""
 
     first: str
     between: tuple[str, ...]
@@ -54,7 +54,7 @@ def is_depthwise(layer: nn.Module) -> bool:
 
 
 def _check(name: str, layer: nn.Module) -> None:
-    """Raise unless a layer can be split, needs no splitting, or has nothing to split."""
+    """Raise ModelError unless a layer can be split, needs no splitting, or has nothing to split."""
     if isinstance(layer, nn.Conv2d):
         if layer.groups > 1 and not is_depthwise(layer):
             problem = f"a convolution in {layer.groups} groups"
@@ -73,7 +73,10 @@ def _check(name: str, layer: nn.Module) -> None:
 
 
 def _follow(module: fx.GraphModule, node: fx.Node, picture: bool, times: Counter[str]) -> Pair | None:
-    """The pair that begins at `node`; None if what it makes goes elsewhere, or is mixed before the next layer."""
+    """Return the pair that begins at `node`, or None.
+
+    There is no pair if the result of `node` is used elsewhere, or if its channels are mixed before the next layer.
+    """
     first = str(node.target)
     between: list[str] = []
     while len(node.users) == 1:

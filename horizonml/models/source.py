@@ -1,11 +1,11 @@
-"""Finding the code that a job names as `module:callable`, and judging it before it is called.
+"""Finds the code that a job names as `module:callable`, and checks it before it is called.
 
-A job file that names code is code: importing a module runs it. What can be prevented is that a job file calls just any
-function of the machine, `subprocess:getoutput` say, so only these are called:
+A job file that names code runs code, because importing a module runs it. A job file must not, however, be able to call
+arbitrary functions of the machine, such as `subprocess:getoutput`, so only these are called:
 
 - subclasses of `torch.nn.Module`;
-- functions that say that they return one: `def build() -> torch.nn.Module`;
-- functions that do not say what they return, if they are your own: neither part of Python nor of an installed package.
+- functions that are annotated to return one: `def build() -> torch.nn.Module`;
+- functions without a return annotation, if they are your own: neither part of Python nor of an installed package.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOW = (
 def find(name: str) -> Callable[..., nn.Module]:
     """Return the class or function that `module:callable` names, without calling it.
 
-    Modules in the working directory are found. Raises ModelError, which names the file and the nearest name.
+    Modules in the working directory are found, too. Raises ModelError, which names the file and the nearest name.
     """
     module_name, _, attribute = name.partition(":")
     target: Any = _import(module_name)
@@ -60,7 +60,7 @@ def _import(name: str) -> ModuleType:
         import_torchvision()
     here = os.getcwd()
     if not {here, ""} & set(sys.path):
-        sys.path.insert(0, here)  # as for `python -m`, however this command was started
+        sys.path.insert(0, here)  # as `python -m` does, however this command was started
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
@@ -74,22 +74,22 @@ def _import(name: str) -> ModuleType:
             f"model.name: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
             f"packages{nearest(last, known)}"
         ) from error
-    except (Exception, SystemExit) as error:  # a module's own code runs here: it may fail in any way
+    except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
         raise ModelError(f"model.name: importing {name} failed: {_where(error)}") from error
 
 
 def _folders(package: str) -> list[str]:
-    """Return where the modules of a package lie; without a package, the working directory."""
+    """Return where the modules of a package lie; without a package, return the working directory."""
     return list(getattr(sys.modules.get(package), "__path__", [])) if package else [os.getcwd()]
 
 
 def _public(owner: Any) -> list[str]:
-    """Return the names that somebody may have meant."""
+    """Return the names that the user may have meant."""
     return [name for name in dir(owner) if not name.startswith("_")]
 
 
 def _where(error: BaseException) -> str:
-    """Return the error, and the line of the user's code that it comes from."""
+    """Return the error, and the line of the user's code that raised it."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
@@ -133,7 +133,7 @@ def _python_function(target: Any) -> FunctionType | None:
 
 
 def _returned(function: FunctionType) -> Any:
-    """Return what a function says that it returns; None if it does not say so, or not in words known at run time."""
+    """Return a function's return annotation, or None if it has none or the annotation is not known at run time."""
     if function.__annotations__.get("return", Any) in (Any, "Any"):
         return None
     try:

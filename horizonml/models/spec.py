@@ -1,4 +1,4 @@
-"""The part of a job that says which model is trained."""
+"""Defines the part of a job that says which model is trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = ("digits_cnn", *TORCHVISION_MODELS)
 
 
 class ModelSpec(Spec):
-    """The neural network."""
+    """Configures the neural network."""
 
     name: str = Field(
         "digits_cnn",

@@ -1,6 +1,6 @@
-"""Writing a model's forward pass down as a graph, the same in training and evaluation.
+"""Records a model's forward pass as a graph that is the same in training and evaluation.
 
-Submodules that cannot be traced become one node each, which runs the module itself.
+Each submodule that cannot be traced becomes one node, which runs the module itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from horizonml.errors import ModelError, is_out_of_memory
 
 
 class _Tracer(fx.Tracer):
-    """Traces down to PyTorch's own layers, but takes the modules named in `leaves` as they are."""
+    """Traces down to PyTorch's own layers, and does not trace into the modules named in `leaves`."""
 
     def __init__(self, leaves: set[str]) -> None:
         super().__init__()
@@ -22,10 +22,10 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module) -> fx.Graph:
-    """Return the model's graph, the same in training and evaluation. Raises ModelError.
+    """Return the model's graph, which is the same in training and evaluation. Raises ModelError.
 
-    A submodule whose forward cannot be traced (it branches on its input), or that would be frozen in the
-    current mode (it reads `self.training`), becomes one node that runs the module itself.
+    A submodule whose forward cannot be traced (it branches on its input), or whose graph would depend on the current
+    mode (it reads `self.training`), becomes one node that runs the module itself.
     """
     leaves: set[str] = set()
     training = model.training
@@ -55,11 +55,11 @@ def trace(model: nn.Module) -> fx.Graph:
 
 
 def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
-    """Try once; return None, and add a leaf, if a submodule stood in the way."""
+    """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
     try:
         return tracer.trace(model)
-    except Exception as error:  # the model's own code runs here, on stand-ins: it may fail in any way
+    except Exception as error:  # the model's own code runs here, on proxies, and may fail in any way
         if is_out_of_memory(error):
             raise
         stack = list(tracer.module_stack.values())
@@ -73,7 +73,7 @@ def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
 
 
 def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
-    """Return the innermost module at the first node in which two graphs differ; "" is the model itself."""
+    """Return the innermost module at the first node in which two graphs differ; "" stands for the model itself."""
     pairs = list(zip(left.nodes, right.nodes, strict=False))
     for one, other in pairs:
         if (one.op, str(one.target), str(one.args), str(one.kwargs)) != (
@@ -88,7 +88,7 @@ def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
 
 
 def straight_line(model: nn.Module, graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the graph's one input and its computing nodes. Raises ModelError unless the last one is its one output."""
+    """Return the graph's only input and its computing nodes. Raises ModelError unless there is one output, the last."""
     graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
     graph.eliminate_dead_code()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -1,9 +1,9 @@
-"""Build a model without memory, then make only the parameters this rank needs.
+"""Builds a model without memory, and then only the parameters that this rank needs.
 
-`record` runs a model's constructor on the meta device and writes down every operation that gives a parameter
-its first value. `materialise` plays those operations back for one module's parameters only, each with random
-numbers seeded by the job's seed and the parameter's own name. So a rank holds the layers of its stage and never
-the whole model, and a parameter's first value depends neither on the plan nor on the other parameters.
+`record` runs a model's constructor on the meta device and records every operation that gives a parameter its initial
+value. `materialise` replays these operations for the parameters of one module only, each with random numbers seeded by
+the job's seed and the parameter's own name. A rank therefore holds the layers of its stage and never the whole model,
+and a parameter's initial value depends neither on the plan nor on the other parameters.
 
 The idea is that of deferred initialisation in pytorch/torchdistx.
 """
@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from horizonml.data.seeds import name_seed
 
 _aten = torch.ops.aten
-# Cheap constants that constructors like to read back (`tolist`, `item`): these stay real.
+# Constructors like to read back these cheap constants (`tolist`, `item`), so they stay real.
 _KEPT_REAL = frozenset((_aten.arange, _aten.linspace, _aten.eye, _aten.tril_indices, _aten.triu_indices))
-# These loop over values, so PyTorch makes them do nothing on the meta device; the tape takes them whole.
+# These loop over values, so PyTorch makes them do nothing on the meta device; the tape records them as a whole.
 _TAKEN_WHOLE = ("trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor of the recording: a window on one of its storages."""
+    """Describes a tensor of the recording as a view of one of its storages."""
 
     storage: int
     size: tuple[int, ...]
@@ -53,17 +53,17 @@ class _Call:
 
 
 class Tape(TorchDispatchMode):
-    """Records what a constructor does to tensors, on the meta device. Use `record`."""
+    """Records what a constructor does to tensors on the meta device; use `record`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._storages: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # a storage's address must not be given to another while we record
+        self._alive: list[Tensor] = []  # keeps the address of a storage from being reused during the recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; saying so keeps torch from importing its compiler (70 MB) to switch it off."""
+        """Return False: nothing is compiled here, and torch need not import its compiler (70 MB) to switch it off."""
         return False
 
     def __torch_dispatch__(
@@ -107,7 +107,7 @@ class Tape(TorchDispatchMode):
         return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def replay(self, target: Tensor, seed: int) -> Tensor:
-        """Return a real tensor with the first value of `target`, a meta tensor of the recording."""
+        """Return a real tensor with the initial value of `target`, a meta tensor of the recording."""
         view = self._view(target)
         needed, calls = {view.storage}, []
         for call in reversed(self._calls):
@@ -143,7 +143,7 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
 
 @contextmanager
 def _initialisers_on(tape: Tape) -> Iterator[None]:
-    """Lets `tape` record the initialisers of `_TAKEN_WHOLE`, under whichever module they were imported."""
+    """Let `tape` record the initialisers of `_TAKEN_WHOLE`, in whichever modules they have been imported."""
 
     def recorder(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(original)
@@ -172,9 +172,9 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
 
 
 def materialise(module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy of `module` in which every parameter and buffer of the recording has its first value.
+    """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
-    Those in `held`, by name, are taken from there instead: not as copies, but as the very tensors.
+    Those in `held`, by name, become part of the copy as the very same tensors.
     """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -197,7 +197,7 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _keep_identity(func: Any, result: Any, args: tuple[Any, ...], on_meta: tuple[Any, ...]) -> Any:
-    """An in-place operation must return the very tensor it was given."""
+    """Return the very tensor that an in-place operation was given, or else `result`."""
     if isinstance(result, Tensor) and args and result is on_meta[0]:
         return args[0]
     return result

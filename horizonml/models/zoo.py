@@ -1,4 +1,4 @@
-"""The models a job can name, built without memory and cut into layers."""
+"""Builds the models that a job can name, without memory and cut into layers."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from horizonml.models.weights import Tape, materialise, record
 from horizonml.tasks.task import InputSpec
 
 _log = logging.getLogger(__name__)
-_OUTPUTS = ("num_outputs", "num_classes")  # what constructors call the number of outputs; the second is torchvision's
+_OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number of outputs; the second is torchvision's
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as a chain of layers, with what is needed to give its parameters their first values."""
+    """Holds a model as a chain of layers, with what is needed to give its parameters their initial values."""
 
     chain: Chain
     tape: Tape
     seed: int
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
-        """Return layers `start` to `stop - 1` as a module in memory, with the values that training begins with.
+        """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
 
-        Each call makes a module of its own: what happens to one, in measuring say, changes no other. But parameters and
-        buffers in `held`, by name, become part of the module as they are.
+        Each call makes a new module, so changes to one (in measurements, for example) do not affect the others.
+        Parameters and buffers in `held`, by name, become part of the module as they are.
         """
         return materialise(self.chain.slice(start, stop), self.tape, self.seed, held)
 
@@ -59,9 +59,10 @@ def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:
     constructor = _constructor(spec, outputs, input)
     try:
         model, tape = record(constructor)
-    except RuntimeError as reason:  # NotImplementedError is one
-        # Either the constructor reads values back, which the meta device does not have, and then it can be built for
-        # real; or it is at fault itself, and then that fails the same way, and is told.
+    except RuntimeError as reason:  # includes NotImplementedError
+        # Either the constructor reads values back, which the meta device does not have, and the model can be built in
+        # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
+        # error.
         _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -86,7 +87,7 @@ def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:
 
 
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
-    """Return a function that constructs the model with the job's options, and what they leave out."""
+    """Return a function that constructs the model with the job's options, and with defaults for what they leave out."""
     function: Callable[..., nn.Module]
     if spec.name in MODELS:
         function, defaults = vision_model(spec.name, outputs, input)

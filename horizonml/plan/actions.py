@@ -1,4 +1,4 @@
-"""The work of a training step as data: what a rank does, in which order.
+"""Describes the work of a training step as data: what a rank does, and in which order.
 
 The engine's interpreter runs a list of actions, and the planner's simulation predicts the same list.
 """
@@ -11,32 +11,32 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What an action does."""
+    """Tells what an action does."""
 
     FORWARD = "forward"
     BACKWARD = "backward"  # both parts below in one
-    BACKWARD_INPUT = "backward-input"  # the gradient of what entered the stage, which the stage before waits for
-    BACKWARD_WEIGHT = "backward-weight"  # the gradients of the stage's own parameters, for which nobody waits
-    REDUCE = "reduce"  # the sum of gradients over the stage's members
-    UPDATE = "update"  # of the stage's parameters
+    BACKWARD_INPUT = "backward-input"  # computes the gradient of the stage's input, for which the previous stage waits
+    BACKWARD_WEIGHT = "backward-weight"  # computes the gradients of the stage's own parameters; no stage waits for them
+    REDUCE = "reduce"  # sums gradients over the stage's members
+    UPDATE = "update"  # updates the stage's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work. `micro` is the number of its micro-batch; reductions and updates have none (-1)."""
+    """Describes one piece of work; `micro` is the number of its micro-batch, or -1 for reductions and updates."""
 
     kind: Kind
     stage: int
     micro: int = -1
 
 
-# The stages that each lane holds, in their order. A lane is a set of ranks that hold the same stages: they do the same
+# The stages that each lane holds, in their order. A lane is a set of ranks that hold the same stages and run the same
 # actions in the same order, each for its own rows.
 Lanes = tuple[tuple[int, ...], ...]
 
 
 def evaluation(held: Sequence[int], micro_batches: int) -> list[Action]:
-    """Return the forward passes only, for a rank that holds the stages `held`."""
+    """Return only the forward passes, for a rank that holds the stages `held`."""
     return [Action(Kind.FORWARD, stage, micro) for stage in held for micro in range(micro_batches)]
 
 
@@ -51,15 +51,15 @@ def with_update(passes: Sequence[Action]) -> list[Action]:
 
 
 def most_held(actions: Sequence[Action], stage: int) -> int:
-    """Return the most micro-batches whose activations a stage holds at once."""
+    """Return the largest number of micro-batches whose activations a stage holds at once."""
     return most_bytes_held(actions, {stage: 1})
 
 
 def most_bytes_held(actions: Sequence[Action], sizes: Mapping[int, int]) -> int:
-    """Return the most bytes of activations that the stages hold together at once.
+    """Return the largest number of bytes of activations that the stages hold together at once.
 
-    `sizes[s]` are the bytes that stage s keeps of a micro-batch between its forward and its last backward action;
-    stages that are not in it do not count.
+    `sizes[s]` is the number of bytes that stage s keeps of a micro-batch between its forward and its last backward
+    action; stages that are not in it do not count.
     """
     held = most = 0
     for action in actions:

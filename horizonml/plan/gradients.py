@@ -1,7 +1,7 @@
-"""How the gradients of a stage travel between its members: in which buckets, and how much of each parameter.
+"""Defines how the gradients of a stage travel between its members: in which buckets, and how much of each parameter.
 
-Buckets are filled in the order of the backward pass; a full one is sent on its way while earlier layers still compute
-(Li et al., VLDB 2020). The engine sums gradients so, and the planner predicts it.
+Buckets are filled in the order of the backward pass, and a full one is sent while earlier layers are still being
+computed (Li et al., VLDB 2020). The engine sums gradients in this way, and the planner predicts it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 
 BUCKET_BYTES = 25 << 20
-POWERSGD_RANK = 4  # columns of the matrices that stand for a gradient
-POWERSGD_WORTH = 2  # PowerSGD is used for a parameter only if that many times fewer numbers travel
+POWERSGD_RANK = 4  # columns of the matrices that approximate a gradient
+POWERSGD_WORTH = 2  # PowerSGD is used for a parameter only if it sends this many times fewer numbers
 
 
 def in_buckets(sizes: Sequence[int], limit: float = BUCKET_BYTES) -> list[list[int]]:
-    """Return the indices of `sizes` (in bytes) from the last to the first, in buckets.
+    """Return the indices of `sizes` (in bytes), from the last to the first, grouped into buckets.
 
     A bucket has at most `limit` bytes, or a single index.
     """

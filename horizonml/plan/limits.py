@@ -1,4 +1,4 @@
-"""What the workers and micro-batches of a strategy can be, for whoever varies them."""
+"""Defines how many workers and micro-batches a strategy can have, for code that varies them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StrategyLimits:
-    """How many workers a strategy can have, and whether it splits batches into micro-batches."""
+    """Tells how many workers a strategy can have, and whether it splits batches into micro-batches."""
 
     min_workers: int = 1
-    max_workers: int | None = None  # None: as many as there are
+    max_workers: int | None = None  # None means no limit
     micro_batches: bool = True
 
 
@@ -23,5 +23,5 @@ _LIMITS = {
 
 
 def limits_of(strategy: str) -> StrategyLimits:
-    """Return the limits of a strategy, which for most of them are none."""
+    """Return the limits of a strategy; most strategies have none."""
     return _LIMITS.get(strategy, StrategyLimits())

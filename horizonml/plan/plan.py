@@ -1,4 +1,4 @@
-"""The plan: which layers form each stage, which ranks are its members, and what share each takes.
+"""Defines the plan: which layers form each stage, which ranks are its members, and what share each member takes.
 
 Every way of training is such a plan, and one engine runs them all. This module is plain data and arithmetic.
 """
@@ -17,16 +17,17 @@ from horizonml.plan.actions import Action, Lanes, evaluation, with_update
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.text import count
 
-# What activations and their gradients may be sent as, most precise first, and the bytes compared with float32's.
+# The formats in which activations and their gradients can be sent, most precise first, and their bytes relative to
+# those of float32.
 FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
 
 
 class Sync(StrEnum):
-    """How the members of a stage agree on its gradients."""
+    """Tells how the members of a stage agree on its gradients."""
 
     ALL_REDUCE = "all-reduce"  # sums of 32-bit floats
     FP16 = "fp16"  # sums of 16-bit floats
-    POWERSGD = "powersgd"  # sums of thin matrices that stand for the gradients
+    POWERSGD = "powersgd"  # sums of thin matrices that approximate the gradients
     CHANNELS = "channels"  # members split the layers' channels (tensor parallelism) and exchange them in each layer
     HOROVOD = "horovod"  # sums by Horovod
     HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
@@ -42,12 +43,12 @@ ALONE = {
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers `start` to `stop - 1`, held by `ranks`.
+    """Describes consecutive layers, `start` to `stop - 1`, held by `ranks`.
 
-    `shares[i]` of every micro-batch's samples go to `ranks[i]`, each of which holds the layers; or, where `sync` is
-    CHANNELS, `shares[i]` of the layers' channels, and all samples go to all ranks. `send` is the format (one of
-    `FORMATS`) of activations on their way to the next stage, and of their gradients on the way back. A rank may be a
-    member of several stages.
+    `shares[i]` of the samples of every micro-batch go to `ranks[i]`, and each rank holds all the layers. Where `sync`
+    is CHANNELS, `ranks[i]` holds `shares[i]` of the layers' channels instead, and all samples go to all ranks. `send`
+    is the format (one of `FORMATS`) of activations on their way to the next stage, and of their gradients on the way
+    back. A rank may be a member of several stages.
     """
 
     start: int
@@ -59,13 +60,13 @@ class Stage:
 
     @property
     def splits_channels(self) -> bool:
-        """Whether the members split channels instead of samples."""
+        """Return whether the members split channels instead of samples."""
         return self.sync is Sync.CHANNELS and len(self.ranks) > 1
 
     def parts(self, things: int) -> list[tuple[int, int]]:
-        """Return each member's part `[first, end)` of so many `things`, in the order of `ranks`.
+        """Return each member's part `[first, end)` of `things` items, in the order of `ranks`.
 
-        The parts are consecutive, cover everything, and follow the shares as closely as whole things allow. A member's
+        The parts are consecutive, cover everything, and follow the shares as closely as whole items allow. A member's
         part may be empty.
         """
         total, ends, taken = sum(self.shares), [0], 0.0
@@ -81,7 +82,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way of training: stages in order, the schedule of their micro-batches, and how many a full batch has."""
+    """Holds a way of training: its stages in order, its schedule, and the number of micro-batches in a full batch."""
 
     stages: tuple[Stage, ...]
     schedule: str = "1f1b"
@@ -89,12 +90,12 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self._held)
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         return self.stages[-1].stop
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ class Plan:
 
     @functools.cached_property
     def _held(self) -> dict[int, tuple[int, ...]]:
-        """The numbers of the stages that every rank is a member of."""
+        """Return the numbers of the stages that each rank is a member of."""
         held: dict[int, tuple[int, ...]] = {}
         for number, stage in enumerate(self.stages):
             for rank in stage.ranks:
@@ -112,23 +113,23 @@ class Plan:
 
     @functools.cached_property
     def lanes(self) -> Lanes:
-        """The sets of stages that ranks hold, each once, in the order of their first stages."""
+        """Return the distinct sets of stages that ranks hold, in the order of their first stages."""
         return tuple(sorted(set(self._held.values())))
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
-        """Return what `rank` does in a training step of so many micro-batches, in order."""
+        """Return what `rank` does, in order, in a training step of `micro_batches` micro-batches."""
         passes = SCHEDULES[self.schedule].passes(self.lanes.index(self.stages_of(rank)), self.lanes, micro_batches)
         return with_update(passes)
 
     def evaluation(self, rank: int, micro_batches: int) -> list[Action]:
-        """Return what `rank` does in an evaluation."""
+        """Return what `rank` does in an evaluation of `micro_batches` micro-batches."""
         return evaluation(self.stages_of(rank), micro_batches)
 
     def micro_sizes(self, batch: int, full_batch: int) -> list[int]:
         """Return the sizes of the micro-batches of a batch, in order.
 
-        A batch smaller than `full_batch` has fewer micro-batches of about the usual size, so that a small rest is
-        not cut into crumbs. Sizes differ by one at most.
+        A batch smaller than `full_batch` has fewer micro-batches of about the usual size, so that a small remainder is
+        not split too finely. Sizes differ by one at most.
         """
         assert batch > 0
         usual = -(-full_batch // self.micro_batches)
@@ -165,7 +166,7 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
+        """Return the plan as a JSON object."""
         stages = [
             {
                 "start": s.start,
@@ -181,7 +182,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
-        """Return the plan that `to_json` was asked for."""
+        """Return the plan from which `to_json` made `value`."""
         stages = tuple(
             Stage(
                 int(s["start"]),
@@ -197,7 +198,7 @@ class Plan:
         return cls(stages, str(value["schedule"]), int(value["micro_batches"]))
 
     def describe(self, names: Sequence[str] | None = None) -> str:
-        """Return one line per stage, for people; `names` are the layers' names."""
+        """Return a description for people, with one line per stage; `names` are the names of the layers."""
         lines = []
         for number, stage in enumerate(self.stages):
             first, last = stage.start, stage.stop - 1
@@ -218,7 +219,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Route:
-    """Rows `[start, stop)` of this rank's part of a micro-batch that travel to or from `peer`."""
+    """Describes rows `[start, stop)` of this rank's part of a micro-batch that travel to or from `peer`."""
 
     peer: int
     start: int
@@ -226,7 +227,7 @@ class Route:
 
 
 def routes(own: tuple[int, int], other: Stage, samples: int) -> list[Route]:
-    """Return where a rank's rows `own` of a micro-batch of `samples` lie among the members of the stage `other`."""
+    """Return which members of the stage `other` hold a rank's rows `own` of a micro-batch of `samples`."""
     first, end = own
     found = []
     for peer, (low, high) in zip(other.ranks, other.rows(samples), strict=True):

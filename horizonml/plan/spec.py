@@ -1,4 +1,4 @@
-"""The part of a job that says how the work is spread over the ranks."""
+"""Defines the part of a job that says how the work is spread over the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ else:
 
 
 class StageSpec(Spec):
-    """One stage of an explicit plan."""
+    """Configures one stage of an explicit plan."""
 
     ranks: Annotated[list[int], Field(min_length=1)] = Field(description="The ranks that are members of the stage.")
     shares: list[float] | None = Field(
@@ -62,12 +62,12 @@ class StageSpec(Spec):
 
     @property
     def how(self) -> str | None:
-        """How the members agree, as far as the stage itself says."""
+        """Return how the members agree on gradients, or None if the stage leaves it open."""
         return "channels" if self.split == "channels" else self.sync
 
 
 class Parallel(Spec):
-    """How the work is spread over the ranks."""
+    """Configures how the work is spread over the ranks."""
 
     strategy: Strategy = Field(
         "single",
@@ -133,7 +133,7 @@ class Parallel(Spec):
         return self
 
     def _kind(self) -> str:
-        """Return what the strategy, or the explicit plan that overrides it, amounts to."""
+        """Return the kind of the strategy, or of the explicit plan that overrides it."""
         if self.stages is None:
             return self.strategy
         kinds = {"channels": "tensor", "horovod": "horovod", "horovod-fp16": "horovod"}
@@ -173,13 +173,13 @@ class Parallel(Spec):
         return self
 
     def min_world_size(self) -> int:
-        """Return the number of ranks without which the job cannot go on when others are lost."""
+        """Return the least number of ranks with which the job can go on when others are lost."""
         if self.stages is not None:
             return self.world_size()
         return 3 if self.strategy == "hybrid" else 1
 
     def world_size(self) -> int:
-        """Return the number of ranks that this job asks for when the environment does not say."""
+        """Return the number of ranks that this job asks for when the environment does not set it."""
         if self.stages is not None:
             return len({rank for stage in self.stages for rank in stage.ranks})
         return self.workers or (1 if self.strategy == "single" else 5)

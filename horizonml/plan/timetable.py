@@ -1,7 +1,7 @@
-"""An order of passes for ranks that hold any number of stages, by list scheduling.
+"""Orders passes for ranks that hold any number of stages, by list scheduling.
 
 As in 1F1B, a backward pass goes before a forward pass, and stage s of S holds at most `S - s` micro-batches. Under
-these bounds no order waits for itself: the last stage with a forward pass to do has its input, and room for it.
+these bounds no order deadlocks: the last stage with a forward pass to run has its input, and room for it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 from horizonml.plan.actions import Action, Kind, Lanes
 
-_SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}  # of a stage's passes, in any unit
-_Ends = list[list[float]]  # when a stage's passes end, by stage and micro-batch
+_SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}  # relative durations of a stage's passes
+_Ends = list[list[float]]  # when the passes of a stage end, by stage and micro-batch
 
 
 @functools.lru_cache(maxsize=1024)
 def timetable(lanes: Lanes, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the forward and backward passes of every lane, for stages that all take equally long."""
+    """Return the forward and backward passes of every lane, assuming that all stages take equally long."""
     stages = 1 + max(stage for held in lanes for stage in held)
     holding = [[lane for lane, held in enumerate(lanes) if stage in held] for stage in range(stages)]
     forward: _Ends = [[] for _ in range(stages)]
@@ -26,7 +26,7 @@ def timetable(lanes: Lanes, micro_batches: int) -> tuple[tuple[Action, ...], ...
     actions: list[list[Action]] = [[] for _ in lanes]
 
     def urgency(candidate: tuple[Action, float]) -> tuple[float, bool, int, int]:
-        """Order candidates: the soonest, backward before forward, of forward passes the later stage."""
+        """Return a sort key: the earliest first, backward before forward, and later stages first among the forward."""
         action, ready = candidate
         start = max(ready, *(free[lane] for lane in holding[action.stage]))
         is_forward = action.kind is Kind.FORWARD
@@ -43,7 +43,7 @@ def timetable(lanes: Lanes, micro_batches: int) -> tuple[tuple[Action, ...], ...
 
 
 def _candidates(forward: _Ends, backward: _Ends, micro_batches: int) -> Iterator[tuple[Action, float]]:
-    """Yield the next passes of all stages, each with the moment at which what it needs is there."""
+    """Yield the next passes of all stages, each with the time at which its inputs are available."""
     stages = len(forward)
     for stage in range(stages):
         micro = len(forward[stage])

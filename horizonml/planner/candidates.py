@@ -1,4 +1,7 @@
-"""Where the search begins: simple plans, and those of the dynamic programme for several orders of the devices."""
+"""Proposes plans from which the search begins: simple ones, and those of the dynamic programme.
+
+The dynamic programme runs for several orders of the devices.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Problem
 from horizonml.planner.programme import Programme
 
-_MOST_BLOCKS = 48  # devices that the dynamic programme tells apart
-_FEW_RANKS = 16  # for which every number of micro-batches is tried
-_MANY_RANKS = 200  # for which only two orders are tried
+_MOST_BLOCKS = 48  # blocks of devices that the dynamic programme distinguishes
+_FEW_RANKS = 16  # ranks, up to which every number of micro-batches is tried
+_MANY_RANKS = 200  # ranks, above which only two orders are tried
 
 
 def data_parallel(problem: Problem) -> Plan:
-    """Return the plan in which everybody holds all layers, with equal shares."""
+    """Return the plan in which every rank holds all layers, with equal shares."""
     ranks, constraints = tuple(range(problem.ranks)), problem.constraints
     sync = constraints.sync if problem.ranks > 1 else Sync.ALL_REDUCE
     return Plan((Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, sync),), constraints.schedules[0], 1)
 
 
 def equal_split(problem: Problem, micro_batches: int) -> Plan | None:
-    """Return the pipeline with the same number of layers for everybody; None with more ranks than layers."""
+    """Return the pipeline with as many layers for every rank, or None if there are more ranks than layers."""
     if problem.ranks > problem.layers:
         return None
     bounds = [problem.layers * rank // problem.ranks for rank in range(problem.ranks + 1)]
@@ -34,7 +37,7 @@ def equal_split(problem: Problem, micro_batches: int) -> Plan | None:
 
 
 def simple(evaluator: Evaluator) -> Iterator[Plan]:
-    """Yield plans that are good starting points whatever the devices, of those that the constraints allow."""
+    """Yield plans that are good starting points whatever the devices, among those that the constraints allow."""
     problem = evaluator.problem
     constraints, ranks = problem.constraints, list(range(problem.ranks))
     if constraints.stages is not None:
@@ -50,7 +53,7 @@ def simple(evaluator: Evaluator) -> Iterator[Plan]:
 
 
 def orders(evaluator: Evaluator) -> list[list[int]]:
-    """Return orders of the devices, of which consecutive ones form stages, as in Asteroid (MobiCom 2024, sec. 4.3)."""
+    """Return orders of the devices, in which neighbours form stages, as in Asteroid (MobiCom 2024, sec. 4.3)."""
     problem = evaluator.problem
     ranks = list(range(problem.ranks))
     if problem.constraints.ordered:
@@ -72,7 +75,7 @@ def orders(evaluator: Evaluator) -> list[list[int]]:
 
 
 def _blocks(evaluator: Evaluator) -> Iterator[list[list[int]]]:
-    """Yield orders of blocks of ranks, of which consecutive ones form stages."""
+    """Yield orders of blocks of ranks, in which consecutive blocks form stages."""
     problem = evaluator.problem
     constraints = problem.constraints
     if constraints.stages is not None:
@@ -85,7 +88,7 @@ def _blocks(evaluator: Evaluator) -> Iterator[list[list[int]]]:
 
 
 def candidates(evaluator: Evaluator) -> Iterator[Plan]:
-    """Yield good plans: every order of devices and number of micro-batches, several numbers of stages."""
+    """Yield good plans, over all orders of the devices, numbers of micro-batches and several numbers of stages."""
     problem, programme = evaluator.problem, Programme(evaluator)
     cuts = problem.constraints.cuts
     counts = problem.micro_batches if problem.ranks <= _FEW_RANKS else problem.micro_batches[::3]

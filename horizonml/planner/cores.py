@@ -1,4 +1,4 @@
-"""How fast ranks compute, moment by moment: those that share a quota, and containers that share a machine."""
+"""Models how fast ranks compute over time when they share a quota, or when their containers share a machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from horizonml.planner.hardware import Host
 
 _EPSILON = 1e-12
-_QUOTA_PERIOD = 0.1  # seconds; Linux's default, and that of Docker and Kubernetes
+_QUOTA_PERIOD = 0.1  # seconds; the default of Linux, Docker and Kubernetes
 
 
 @dataclass
 class Cores:
-    """What a host may use, its ranks that compute now, and the work that each has left.
+    """Models the cores that a host may use, its ranks that compute now, and the work that each has left.
 
-    Less than a core is a quota: a container may use a whole core until its allowance is used up, which grows all the
-    time, but never beyond what a period of the quota grants.
+    A host with less than one core has a quota: its container may use a whole core until its allowance is used up. The
+    allowance grows continuously, but never beyond what one period of the quota grants.
     """
 
     number: int
@@ -25,18 +25,18 @@ class Cores:
     dedicated: bool  # to a single rank, which always computes at full speed
     allowance: float = 0.0  # seconds of a core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
-    version: int = 0  # counts changes of speed, so that older forecasts can be told
+    version: int = 0  # counts changes of speed, so that outdated forecasts can be recognised
 
     @property
     def wanted(self) -> float:
-        """How many cores its ranks would use now."""
+        """Return how many cores the host's ranks would use now."""
         if not self.left:
             return 0.0
         return min(len(self.left), 1.0 if self.cores < 1 and self.allowance > 0 else self.cores)
 
     @property
     def next_change(self) -> float:
-        """How many seconds pass until the first of its ranks is through, or its allowance is used up."""
+        """Return the seconds until the first of the host's ranks finishes, or its allowance is used up."""
         used = self.wanted * self.machine.share
         soonest = min(self.left.values()) * len(self.left) / used
         if self.cores < 1 and self.allowance > 0 and used > self.cores:
@@ -46,7 +46,7 @@ class Cores:
 
 @dataclass
 class Machine:
-    """A physical machine and the hosts on it."""
+    """Describes a physical machine and the hosts on it."""
 
     cores: float
     hosts: list[Cores] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Machine:
 
     @property
     def share(self) -> float:
-        """What part of the cores that its hosts want they get."""
+        """Return the fraction that the hosts get of the cores that they want."""
         wanted = sum(host.wanted for host in self.hosts)
         return min(1.0, self.cores / wanted) if wanted else 1.0
 
     def advance(self, now: float) -> None:
-        """Let all hosts work until the moment `now`."""
+        """Let all hosts work until the time `now`."""
         passed, share = now - self.now, self.share
         for host, used in [(host, host.wanted * share) for host in self.hosts]:
             for rank in host.left:
@@ -71,7 +71,7 @@ class Machine:
 
 
 def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
-    """Return the hosts at the beginning of a step; those with the same name of a machine share its cores."""
+    """Return the hosts at the beginning of a step; hosts that name the same machine share its cores."""
     machines: dict[str, Machine] = {}
     made = []
     for number, (host, allowance) in enumerate(zip(hosts, allowances, strict=True)):

@@ -1,6 +1,7 @@
-"""What the parts of a step cost: the only formulas that the search and the simulation predict by.
+"""Predicts what the parts of a step cost; the search and the simulation use no other formulas.
 
-Seconds of layers, of messages between stages, of sums of gradients and of updates; and bytes of memory.
+The costs are the seconds of layers, of messages between stages, of sums of gradients and of updates, and the bytes of
+memory.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _HALF = (Sync.FP16, Sync.HOROVOD_FP16)
 
 
 class LayerTimes:
-    """Seconds of consecutive layers on each rank's device, on a core of its own. What was asked for once is kept."""
+    """Predicts the seconds of consecutive layers on each rank's device, on a dedicated core, and caches them."""
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
-        """`profiles[r]` is that of rank r's device; ranks with the same one share what is kept."""
+        """Prepare predictions from `profiles[r]`, that of rank r's device; ranks with the same one share the cache."""
         first: dict[int, int] = {}
         self._profiles = profiles
         self._alike = [first.setdefault(id(profile), rank) for rank, profile in enumerate(profiles)]
@@ -37,7 +38,7 @@ class LayerTimes:
         return forward[stop] - forward[start], backward[stop] - backward[start]
 
     def sums(self, rank: int, rows: int) -> tuple[list[float], list[float]]:
-        """Return the seconds forward and backward of the first 0, 1, ... layers, for `rows` samples."""
+        """Return the forward and backward seconds of the first 0, 1, ... layers for `rows` samples."""
         key = self._alike[rank], rows
         if key not in self._known:
             profile = self._profiles[rank]
@@ -49,19 +50,19 @@ class LayerTimes:
 
 
 def message_bytes(profile: Profile, stop: int, send: str) -> float:
-    """Return the bytes per sample that the stage that ends before layer `stop` sends in the format `send`."""
+    """Return the bytes per sample that the stage before layer `stop` sends in the format `send`."""
     return profile.layers[stop - 1].output_bytes * FORMATS[send]
 
 
 def message_work(profile: Profile, stop: int, send: str, rows: int, messages: int) -> float:
-    """Return the processor's seconds to send or receive `rows` samples in so many messages, coding included."""
+    """Return the processor's seconds to send or receive `rows` samples in `messages` messages, including coding."""
     size = rows * profile.layers[stop - 1].output_bytes
     coding = size * profile.codec_seconds_per_byte.get(send, 0.0)
     return messages * profile.message_seconds + coding + size * FORMATS[send] * profile.transfer_seconds_per_byte
 
 
 def fastest_format(problem: Problem, sender: int, receiver: int) -> str:
-    """Return the format in which a byte of float32 gets from one rank to another soonest, coding included."""
+    """Return the format in which a byte of float32 travels fastest from one rank to another, including coding."""
     formats = problem.constraints.formats
     if len(formats) == 1 or sender == receiver:
         return formats[0]
@@ -71,7 +72,7 @@ def fastest_format(problem: Problem, sender: int, receiver: int) -> str:
 
 
 def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
-    """Return what members sum of the gradients of layers `start` to `stop - 1`, compression included, in bytes."""
+    """Return the bytes of gradients of layers `start` to `stop - 1` that members sum, after compression."""
     if sync is Sync.POWERSGD and problem.powersgd_bytes:
         return float(sum(problem.powersgd_bytes[start:stop]))
     size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[start:stop])
@@ -79,15 +80,15 @@ def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
 
 
 def ring_seconds(members: int, size: Size, link: Link) -> Size:
-    """Return how long a ring of so many members takes to sum `size` bytes, if `link` is its slowest link."""
+    """Return the seconds that a ring of `members` takes to sum `size` bytes if `link` is its slowest link."""
     return 2 * (members - 1) * link.seconds(size / members)
 
 
 def all_reduce_seconds(problem: Problem, ranks: Sequence[int], size: float) -> float:
-    """Return how long `ranks` take to sum `size` bytes along a ring.
+    """Return the seconds that `ranks` take to sum `size` bytes along a ring.
 
-    Its slowest link decides, or its slowest processor, for every member sends and receives nearly all of it twice. A
-    link within a machine is its processor's work, too, which its other ranks then have to wait for.
+    The slowest link or the slowest processor decides, because every member sends and receives nearly all of the bytes
+    twice. A link within a machine is also work for its processor, for which the machine's other ranks have to wait.
     """
     count = len(ranks)
     if count == 1:
@@ -106,7 +107,7 @@ def all_reduce_seconds(problem: Problem, ranks: Sequence[int], size: float) -> f
 
 @dataclass(frozen=True)
 class LastBackward:
-    """When a member computes the last gradients of its stage, in seconds since the step began."""
+    """Tells when a member computes the last gradients of its stage, in seconds since the step began."""
 
     begin: float = 0.0
     end: float = 0.0
@@ -115,13 +116,13 @@ class LastBackward:
 def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], free: float) -> float:
     """Return when the gradients of a stage are summed: bucket by bucket, each once all members have its gradients.
 
-    `last[i]` is that of the stage's i-th member; before `free` the members are busy with another sum.
+    `last[i]` is the last backward pass of the stage's i-th member; before `free` the members are busy with another sum.
     """
     profile, span = problem.profiles[stage.ranks[0]], range(stage.start, stage.stop)
     done = max(one.end for one in last)
     if len(stage.ranks) == 1:
         return done
-    # How far through its last backward pass a member is when a layer's gradients are there; the same for all of them.
+    # How far through its last backward pass a member is when a layer's gradients are ready; the same for all members.
     times = [profile.layers[layer].backward[-1] for layer in span]
     total, at = max(sum(times), 1e-12), free
     limit = float("inf") if stage.sync is Sync.POWERSGD else BUCKET_BYTES
@@ -141,7 +142,7 @@ def parameter_bytes(profile: Profile, stage: Stage) -> int:
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:
     """Return the bytes of parameters, gradients, optimizer state and activations that each rank needs.
 
-    `lists[r]` are the actions of rank r in a step of a full batch; ranks of one lane may share a list.
+    `lists[r]` are the actions of rank r in a step with a full batch; ranks of one lane may share a list.
     """
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
     kept: dict[int, dict[int, int]] = {rank: {} for rank in lists}  # bytes of a micro-batch, by rank and stage

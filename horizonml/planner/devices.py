@@ -1,4 +1,4 @@
-"""A cluster on paper: devices and links from a YAML file, to plan for without having them at hand.
+"""Reads and writes YAML files of devices and links, so that you can plan for a cluster that you do not have at hand.
 
 ```yaml
 latency: 1ms
@@ -60,7 +60,7 @@ class _Section(BaseModel):
 
 
 class Device(_Section):
-    """One device, or several alike."""
+    """Describes one device, or several identical ones."""
 
     name: PlainName
     count: int = Field(1, ge=1, le=_MOST_DEVICES)
@@ -78,7 +78,7 @@ class Device(_Section):
 
 
 class DeviceLink(_Section):
-    """A link between two devices, which are named."""
+    """Describes a link between two named devices."""
 
     between: Annotated[list[str], Field(min_length=2, max_length=2)]
     bandwidth: Rate
@@ -86,7 +86,7 @@ class DeviceLink(_Section):
 
 
 class Cluster(_Section):
-    """The devices of a cluster and what connects them."""
+    """Describes the devices of a cluster and what connects them."""
 
     devices: Annotated[list[Device], Field(min_length=1)]
     bandwidth: Rate = 125e6
@@ -95,7 +95,7 @@ class Cluster(_Section):
 
     @property
     def names(self) -> list[str]:
-        """The name of every rank's device; several of a kind are numbered."""
+        """Return the name of every rank's device; identical devices are numbered."""
         return [
             device.name if device.count == 1 else f"{device.name}-{number}"
             for device in self.devices
@@ -104,7 +104,7 @@ class Cluster(_Section):
 
     @property
     def ranks(self) -> list[Device]:
-        """The kind of device of every rank."""
+        """Return the kind of device of every rank."""
         return [device for device in self.devices for _ in range(device.count)]
 
     def hosts(self) -> list[Host]:
@@ -129,8 +129,8 @@ class Cluster(_Section):
     def profiles(self, base: Callable[[], Profile], layers: Sequence[str], folder: Path = Path()) -> list[Profile]:
         """Return every rank's profile of a model with these layers. Raises JobError.
 
-        It comes from the device's file in `folder`, or from `base`, which is asked only if a device has none; and it is
-        made slower or faster as the device's speed says.
+        A profile comes from the device's file in `folder`, or from `base`, which is called only if a device has no
+        file. It is scaled by the device's speed.
         """
         made, here = {}, None
         for device in self.devices:
@@ -143,7 +143,7 @@ class Cluster(_Section):
 
 
 def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
-    """Write a profile as YAML for people: seconds by micro-batch size, and bytes. Raises OSError."""
+    """Write a profile as YAML for people, with seconds by micro-batch size, and bytes. Raises OSError."""
     layers = [
         {
             "name": layer.name,
@@ -172,9 +172,9 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
 def write_cluster(
     folder: Path, names: Sequence[str], hosts: Sequence[Host], network: Network, profiles: Sequence[Profile]
 ) -> Path:
-    """Write what was measured as a file of devices in `folder`, beside a profile for each machine; return its path.
+    """Write measurements as a file of devices in `folder`, beside a profile for each machine; return the file's path.
 
-    `names[r]` is the machine of rank r; ranks that share one become devices with a part of its cores each. Raises
+    `names[r]` is the machine of rank r; ranks that share a machine become devices with a part of its cores each. Raises
     OSError.
     """
     machine = {rank: host for host in hosts for rank in host.ranks}
@@ -211,7 +211,7 @@ def write_cluster(
 
 
 def read_profile(path: Path, names: Sequence[str]) -> Profile:
-    """Read a profile that `write_profile` wrote, of a model with layers of these names. Raises JobError."""
+    """Read a profile that `write_profile` wrote, for a model with layers of these names. Raises JobError."""
     content = read_yaml(path, "`horizonml profile JOB --out FILE` writes one", text_keys=False)
     try:
         layers = tuple(
@@ -242,7 +242,7 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
 
 
 def _check_profile(profile: Profile) -> None:
-    """Raise ValueError for values that cannot have been measured."""
+    """Raise ValueError if the profile has values that cannot have been measured."""
     for layer in profile.layers:
         if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
             raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")

@@ -1,4 +1,4 @@
-"""Makes plans for a problem and judges them, and keeps what it has computed."""
+"""Makes plans for a problem, judges them, and caches what it has computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from horizonml.planner.cost import LayerTimes, fastest_format
 from horizonml.planner.problem import Problem
 from horizonml.planner.simulate import Prediction, predict
 
-_NO_ROWS = 1e-9  # the share of a member without samples: so small that it gets none
-_MOST_REFINED = 64  # members whose shares are improved sample by sample
+_NO_ROWS = 1e-9  # the share of a member without samples, small enough that it gets none
+_MOST_REFINED = 64  # up to how many members shares are improved sample by sample
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what it is predicted to cost."""
+    """Pairs a plan with its predicted cost."""
 
     plan: Plan
     prediction: Prediction
@@ -25,17 +25,17 @@ class Candidate:
 
     @property
     def cost(self) -> tuple[bool, float, float]:
-        """What makes one better than another: that it can run; that nobody lacks memory, or less of it; its speed."""
+        """Return a sort key: whether the plan cannot run, the largest lack of memory, and the seconds of a step."""
         return self.too_few_rows, max(self.prediction.lacking.values(), default=0.0), self.prediction.seconds
 
     @property
     def usable(self) -> bool:
-        """Whether ranks can train by this plan."""
+        """Return whether ranks can train with this plan."""
         return self.prediction.fits and not self.too_few_rows
 
 
 def judge(problem: Problem, plan: Plan) -> Candidate:
-    """Return what a plan is predicted to cost. Where there are many of them, an `Evaluator` is faster."""
+    """Return a plan with its predicted cost; an `Evaluator` is faster for many plans."""
     return Evaluator(problem).judge(plan)
 
 
@@ -43,7 +43,7 @@ class Evaluator:
     """Makes and judges plans for one problem; `evaluations` counts the simulations."""
 
     def __init__(self, problem: Problem) -> None:
-        """The problem's constraints decide on shares and formats of the plans that are made."""
+        """Prepare for a problem, whose constraints decide on the shares and formats of the plans that are made."""
         self.problem, self.evaluations = problem, 0
         self.times = LayerTimes(problem.profiles)
         one_profile = problem.constraints.one_profile
@@ -53,7 +53,7 @@ class Evaluator:
         self._totals: dict[tuple[int, int], list[float]] = {}
 
     def judge(self, plan: Plan) -> Candidate:
-        """Return what a plan is predicted to cost."""
+        """Return a plan with its predicted cost."""
         if plan not in self._judged:
             self.evaluations += 1
             prediction = predict(self.problem, plan, self.times)
@@ -72,7 +72,7 @@ class Evaluator:
         )
 
     def totals(self, rank: int, rows: int) -> list[float]:
-        """Return the seconds of both passes of the first 0, 1, ... layers, a rank's share of the cores included."""
+        """Return the seconds of both passes of the first 0, 1, ... layers, given the rank's share of the cores."""
         if (rank, rows) not in self._totals:
             factor = self.problem.oversubscription[rank]
             pairs = zip(*self._cut_by.sums(rank, rows), strict=True)
@@ -80,19 +80,19 @@ class Evaluator:
         return self._totals[rank, rows]
 
     def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
-        """Return the seconds of both passes of layers `start` to `stop - 1`, a rank's share of the cores included."""
+        """Return the seconds of both passes of layers `start` to `stop - 1`, given the rank's share of the cores."""
         if rows == 0:
             return 0.0
         totals = self.totals(rank, rows)
         return totals[stop] - totals[start]
 
     def slowest(self, stage: Stage, rows: int) -> float:
-        """Return the seconds of both passes of the stage's slowest member, for a micro-batch of so many rows."""
+        """Return the seconds of both passes of the stage's slowest member, for a micro-batch of `rows` samples."""
         members = zip(stage.ranks, stage.rows(rows), strict=True)
         return max(self.seconds(rank, stage.start, stage.stop, end - first) for rank, (first, end) in members)
 
     def stage(self, start: int, stop: int, ranks: Sequence[int], micro_batches: int) -> Stage:
-        """Return a stage of `ranks`, in their order; if shares are free, they let the members finish together."""
+        """Return a stage of `ranks`, in their order; free shares are chosen so that the members finish together."""
         key = (start, stop, tuple(ranks), -(-self.problem.batch_size // micro_batches))
         if key not in self._stages:
             ordered = self.problem.constraints.ordered
@@ -102,7 +102,7 @@ class Evaluator:
         return self._stages[key]
 
     def _share_out(self, start: int, stop: int, ranks: Sequence[int], rows: int) -> list[float]:
-        """Return each rank's rows: in proportion to its speed, then moved from the slowest while that helps."""
+        """Return each rank's rows, first in proportion to its speed, then moved from the slowest while that helps."""
         if len(ranks) == 1:
             return [1.0]
         fair = max(1, rows // len(ranks))
@@ -114,7 +114,7 @@ class Evaluator:
             self._refine(start, stop, ranks, own)
         least = self.problem.profiles[0].least_rows
         for place, count in enumerate(own):
-            if 0 < count < least:  # better none
+            if 0 < count < least:  # fewer than the least: none is better
                 own[max(range(len(own)), key=own.__getitem__)] += count
                 own[place] -= count
         return [float(count) if count else _NO_ROWS for count in own]
@@ -136,9 +136,9 @@ class Evaluator:
     def plan(
         self, cuts: Sequence[int], groups: Sequence[Sequence[int]], micro_batches: int, schedule: str | None = None
     ) -> Plan:
-        """Return a plan whose stages begin at layer 0 and at the `cuts`, and send what takes least time.
+        """Return a plan whose stages begin at layer 0 and at the `cuts`, with the formats that take the least time.
 
-        What the constraints fix of its stages stays. `schedule` is by default the first one that is allowed.
+        What the constraints fix of its stages stays. `schedule` defaults to the first one that is allowed.
         """
         bounds, constraints = [0, *cuts, self.problem.layers], self.problem.constraints
         stages = [

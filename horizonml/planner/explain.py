@@ -1,4 +1,4 @@
-"""Why a plan is as it is: its stages as a table, what a step's time goes to, and how simpler plans compare."""
+"""Explains a plan: its stages as a table, what the time of a step goes to, and how simpler plans compare."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from horizonml.planner.search import search
 from horizonml.text import count, human_bytes, human_seconds
 
 _AS_GOOD_AS_NOTHING = 0.02  # of a step
-_MOST_OF_THE_TIME = 0.5  # a layer that takes more than this leaves little to share out
+_MOST_OF_THE_TIME = 0.5  # a layer that takes more than this part leaves little to share out
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a plan, for people."""
+    """Describes one rank of a plan, for people."""
 
     stage: str
     layers: str
@@ -35,7 +35,7 @@ class Row:
 
 
 def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: Sequence[str]) -> list[Row]:
-    """Return the plan's table: for every stage a line for each of its members."""
+    """Return the table of a plan, with a row for each member of each stage."""
     plan, prediction = found.plan, found.prediction
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
     table = []
@@ -62,13 +62,13 @@ def rows(problem: Problem, found: Candidate, names: Sequence[str], layer_names: 
 
 
 def explain_parts(found: Candidate) -> str:
-    """Return what a step's time consists of, in its order."""
+    """Return what the time of a step consists of, in its order."""
     parts = {name: seconds for name, seconds in found.prediction.parts.items() if seconds >= 5e-4}
     return ", then ".join(f"{human_seconds(seconds)} {name}" for name, seconds in parts.items())
 
 
 def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
-    """Return what the step waits for most, in a sentence."""
+    """Return a sentence about what the step waits for most."""
     plan, seconds = found.plan, found.prediction.seconds
     busiest = max(found.prediction.busy, key=lambda rank: _busy(problem, found, rank))
     shares = {f"{_who(names, busiest)} computes": _busy(problem, found, busiest)}
@@ -90,7 +90,7 @@ def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
 
 
 def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
-    """Return why the plan is as it is: what would travel otherwise, what is compressed, who has nothing to do."""
+    """Return sentences on why the plan is as it is: what would travel otherwise, what is compressed, who is idle."""
     plan, lines = found.plan, []
     everything = synced_bytes(problem, problem.constraints.sync, 0, problem.layers)
     if len(plan.stages) > 1:
@@ -136,12 +136,12 @@ def _who(names: Sequence[str], rank: int) -> str:
 
 
 def _busy(problem: Problem, found: Candidate, rank: int) -> float:
-    """Return the share of a step in which a rank computes, above 1 where it cannot get the cores for that."""
+    """Return the share of a step in which a rank computes; it is above 1 where the rank lacks the cores for that."""
     return problem.oversubscription[rank] * found.prediction.busy[rank] / found.prediction.seconds
 
 
 def _slowest(problem: Problem, one: Stage, other: Stage) -> float:
-    """Return the least bandwidth between members of two stages, infinite if all of it stays on one rank."""
+    """Return the least bandwidth between members of two stages; it is infinite if all data stays on one rank."""
     links = (problem.network.between(a, b) for a in one.ranks for b in other.ranks if a != b)
     return min((link.bandwidth for link in links), default=math.inf)
 
@@ -151,7 +151,7 @@ def _mbit(bandwidth: float) -> str:
 
 
 def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]:
-    """Return simpler plans: data parallelism, an equal split of the layers, the best device alone."""
+    """Return simpler plans: data parallelism, an equal split of the layers, and the best single device."""
     evaluator = Evaluator(problem)
     found = {"ddp, equal shares": evaluator.judge(data_parallel(problem))}
     splits = [plan for number in problem.micro_batches if (plan := equal_split(problem, number)) is not None]
@@ -171,7 +171,7 @@ def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]
 
 
 def shortage(problem: Problem, found: Candidate, names: Sequence[str]) -> str | None:
-    """Return why a plan cannot be trained by: which device lacks how many bytes, or samples; None if it can."""
+    """Return which device lacks how many bytes or samples for a plan, or None if the plan can be used."""
     short = found.prediction.lacking
     if not short:
         if not found.too_few_rows:
@@ -196,7 +196,7 @@ def shortage(problem: Problem, found: Candidate, names: Sequence[str]) -> str | 
 
 
 def remedy(problem: Problem, found: Candidate) -> str:
-    """Return the nearest change with which a plan that cannot be trained by could be."""
+    """Return the smallest change that would make an unusable plan usable."""
     if min(problem.memory.values()) < 0:
         return (
             "The processes alone take more memory than there is: fewer ranks on a machine, or more memory, are needed."
@@ -223,9 +223,9 @@ def remedy(problem: Problem, found: Candidate) -> str:
 
 
 def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer_name: str) -> str | None:
-    """Return a sentence about the largest `layer` if it leaves little for other stages to do; else None.
+    """Return a sentence about the largest `layer` if it leaves little for other stages to do, or None.
 
-    `skip` is the connection within it that keeps it together, as `Chain.skip` tells it.
+    `skip` is the connection within the layer that prevents a cut, as returned by `Chain.skip`.
     """
     profile = problem.profiles[0]
     times = [sum(profile.seconds(index, profile.sizes[-1])) for index in range(problem.layers)]
@@ -242,12 +242,12 @@ def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer
 
 
 def largest_layer(profile: Profile) -> int:
-    """Return the layer that takes most time."""
+    """Return the layer that takes the most time."""
     return max(range(len(profile.layers)), key=lambda layer: sum(profile.seconds(layer, profile.sizes[-1])))
 
 
 def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
-    """Return how much faster, or slower, the plan is than simpler ones."""
+    """Return how much faster or slower the plan is than simpler ones."""
     lines = []
     for name, other in alternatives(problem, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds

@@ -1,4 +1,4 @@
-"""Machines and the network between ranks, as plans are made for them."""
+"""Describes the machines and the network between ranks, as the planner sees them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-Size = TypeVar("Size", float, "np.ndarray")  # bytes, of one thing or of many
+Size = TypeVar("Size", float, "np.ndarray")  # bytes, one value or many
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine or a container: the ranks on it, its cores, and the memory that each of its ranks may use, in bytes.
+    """Describes a machine or a container: its ranks, its cores, and the memory that each rank may use, in bytes.
 
-    Containers with the same `machine` share its `machine_cores`; with none, a host is a machine of its own.
+    Containers with the same `machine` share its `machine_cores`; a host without `machine` is a machine by itself.
     """
 
     ranks: tuple[int, ...]
@@ -27,27 +27,27 @@ class Host:
 
     @property
     def oversubscription(self) -> float:
-        """How many times as long a rank computes while all ranks of the host do, at least 1."""
+        """Return the factor, at least 1, by which a rank computes longer while all ranks of the host compute."""
         return max(1.0, len(self.ranks) / self.cores)
 
 
 class Link(NamedTuple):
-    """What connects two ranks, in one direction."""
+    """Describes the connection from one rank to another."""
 
     latency: float  # seconds
     bandwidth: float  # bytes per second
 
     def seconds(self, size: Size) -> Size:
-        """Return how long a message of `size` bytes is on its way."""
+        """Return the seconds that a message of `size` bytes takes."""
         return self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links between all ranks: latency in seconds, bandwidth in bytes per second.
+    """Describes the links between all ranks: latency in seconds, bandwidth in bytes per second.
 
     `access[r]` is the bandwidth of rank r's own link where that is less; `pairs[a, b]` is (latency, bandwidth) from a
-    to b where it differs from all that.
+    to b where it differs from both.
     """
 
     latency: float

@@ -1,4 +1,4 @@
-"""Small changes of a plan: a cut, a device at a boundary, the number of micro-batches."""
+"""Proposes small changes of a plan: to a cut, to a device at a boundary, or to the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
 
-_FEW_RANKS = 16  # with which every device may move anywhere
-_MANY_RANKS = 200  # with which none does
+_FEW_RANKS = 16  # ranks, up to which every device may move anywhere
+_MANY_RANKS = 200  # ranks, above which no device moves
 
 Groups = list[list[int]]
-_Make = Callable[[list[int], Groups, int], Plan]  # a plan by its cuts, groups and micro-batches
+_Make = Callable[[list[int], Groups, int], Plan]  # makes a plan from its cuts, groups and micro-batches
 
 
 def moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
-    """Yield plans that differ from this one a little, of those that the constraints allow."""
+    """Yield plans that differ a little from this one, among those that the constraints allow."""
     problem = evaluator.problem
     constraints = problem.constraints
     cuts, groups = [stage.start for stage in plan.stages[1:]], [list(stage.ranks) for stage in plan.stages]
@@ -53,15 +53,15 @@ def moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
 
 
 def _place(evaluator: Evaluator, plan: Plan) -> int:
-    """Return which of the allowed numbers of micro-batches a plan has."""
+    """Return the position of a plan's number of micro-batches among the allowed numbers."""
     counts = evaluator.problem.micro_batches
     return counts.index(plan.micro_batches) if plan.micro_batches in counts else 0
 
 
 def _slid(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which some consecutive stages keep their numbers of layers, and only those around them change.
+    """Yield plans in which some consecutive stages keep their sizes, and only the stages around them change.
 
-    What a rank with several stages has to do in all does not change with one cut alone.
+    One cut alone does not change the total work of a rank with several stages.
     """
     for first, end in itertools.combinations(range(len(cuts) + 1), 2):
         for by in (-2, -1, 1, 2):
@@ -80,14 +80,14 @@ def _moved(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, ma
             others[target] = [*others[target], rank]
             if others[source]:
                 yield make(cuts, others, plan.micro_batches)
-            else:  # its stage ends with it: the neighbour takes the layers
+            else:  # its stage disappears, and the neighbour takes the layers
                 gone = source if source < len(cuts) else source - 1
                 left = [cut for index, cut in enumerate(cuts) if index != gone]
                 yield make(left, [group for group in others if group], plan.micro_batches)
 
 
 def _exchanged(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which two stages, or two of their devices, change places."""
+    """Yield plans in which two stages, or two of their devices, are exchanged."""
     counts, place = evaluator.problem.micro_batches, _place(evaluator, plan)
     for one, other in itertools.combinations(range(len(groups)), 2):
         exchanged = list(groups)
@@ -102,7 +102,7 @@ def _exchanged(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups
 
 
 def _split(evaluator: Evaluator, plan: Plan, cuts: list[int], groups: Groups, make: _Make) -> Iterator[Plan]:
-    """Yield plans in which one device of a stage forms a new one, with some of its layers."""
+    """Yield plans in which one device of a stage forms a new stage with some of its layers."""
     if evaluator.problem.ranks > _FEW_RANKS:
         return
     for number, group in enumerate(groups):

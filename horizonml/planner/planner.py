@@ -1,4 +1,4 @@
-"""Makes the plan that a job asks for. What the job leaves open is chosen by predicted step time."""
+"""Makes the plan that a job asks for, choosing what the job leaves open by the predicted step time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def needs_profile(parallel: Parallel, world_size: int) -> bool:
 
 
 def measures_every_device(parallel: Parallel) -> bool:
-    """Return whether the plan follows what every device measures; otherwise rank 0's profile stands for all."""
+    """Return whether the plan uses measurements of every device; otherwise rank 0's profile stands for all."""
     return not constraints_of(parallel).one_profile
 
 
@@ -58,7 +58,7 @@ def problem_for(
     last_batch: int = 0,
     powersgd_bytes: Sequence[int] = (),
 ) -> Problem:
-    """Return what a job leaves open to the search, with a profile for every rank; the rest is as for `Problem`."""
+    """Return what a job leaves open to the search, with a profile for every rank; see `Problem` for the rest."""
     return Problem(
         profiles,
         hosts,
@@ -74,7 +74,7 @@ def problem_for(
 def choose(job: Job, problem: Problem) -> Candidate:
     """Return the fastest predicted plan of the kind that the job asks for, among those that fit into memory.
 
-    If no plan fits, the one that comes nearest. Raises PlanError if the model has too few layers.
+    If no plan fits, return the one that comes nearest. Raises PlanError if the model has too few layers.
     """
     constraints, layers = problem.constraints, problem.layers
     needed = fewest = constraints.fewest_stages(problem.ranks)
@@ -86,5 +86,5 @@ def choose(job: Job, problem: Problem) -> Candidate:
             "fewer workers, or strategy hybrid or ddp"
         )
     if constraints.cuts is not None:
-        fixed_plan(job, layers, problem.ranks)  # which names the stage that does not fit the model
+        fixed_plan(job, layers, problem.ranks)  # raises PlanError, which names the stage that does not fit the model
     return search(problem)

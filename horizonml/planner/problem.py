@@ -1,4 +1,4 @@
-"""The planner's problem as data: devices, links, a model, and the constraints on the plans that may be made."""
+"""Defines the planner's problem: devices, links, a model, and the constraints on plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48,
 
 @dataclass(frozen=True)
 class FixedStage:
-    """What a job says of a stage: its ranks and their shares, and possibly its layers `(start, stop)`."""
+    """Holds what a job says about a stage: its ranks, their shares, and possibly its layers `(start, stop)`."""
 
     ranks: tuple[int, ...]
     shares: tuple[float, ...]
@@ -26,19 +26,19 @@ class FixedStage:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What plans may be like. By default a plan may be anything.
+    """Constrains the plans that may be made; by default every plan is allowed.
 
     `ordered` plans give consecutive ranks to consecutive stages, and equal shares to the members of a stage. `formats`
-    are those that may travel between stages, the most precise first. A schedule other than the first one is chosen
-    only for a gain that is worth it.
+    are those that may travel between stages, the most precise first. A schedule other than the first is chosen only for
+    a gain that is worth it.
     """
 
     least_stages: int = 1
     most_stages: int | None = None
     most_members: int | None = None  # of a stage
-    replicated: bool = False  # whether some stage needs several members
+    replicated: bool = False  # whether some stage must have several members
     ordered: bool = False
-    one_profile: bool = False  # whether layers are cut by the profile of rank 0's device, whatever the others are
+    one_profile: bool = False  # whether cuts follow rank 0's profile, whatever the other devices are
     stages: tuple[FixedStage, ...] | None = None
     micro_batches: tuple[int, ...] = MICRO_BATCHES
     formats: tuple[str, ...] = ("fp32",)
@@ -47,19 +47,19 @@ class Constraints:
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
-        """The layers at which stages begin, the first one excepted; None if the planner may choose them."""
+        """Return the layers at which stages begin, except the first, or None if the planner may choose them."""
         if self.stages is None or any(stage.layers is None for stage in self.stages):
             return () if self.stages is not None and len(self.stages) == 1 else None
         return tuple(stage.layers[0] for stage in self.stages[1:] if stage.layers is not None)
 
     def fewest_stages(self, ranks: int) -> int:
-        """Return how many stages a plan for so many ranks has at least."""
+        """Return the fewest stages that a plan for `ranks` ranks has."""
         if self.stages is not None:
             return len(self.stages)
         return max(self.least_stages, -(-ranks // self.most_members) if self.most_members else 1)
 
     def highest_stages(self, ranks: int, layers: int) -> int:
-        """Return how many stages a plan for so many ranks and layers has at most."""
+        """Return the most stages that a plan for `ranks` ranks and `layers` layers has."""
         if self.stages is not None:
             return len(self.stages)
         return min(self.most_stages or ranks, ranks - self.replicated, layers)
@@ -67,9 +67,9 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Problem:
-    """Devices, links and a model, for which plans are made, and the constraints on these.
+    """Describes the devices, links and model for which plans are made, and the constraints on the plans.
 
-    `profiles[r]` is that of rank r's device. `optimizer_copies` says how many numbers the optimizer keeps per
+    `profiles[r]` is the profile of rank r's device. `optimizer_copies` is how many numbers the optimizer keeps per
     parameter: 1 for momentum SGD, 2 for Adam, 0 for plain SGD. `last_batch` is the size of an epoch's last batch where
     that is smaller than `batch_size`, else 0. `powersgd_bytes[l]` is what PowerSGD sends of layer l's gradients; it is
     needed only where a stage may use PowerSGD.
@@ -86,25 +86,25 @@ class Problem:
 
     @property
     def layers(self) -> int:
-        """The number of layers of the model."""
+        """Return the number of layers of the model."""
         return len(self.profiles[0].layers)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.profiles)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The numbers of micro-batches that a plan may have."""
+        """Return the numbers of micro-batches that a plan may have."""
         return tuple(number for number in self.constraints.micro_batches if number <= self.batch_size)
 
     @functools.cached_property
     def oversubscription(self) -> dict[int, float]:
-        """How many times as long a rank computes because it shares its host's cores, by rank."""
+        """Return the factor by which each rank computes longer because it shares its host's cores."""
         return {rank: host.oversubscription for host in self.hosts for rank in host.ranks}
 
     @functools.cached_property
     def memory(self) -> dict[int, float]:
-        """The bytes that each rank may use."""
+        """Return the bytes that each rank may use."""
         return {rank: host.memory for host in self.hosts for rank in host.ranks}

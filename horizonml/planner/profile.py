@@ -1,6 +1,6 @@
-"""A profile: how long each layer takes on a device, and how much memory it needs, at several micro-batch sizes.
+"""Defines the profile of a device: the time and memory that each layer takes at several micro-batch sizes.
 
-Plain data; `profiling.measure` makes one.
+This module is plain data; `profiling.measure` makes profiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer. `forward[i]` and `backward[i]` are seconds for a micro-batch of `Profile.sizes[i]` samples."""
+    """Describes one layer; `forward[i]` and `backward[i]` are seconds for `Profile.sizes[i]` samples."""
 
     name: str
     forward: tuple[float, ...]
@@ -24,28 +24,28 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """All layers of a model on one device."""
+    """Describes all layers of a model on one device."""
 
     device: str
     sizes: tuple[int, ...]
     update_seconds_per_byte: float
     layers: tuple[LayerProfile, ...]
     codec_seconds_per_byte: dict[str, float] = field(default_factory=dict)
-    """Seconds to encode or to decode a byte of float32 for a link, by format."""
+    """The seconds to encode or decode a byte of float32 for a link, by format."""
     message_seconds: float = 0.0
-    """Seconds of the processor to send or to receive a message; 0 if no link was measured."""
+    """The processor's seconds to send or receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: float = 0.0
-    """Seconds of the processor for each byte of a message."""
+    """The processor's seconds for each byte of a message."""
     least_rows: int = 1
-    """2 if a layer cannot train on a single sample, as BatchNorm cannot where it sees one value per channel."""
+    """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
-        """Return the seconds forward and backward of a layer for `rows` samples, by interpolation between sizes."""
+        """Return the forward and backward seconds of a layer for `rows` samples, interpolated between sizes."""
         found = self.layers[layer]
         return _interpolate(self.sizes, found.forward, rows), _interpolate(self.sizes, found.backward, rows)
 
     def scaled(self, factor: float) -> Profile:
-        """Return the same layers on a device that takes `factor` times as long for everything."""
+        """Return the profile of a device that takes `factor` times as long for everything."""
         layers = tuple(
             replace(
                 layer,
@@ -64,12 +64,12 @@ class Profile:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as plain JSON values."""
+        """Return the profile as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Profile:
-        """Return the profile that `to_json` was asked for."""
+        """Return the profile from which `to_json` made `value`."""
         layers = tuple(
             LayerProfile(**{**layer, "forward": tuple(layer["forward"]), "backward": tuple(layer["backward"])})
             for layer in value["layers"]
@@ -87,7 +87,7 @@ class Profile:
 
 
 def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> float:
-    """Return the seconds for `rows`, piecewise linear.
+    """Return the seconds for `rows`, by piecewise linear interpolation.
 
     Beyond the largest size they are in proportion to it; below the smallest they follow the first piece.
     """

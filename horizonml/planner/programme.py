@@ -1,6 +1,6 @@
-"""Dynamic programming over layers and devices: which consecutive layers consecutive devices should take.
+"""Finds which consecutive layers consecutive devices should take, by dynamic programming.
 
-The recurrence is PipeDream's (SOSP 2019, section 3.1). Every constraint on stages is one on the stages that it may
+The recurrence is PipeDream's (SOSP 2019, section 3.1). Every constraint on stages restricts the stages that it may
 join: a fixed group of ranks is a block that no stage may share with another.
 """
 
@@ -15,10 +15,10 @@ from horizonml.plan.plan import Stage, Sync
 from horizonml.planner.cost import fastest_format, message_bytes, ring_seconds, synced_bytes
 from horizonml.planner.evaluator import Evaluator
 
-_SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # of the slowest stage above the best
-_FEW_RANKS = 8  # for which shares are worked out exactly
-_MANY_RANKS = 16  # beyond which only plans of few stages are looked for one by one
-_MOST_STAGES = (12, 4)  # looked for one by one with up to so many ranks, and with more
+_SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # limits on the slowest stage, relative to the best
+_FEW_RANKS = 8  # ranks, up to which shares are computed exactly
+_MANY_RANKS = 16  # ranks, above which fewer numbers of stages are tried one by one
+_MOST_STAGES = (12, 4)  # the largest number of stages tried by itself, with up to that many ranks and with more
 
 StageBlocks = tuple[int, int, int, int]  # first layer, the one after the last; first block, the one after the last
 Span = tuple[int, int]  # the first block of a stage, and the one after its last
@@ -26,10 +26,10 @@ StageCosts = Mapping[Span, np.ndarray]  # seconds of the stages on these blocks:
 
 
 class Programme:
-    """Finds good plans for a problem; what one order of the devices shares with another is computed once."""
+    """Finds good plans for a problem; what the orders of the devices share is computed once."""
 
     def __init__(self, evaluator: Evaluator) -> None:
-        """The evaluator's problem says which plans are allowed."""
+        """Prepare the search among the plans that the evaluator's problem allows."""
         self._evaluator, self._problem = evaluator, evaluator.problem
         self._exact: dict[tuple[frozenset[int], int], np.ndarray] = {}
 
@@ -38,8 +38,8 @@ class Programme:
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield cuts and group ends of good plans, whose groups of ranks are consecutive `blocks`.
 
-        For each number of stages the plan whose slowest stage is fastest; and those whose slowest stage is within some
-        slack of the best of all, with the least to fill.
+        These are, for each number of stages, the plan whose slowest stage is fastest; and, for several limits on the
+        slowest stage relative to the best, the plan that takes the least time to fill.
         """
         problem, count = self._problem, len(blocks)
         fewest = problem.constraints.fewest_stages(problem.ranks)
@@ -64,8 +64,8 @@ class Programme:
     def _stage_costs(self, blocks: Sequence[Sequence[int]], micro_batches: int) -> StageCosts:
         """Return the seconds per micro-batch of every stage that the constraints allow.
 
-        The computation of the slowest member, or the link behind it where that takes longer; and this micro-batch's
-        part of the sum of gradients.
+        They are the computation of the slowest member, or the time on the link behind it where that is longer, plus the
+        micro-batch's part of the sum of gradients.
         """
         problem, layers, count = self._problem, self._problem.layers, len(blocks)
         rows = -(-problem.batch_size // micro_batches)
@@ -78,7 +78,7 @@ class Programme:
                 cost = self._with_shares(ranks, fixed[first].shares if fixed else (1.0,) * len(ranks), rows)
             elif problem.ranks <= _FEW_RANKS:
                 cost = self._with_best_shares(ranks, micro_batches, rows)
-            else:  # with many devices shares follow their speeds closely enough
+            else:  # with many devices, shares in proportion to their speeds are close enough
                 cost = np.asarray(rows / (speeds[end] - speeds[first]))
             if end < count:
                 cost = np.maximum(cost, self._sending(ranks[0], blocks[end][0], rows)[None, :])
@@ -88,21 +88,21 @@ class Programme:
                 cost = cost + ring_seconds(len(ranks), summed, link) / micro_batches
             cost = cost + impossible
             if end < count:
-                cost[:, layers] = np.inf  # the stages after it need layers, too
+                cost[:, layers] = np.inf  # the later stages need layers, too
             if first > 0:
                 cost[0, :] = np.inf
             costs[first, end] = cost
         return costs
 
     def _sending(self, sender: int, receiver: int, rows: int) -> np.ndarray:
-        """Return the seconds of a message to the next stage, by the layer that this begins with."""
+        """Return the seconds of a message to the next stage, by the layer at which that stage begins."""
         problem = self._problem
         link, send = problem.network.between(sender, receiver), fastest_format(problem, sender, receiver)
         sizes = (rows * message_bytes(problem.profiles[0], stop, send) for stop in range(1, problem.layers + 1))
         return np.array([0.0, *(link.seconds(size) for size in sizes)])
 
     def _summed(self, sync: Sync) -> np.ndarray:
-        """Return the bytes of gradients that members of a stage sum, for all its layers."""
+        """Return the bytes of gradients that the members of a stage sum, for all layers that it may have."""
         totals = np.array([synced_bytes(self._problem, sync, 0, stop) for stop in range(self._problem.layers + 1)])
         return np.asarray(totals[None, :] - totals[:, None])
 
@@ -114,13 +114,13 @@ class Programme:
         return np.cumsum([np.zeros_like(speeds[0]), *speeds], axis=0)
 
     def _with_shares(self, ranks: Sequence[int], shares: tuple[float, ...], rows: int) -> np.ndarray:
-        """Return the seconds of the slowest of the ranks that share a stage, for all its layers."""
+        """Return the seconds of the slowest of the ranks that share a stage, for all layers that it may have."""
         parts = Stage(0, self._problem.layers, tuple(ranks), shares).parts(rows)
         alone = [self._alone(rank, end - begin) for rank, (begin, end) in zip(ranks, parts, strict=True)]
         return np.asarray(np.maximum.reduce(alone))
 
     def _with_best_shares(self, ranks: Sequence[int], micro_batches: int, rows: int) -> np.ndarray:
-        """Return the seconds of the slowest of the ranks if they share a stage as well as they can."""
+        """Return the seconds of the slowest of the ranks if they share a stage in the best way."""
         key = frozenset(ranks), rows
         if key not in self._exact:
             members, layers = sorted(ranks), self._problem.layers
@@ -162,8 +162,8 @@ def _solve(
 ) -> list[StageBlocks] | None:
     """Return the stages that cover all layers and blocks with the least joined cost, none of them above `limit`.
 
-    A stage is its first layer, the one after its last, its first block and the one after its last. Exactly so many
-    `stages`, or any number; None if there is no such way.
+    A stage is given by its first layer, the one after its last, its first block and the one after its last. There are
+    exactly `stages` of them, or any number if that is None. Return None if there is no such way.
     """
     layers = next(iter(costs.values())).shape[0] - 1
     allowed = {span: np.where(cost <= limit, cost, np.inf) for span, cost in costs.items()}

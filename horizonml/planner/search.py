@@ -1,7 +1,7 @@
-"""The fastest plan that the constraints allow: which layers, which members and shares, how many micro-batches.
+"""Searches for the fastest plan that the constraints allow: its layers, members, shares and micro-batches.
 
-The dynamic programme gives plans for several orders of the devices; the simulation judges the most promising; the best
-are improved by small moves; and in the end other schedules are tried on what was found.
+The dynamic programme proposes plans for several orders of the devices; the simulation judges the most promising; the
+best are improved by small moves; finally, other schedules are tried on the plans found.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from horizonml.planner.moves import moves
 from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.programme import Programme
 
-_PRECISION_IS_WORTH = 0.02  # of a step's time
-_SCHEDULE_IS_WORTH = (
-    0.05  # of a step's time: what a schedule other than the first has to save; links are measured with noise
-)
-_NEAR = 1.05  # of the best time: what another schedule is tried on
-_MOST_RESCHEDULED = 3  # plans that another schedule is tried on
-_USUAL = "1f1b"  # the schedule by which plans are found for others that give several stages to a rank
+_PRECISION_IS_WORTH = 0.02  # of a step's time: the most that a more precise format may cost
+_SCHEDULE_IS_WORTH = 0.05  # of a step's time: the least that a schedule other than the first must save
+_NEAR = 1.05  # of the best time: other schedules are tried on plans within this
+_MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
+_USUAL = "1f1b"  # the schedule with which plans are found for those that give several stages to a rank
 
 
 def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluator | None = None) -> Candidate:
-    """Return the best plan that is found within so many simulations (by default fewer, the more devices there are).
+    """Return the best plan found within `evaluations` simulations (by default fewer, the more devices there are).
 
-    `evaluator` is one for this problem, if there is any. If no plan fits into memory, the one that comes nearest is
-    returned. Raises PlanError if the constraints allow no plan of the model.
+    `evaluator` is an existing evaluator for this problem, if any. If no plan fits into memory, the one that comes
+    nearest is returned. Raises PlanError if the constraints allow no plan for the model.
     """
     evaluator = evaluator or Evaluator(problem)
     budget = evaluations or max(60, 6000 // problem.ranks)
@@ -65,7 +63,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
 
 
 def _starts(evaluator: Evaluator, budget: int) -> list[Candidate]:
-    """Return the plans that are worth improving: the best few of each number of stages, with other groups."""
+    """Return the plans that are worth improving: the best few for each number of stages, with different groups."""
     usual = set(simple(evaluator))
     ranked = sorted(set(candidates(evaluator)) | usual, key=lambda plan: _estimate(evaluator, plan))
     chosen = {*ranked[: max(8, budget // 3)], *(usual if evaluator.problem.constraints.ordered else ())}
@@ -80,7 +78,7 @@ def _starts(evaluator: Evaluator, budget: int) -> list[Candidate]:
 
 
 def _estimate(evaluator: Evaluator, plan: Plan) -> float:
-    """Return a closed formula's step time (Asteroid's dominant step), to tell which plans are worth a simulation."""
+    """Return a plan's step time by a closed formula (Asteroid's dominant step), to select plans for simulation."""
     problem = evaluator.problem
     rows = -(-problem.batch_size // plan.micro_batches)
     times, after = [], 0.0
@@ -98,7 +96,7 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
 
 
 def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
-    """Return the best that small moves lead to, one after the other, until none helps or `budget` is spent."""
+    """Return the best plan that small moves lead to, one after the other, until none helps or `budget` is spent."""
     best, end = found, evaluator.evaluations + budget
     while True:
         before = best
@@ -113,9 +111,9 @@ def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
 def _by_schedule(
     evaluator: Evaluator, found: Sequence[Candidate], schedule: str, budget: int, near: float
 ) -> Candidate | None:
-    """Return the best plan by another schedule, made from the best that were `found`; None if these have one stage.
+    """Return the best plan with another schedule, made from the best `found`, or None if these have a single stage.
 
-    It is improved if it is predicted to take at most `near` seconds, and to need no more memory than there is.
+    It is improved only if it is predicted to take at most `near` seconds and to fit into memory.
     """
     pipelines = [one.plan for one in found if len(one.plan.stages) > 1][:_MOST_RESCHEDULED]
     plans = {plan for pipeline in pipelines for plan in _rescheduled(evaluator, pipeline, schedule)}
@@ -131,7 +129,7 @@ def _by_schedule(
 
 
 def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Plan]:
-    """Yield a plan's groups of ranks by another schedule, which may give several stages to each of them."""
+    """Yield plans with the same groups of ranks and another schedule, which may give each group several stages."""
     problem = evaluator.problem
     turns = SCHEDULES[schedule].stages_per_rank
     if turns == 1 or problem.constraints.stages is not None:
@@ -153,7 +151,7 @@ def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Pl
 
 
 def _precise(evaluator: Evaluator, found: Candidate) -> Candidate:
-    """Return the same plan, which sends more precise formats wherever that costs next to nothing."""
+    """Return the same plan with more precise formats wherever they cost next to nothing."""
     formats = evaluator.problem.constraints.formats
     limit = found.prediction.seconds * (1 + _PRECISION_IS_WORTH)
     for number, stage in enumerate(found.plan.stages[:-1]):

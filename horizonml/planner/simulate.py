@@ -1,9 +1,9 @@
 """Predicts a plan's step time and memory from profiles, without a process group.
 
-A discrete-event simulation of the action lists that the engine runs: each rank works through its actions in order, an
-action waits for the tensors it needs, what a rank sends goes one after the other over its link, and ranks that share a
-machine share its cores. It covers what closed formulas such as Asteroid's (MobiCom 2024, section 4) leave out: uneven
-stages and shares, few micro-batches, links that are busy, and more ranks than cores.
+The prediction is a discrete-event simulation of the action lists that the engine runs: each rank works through its
+actions in order, an action waits for the tensors it needs, the messages of a rank go over its link one after the other,
+and ranks that share a machine share its cores. The simulation covers what closed formulas such as Asteroid's (MobiCom
+2024, section 4) leave out: uneven stages and shares, few micro-batches, busy links, and more ranks than cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Arrival = tuple[int, bool, int, int]  # receiving rank, whether from the stage 
 
 
 class WorkSpan(NamedTuple):
-    """Seconds from `begin` to `end` of a step in which a rank computes an action."""
+    """Describes the time from `begin` to `end`, in seconds of a step, in which a rank computes an action."""
 
     rank: int
     kind: Kind
@@ -39,7 +39,7 @@ class WorkSpan(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A message between two ranks, on its way from `begin` to `end`."""
+    """Describes a message between two ranks that travels from `begin` to `end`."""
 
     sender: int
     receiver: int
@@ -49,19 +49,19 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan would cost."""
+    """Holds what a plan is predicted to cost."""
 
     seconds: float  # of a step
     parts: dict[str, float]  # what the seconds of the last rank to finish consist of
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
-    lacking: dict[int, float]  # bytes that ranks lack, of those that do; empty if the plan fits
+    lacking: dict[int, float]  # bytes that are lacking, by rank; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
     spans: list[WorkSpan]
     messages: list[Transfer]
 
     @property
     def computing(self) -> dict[int, float]:
-        """Seconds of a step in which a rank computes, those included in which it has to share its cores."""
+        """Return each rank's seconds of computing in a step, including those in which it has to share its cores."""
         total = dict.fromkeys(self.busy, 0.0)
         for span in self.spans:
             total[span.rank] += span.end - span.begin
@@ -69,17 +69,17 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory it needs."""
+        """Return whether every rank has the memory that it needs."""
         return not self.lacking
 
 
 def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None) -> Prediction:
-    """Return the step time and the memory of a plan; `times` are those of the problem's profiles, if there are any."""
+    """Return the step time and the memory of a plan; `times` are those of the problem's profiles, if known."""
     maker = TaskMaker(problem, plan, times or LayerTimes(problem.profiles))
     tasks = maker.tasks()
     simulation = _Simulation(problem, plan, tasks, [0.0] * len(problem.hosts))
     seconds = simulation.run()
-    if any(host.cores < 1 for host in problem.hosts):  # what a step leaves of a quota is there for the next one
+    if any(host.cores < 1 for host in problem.hosts):  # what a step leaves of a quota is available to the next one
         simulation = _Simulation(problem, plan, tasks, simulation.allowances(seconds))
         seconds = simulation.run()
     memory = memory_needed(problem, plan, maker.actions)
@@ -96,7 +96,7 @@ def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None) -> Pr
 
 
 class _Simulation:
-    """One step of a plan."""
+    """Simulates one step of a plan."""
 
     def __init__(self, problem: Problem, plan: Plan, tasks: dict[int, list[Task]], allowances: Sequence[float]) -> None:
         self.spans: list[WorkSpan] = []
@@ -135,7 +135,7 @@ class _Simulation:
         return max(self._finish.values())
 
     def parts(self) -> dict[str, float]:
-        """Return what the time of the last rank to finish consists of, in its order; the seconds add up."""
+        """Return what the time of the last rank to finish consists of, in order; the seconds add up."""
         last = max(self._finish, key=lambda rank: self._finish[rank])
         own = [self._plan.stages[number] for number in self._plan.stages_of(last)]
         end = self._finish[last]
@@ -148,7 +148,7 @@ class _Simulation:
         }
 
     def allowances(self, now: float) -> list[float]:
-        """Return what the machines' quotas allow at a moment after the last action."""
+        """Return the machines' allowances at a time after the last action."""
         for cores in self._cores:
             cores.machine.advance(now)
         return [cores.allowance for cores in self._cores]
@@ -190,7 +190,7 @@ class _Simulation:
         self._try(rank, now)
 
     def _try(self, rank: int, now: float) -> None:
-        """Begin the rank's next action if it is idle and everything for it is here."""
+        """Begin the rank's next action if the rank is idle and everything for the action has arrived."""
         position = self._position[rank]
         if rank in self._began or position == len(self._tasks[rank]):
             return
@@ -206,7 +206,7 @@ class _Simulation:
                 return
         self._began[rank] = now
         cores = self._host_of[rank]
-        if cores.dedicated:  # nothing can slow it down: no need to follow its work
+        if cores.dedicated:  # nothing can slow it down, so its work need not be followed
             cores.left[rank] = 0.0
             cores.version += 1
             self._push(now + task.work, cores.number, cores.version)
@@ -216,7 +216,7 @@ class _Simulation:
         self._schedule(cores.machine)
 
     def _come(self, number: int) -> None:
-        """Note that a member waits for its stage's sum, which is over at a known time once all members have come."""
+        """Note that a member waits for its stage's sum, whose end is known once all members wait for it."""
         stage = self._plan.stages[number]
         self._came[number] = self._came.get(number, 0) + 1
         if self._came[number] == len(stage.ranks):
@@ -226,7 +226,7 @@ class _Simulation:
             self._push(max(done, *(self._began[rank] for rank in stage.ranks)), _NOBODY, number)
 
     def _release(self, number: int, now: float) -> None:
-        """Let the members of a stage go on, whose gradients are summed."""
+        """Let the members of a stage go on once its gradients are summed."""
         self._reduced[number] = now
         for rank in self._plan.stages[number].ranks:
             del self._began[rank]
@@ -235,7 +235,7 @@ class _Simulation:
             self._try(rank, now)
 
     def _schedule(self, machine: Machine) -> None:
-        """Note when the speed of the machine's ranks changes next."""
+        """Schedule the next time at which the speed of the machine's ranks changes."""
         for cores in machine.hosts:
             cores.version += 1
             if cores.left:

@@ -1,4 +1,4 @@
-"""What a job's `parallel` section asks of its plan, as constraints on the planner's search."""
+"""Turns a job's `parallel` section into constraints on the planner's search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEFAULT_SCHEDULE = "1f1b"
 
 
 def constraints_of(parallel: Parallel) -> Constraints:
-    """Return what a job allows its plan to be."""
+    """Return the constraints that a job puts on its plan."""
     if parallel.stages is None:
         strategy = STRATEGIES[parallel.strategy]
     else:
@@ -47,7 +47,7 @@ def constraints_of(parallel: Parallel) -> Constraints:
 
 
 def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
-    """Return what a job says of a stage; what it leaves out is as the whole section says."""
+    """Return what a job says about a stage; what the stage leaves out comes from the whole section."""
     sync = Sync(spec.how) if spec.how else _COMPRESSED.get((Sync.ALL_REDUCE, parallel.gradient_compression))
     return FixedStage(
         tuple(spec.ranks),
@@ -59,16 +59,16 @@ def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
 
 
 def _syncs(parallel: Parallel) -> set[Sync]:
-    """Return how members of the stages of a job's plan may agree."""
+    """Return the ways in which members of the stages of a job's plan may agree on gradients."""
     constraints = constraints_of(parallel)
     return {stage.sync for stage in constraints.stages} if constraints.stages is not None else {constraints.sync}
 
 
 def uses_horovod(parallel: Parallel) -> bool:
-    """Return whether a stage of the job's plan may sum its gradients by Horovod."""
+    """Return whether a stage of the job's plan may sum its gradients with Horovod."""
     return not _syncs(parallel).isdisjoint({Sync.HOROVOD, Sync.HOROVOD_FP16})
 
 
 def uses_powersgd(parallel: Parallel) -> bool:
-    """Return whether a stage of the job's plan may sum its gradients by PowerSGD."""
+    """Return whether a stage of the job's plan may sum its gradients with PowerSGD."""
     return Sync.POWERSGD in _syncs(parallel)

@@ -1,4 +1,4 @@
-"""A rank's actions in a step, with what each costs: seconds of work, and messages to wait for and to send."""
+"""Lists a rank's actions in a step with their costs: seconds of work, and messages to wait for and to send."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from horizonml.planner.cost import LayerTimes, message_bytes, message_work, para
 from horizonml.planner.problem import Problem
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-LAST_PASSES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after which a micro-batch's gradients are there
+LAST_PASSES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after these, a micro-batch's gradients are complete
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An action of one rank, and what it costs."""
+    """Pairs an action of one rank with its cost."""
 
     action: Action
     work: float = 0.0  # seconds on a core of its own
     inputs: int = 0  # messages that must have arrived
     receiver: int = -1  # the stage that the messages below are for
-    sends: tuple[tuple[int, float], ...] = ()  # to which rank how many bytes
+    sends: tuple[tuple[int, float], ...] = ()  # each message's rank and bytes
 
 
-Costs = tuple[float, int, int, tuple[tuple[int, float], ...]]  # all of a task but its action
+Costs = tuple[float, int, int, tuple[tuple[int, float], ...]]  # all fields of a task except its action
 _Rows = list[tuple[int, int]]  # of each member of a stage
 
 
@@ -34,7 +34,7 @@ class TaskMaker:
     """Makes the tasks of a plan's ranks."""
 
     def __init__(self, problem: Problem, plan: Plan, times: LayerTimes) -> None:
-        """`times` are those of the problem's profiles."""
+        """Prepare the tasks of a plan; `times` are those of the problem's profiles."""
         self._problem, self._plan, self._times = problem, plan, times
         self.sizes = plan.micro_sizes(problem.batch_size, problem.batch_size)
         self._rows = [{size: stage.rows(size) for size in set(self.sizes)} for stage in plan.stages]
@@ -42,7 +42,7 @@ class TaskMaker:
         self.actions = {rank: lists[held] for rank, held in self._ranks()}
 
     def _ranks(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield every rank, with the stages that it holds."""
+        """Yield every rank with the stages that it holds."""
         for stage in self._plan.stages:
             for rank in stage.ranks:
                 yield rank, self._plan.stages_of(rank)
@@ -74,10 +74,10 @@ class TaskMaker:
                     yield Task(action, work)
 
     def _passes(self, number: int, member: int, size: int) -> Iterator[tuple[Kind, Costs]]:
-        """Yield what a member's passes of a micro-batch of `size` cost; none if it has no rows of it.
+        """Yield the costs of a member's passes of a micro-batch of `size`, or nothing if it has no rows of it.
 
         Half of a backward pass counts as its input part and half as its weight part. The first stage needs no gradient
-        of its input, so there all of it is the weight part.
+        of its input, so all of its backward pass is the weight part.
         """
         stage = self._plan.stages[number]
         rank, (first, end) = stage.ranks[member], self._rows[number][size][member]
@@ -91,7 +91,7 @@ class TaskMaker:
         before, after = (self._peers(number + step, size, (first, end)) for step in (-1, 1))
         entry, left, coding = 0.0, 0.0, 0.0
         for place, peers, sender in ((stage.start, before, number - 1), (stage.stop, after, number)):
-            rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends itself costs nothing
+            rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends to itself costs nothing
             if rows:
                 messages = sum(peer != rank for peer, _ in peers)
                 coding += message_work(profile, place, self._plan.stages[sender].send, rows, messages)
@@ -108,7 +108,7 @@ class TaskMaker:
         yield Kind.BACKWARD_WEIGHT, (weight, 0, -1, ())
 
     def _peers(self, other: int, size: int, own: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the ranks of stage `other` that share rows with a rank, and how many; none if there is no stage."""
+        """Return the ranks of stage `other` that share rows with a rank, and how many; empty if there is no stage."""
         if not 0 <= other < len(self._plan.stages):
             return []
         return _overlaps(own, self._rows[other][size], self._plan.stages[other])

@@ -1,7 +1,7 @@
-"""Measures the layers of a model on this device, once, and keeps the profile.
+"""Measures the layers of a model on this device once, and caches the profile.
 
-Cuts and micro-batches that fit the measured times are worth far more than any schedule, and layer counts say little
-about times.
+Cuts and micro-batches that fit the measured times gain far more than any schedule, and the number of layers says little
+about their times.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FORMAT = 5
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _COLD_BYTES = 64 << 20  # more than caches hold
-_BUDGET_SECONDS = 20.0  # larger micro-batches are not measured when the next would take longer than this
+_BUDGET_SECONDS = 20.0  # larger micro-batches are not measured if the next one would take longer
 
 
 def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Callable[[str], None]) -> Profile:
-    """The profile of a model on this device, from the cache if it was measured before.
+    """Return the profile of a model on this device, from the cache if it was measured before.
 
-    `key` names the model and its options. Sizes above `batch_size` are of no use and are not measured. `say` is told
-    if this takes time.
+    `key` names the model and its options. Sizes above `batch_size` cannot occur and are not measured. `say` receives a
+    message if the measurement takes time.
     """
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
     key = {
@@ -70,7 +70,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
 
 
 def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
-    """Run every layer forward and backward, one layer in memory at a time.
+    """Return the profile of a model, from running every layer forward and backward, one layer in memory at a time.
 
     Times are medians of a few runs, with gradients accumulated as in training.
     """
@@ -94,7 +94,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         least = least if _trains_on_one(module, boundary) else 2
         layers.append((size, _saved_bytes(module, boundary, index > 0)))
         del module
-    # All layers must know the same sizes.
+    # All layers must have the same sizes.
     known = min(len(times) for times in rows)
     found = tuple(
         LayerProfile(
@@ -111,22 +111,22 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
 
 
 def _clock() -> Callable[[], float]:
-    """Tells seconds; of the processor's time where a quota would stop the process in between."""
+    """Return a clock in seconds: of processor time where a quota would interrupt the process, else of wall time."""
     return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
 
 
 def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: bool) -> list[tuple[float, float]]:
-    """Return the seconds forward and backward of a few runs on `size` samples.
+    """Return the forward and backward seconds of a few runs on `size` samples.
 
-    Each has an input and an output of its own: in training, too, other micro-batches have been through the processor's
-    caches since it last saw these.
+    Each run has its own input and output, because in training, too, other micro-batches displace these from the
+    processor's caches.
     """
     copies = max(1, min(_REPEATS, _COLD_BYTES // (size * entry.bytes_per_sample)))
     inputs = [entry.example(size, needs_gradient) for _ in range(copies)]
     kept: list[Tensor] = []
     runs = []
     for number in range(2 * _REPEATS):
-        if number == _REPEATS:  # the first ones warm up, and leave their memory for the others
+        if number == _REPEATS:  # the first runs warm up, and provide memory for the others
             kept.clear()
         runs.append(_once(module, inputs[number % copies], kept))
         del kept[:-copies]
@@ -134,7 +134,7 @@ def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: b
 
 
 def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple[float, float]:
-    """Seconds forward and backward; the output is kept."""
+    """Return the forward and backward seconds of one run, and append the output to `kept`."""
     clock = _clock()
     start = clock()
     left = module(entered)
@@ -153,7 +153,7 @@ def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple
 def _trains_on_one(module: torch.nn.Module, entry: Boundary) -> bool:
     try:
         module(torch.zeros(1, *entry.shape, dtype=entry.dtype))
-    except ValueError:  # as BatchNorm says that it needs more than one value per channel
+    except ValueError:  # raised by BatchNorm, which needs more than one value per channel
         return False
     return True
 
@@ -172,12 +172,12 @@ def _saved_bytes(module: torch.nn.Module, entry: Boundary, needs_gradient: bool)
 
     entered = entry.example(samples, needs_gradient)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        left = module(entered)  # keeps all saved tensors, and so their addresses, until they are counted
+        left = module(entered)  # keeps all saved tensors alive, and their addresses in use, until they are counted
     return (sum(kept.values()) + int(left.nbytes)) // samples
 
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:
-    """Seconds of an SGD update per byte of the module's parameters, which must have gradients."""
+    """Return the seconds of an SGD update per byte of the module's parameters, which must have gradients."""
     optimizer, state = Optimizer(Sgd()), dict[str, dict[str, Tensor]]()
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     clock, times = _clock(), []
@@ -189,7 +189,7 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
 
 
 def _codec_seconds_per_byte(format: str) -> float:
-    """Seconds to encode or to decode a byte of float32, the mean of both."""
+    """Return the mean seconds to encode or decode a byte of float32."""
     codec = Codec(Boundary((64, 32, 32), torch.float32), format)
     tensor = torch.randn(8, 64, 32, 32)
     clock, times = _clock(), []

@@ -1,4 +1,4 @@
-"""Measuring the links between the ranks of a group."""
+"""Measures the links between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from horizonml.planner.hardware import Network
 
 _PROBE_BYTES = 256 << 10
 _SLOW_SECONDS, _VERY_SLOW_SECONDS = 5e-3, 5e-2
-MOST_PROBED = 16  # ranks between which every pair is probed
+MOST_PROBED = 16  # up to this number of ranks, every pair is probed
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which every pair meets exactly once, and nobody is in two pairs of a round (the circle method)."""
+    """Return rounds in which every pair meets once, and no rank is in two pairs of a round (the circle method)."""
     seats = [*range(players), *([-1] if players % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -27,9 +27,10 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
 
 
 def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
-    """Latency and bandwidth between every two ranks, which meet in rounds that do not collide.
+    """Return the latency and bandwidth between every two ranks, and each rank's processor time for messages.
 
-    Also what it costs each rank's processor to send or to receive: seconds for a message, and for a byte more.
+    Pairs are probed in rounds in which no rank takes part twice. The processor time is given as seconds for each
+    message and seconds for each byte.
     """
     found: dict[int, tuple[float, float]] = {}
     small, large = _Usage(), _Usage()
@@ -39,18 +40,18 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
                 peer = pair[0] + pair[1] - group.rank
                 latency = _exchange(group, peer, 4, 8, small)
                 size, seconds = _PROBE_BYTES, max(1e-6, _exchange(group, peer, _PROBE_BYTES, 2, large))
-                # Both see about the same, but must decide alike whether the link is slow: rank by rank.
+                # Both ranks measure about the same, but must decide alike whether the link is slow.
                 slow = torch.tensor([seconds if seconds > _SLOW_SECONDS else 0.0])
                 other = torch.zeros(1)
                 tag = group.channel("probe").tag()
                 works = [group.receive(other, peer, tag), group.send(slow, peer, tag)]
                 for work in works:
                     group.wait(work, peer)
-                if float(slow) or float(other):  # shapers let a burst pass: more shows the true speed
+                if float(slow) or float(other):  # traffic shapers let a burst pass; more data shows the true speed
                     times = 3 if max(float(slow), float(other)) < _VERY_SLOW_SECONDS else 2
                     size, seconds = 4 * _PROBE_BYTES, _exchange(group, peer, 4 * _PROBE_BYTES, times, large)
                 found[peer] = max(1e-6, latency), size / seconds
-        group.barrier()  # keeps the rounds apart
+        group.barrier()  # separates the rounds
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
     everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": [message, byte]})
@@ -64,7 +65,11 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
 
 
 def probe_network(group: Group) -> Network:
-    """The slowest connection between neighbouring ranks, which exchange a small and a larger message in two rounds."""
+    """Return the slowest connection between neighbouring ranks.
+
+    The ranks exchange a small and a larger message with one neighbour in the first round, and with the other in the
+    second.
+    """
     found = [1e-5, 1e12]
     for first in (0, 1):
         place = group.rank - first
@@ -74,14 +79,14 @@ def probe_network(group: Group) -> Network:
                 max(found[0], _exchange(group, peer, 4)),
                 min(found[1], _PROBE_BYTES / max(1e-6, _exchange(group, peer, _PROBE_BYTES))),
             ]
-        group.barrier()  # keeps the rounds apart
+        group.barrier()  # separates the rounds
     everyone = group.gather_json(found)
     return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
 
 
 @dataclass
 class _Usage:
-    """The processor's time for messages that were sent and received, and their bytes."""
+    """Counts messages sent and received, their bytes, and the processor time that they took."""
 
     seconds: float = 0.0
     messages: int = 0
@@ -89,7 +94,7 @@ class _Usage:
 
 
 def _exchange(group: Group, peer: int, size: int, times: int = 3, usage: _Usage | None = None) -> float:
-    """Seconds for `size` bytes one way, while as many come back; the best of a few times."""
+    """Return the best of several times, in seconds, for `size` bytes one way while as many travel the other way."""
     sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     best, used = float("inf"), process_time()
     for _ in range(times):

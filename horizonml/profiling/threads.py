@@ -1,7 +1,7 @@
 """Chooses how many threads a rank computes with, by trying several numbers.
 
-More threads are not always faster: layers of small networks are through before all threads have begun, and where other
-programs want the same cores, every layer waits for the thread that was held up longest.
+More threads are not always faster. The layers of small networks finish before all threads have begun, and where other
+programs compete for the cores, every layer waits for the most delayed thread.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _log = logging.getLogger(__name__)
 _FORMAT = 1
 _REPEATS = 3
 _MOST_ROWS = 64
-_BUDGET_SECONDS = 2.5  # layers that were not tried by then do not count
-_WATCH_SECONDS = 0.2  # for which other programs are watched
+_BUDGET_SECONDS = 2.5  # layers that have not been tried by then do not count
+_WATCH_SECONDS = 0.2  # how long the use of the processor by other programs is measured
 _BUSY = 0.25  # of the cores that a rank may use
-_WORTH = 0.9  # more threads must bring the time down to this part
+_WORTH = 0.9  # more threads must reduce the time to this part
 
 
 def choose_threads(job: Job, model: Model, group: Group, here: Host) -> int:
     """Return the number of threads for this rank; all ranks must call this together.
 
-    The first rank of a machine decides for those beside it, while they wait, so that they all get the same. With a core
-    or less for each rank there is nothing to decide.
+    The first rank on a machine decides for the other ranks on it while they wait, so that all of them use the same
+    number. With one core or less for each rank there is nothing to decide.
     """
     most = threads_per_rank(here.cores, len(here.ranks))
     own = None
     if group.rank == here.ranks[0]:
         rows = max(2, min(_MOST_ROWS, job.batch_size // group.world_size))
-        rows = 1 << (rows.bit_length() - 1)  # so that a group that loses a rank may find an answer that it has already
+        rows = 1 << (rows.bit_length() - 1)  # allows a group that loses a rank to find a cached answer
         own = 1 if most == 1 else _remembered(model, rows, most)
     return int(group.gather_json(own)[here.ranks[0]])
 
@@ -55,8 +55,8 @@ def choose_threads(job: Job, model: Model, group: Group, here: Host) -> int:
 def _remembered(model: Model, rows: int, most: int) -> int:
     """Return the choice for this model on this device, from the cache if it was made before.
 
-    Results differ in their last bits with the number of threads, so the same run must not get another one tomorrow
-    because two were equally fast. A busy device has a choice of its own.
+    Results depend in their last bits on the number of threads, so the choice for a run must not change because two
+    numbers were equally fast. A busy device has a choice of its own.
     """
     others = OtherWork()
     time.sleep(_WATCH_SECONDS)
@@ -88,7 +88,7 @@ def _remembered(model: Model, rows: int, most: int) -> int:
 
 
 def fewest(seconds: Mapping[int, float]) -> int:
-    """Return the number of threads to take: the smallest from which no larger one gains much."""
+    """Return the smallest number of threads from which no larger number gains much."""
     chosen = min(seconds)
     for threads in sorted(seconds):
         if seconds[threads] < _WORTH * seconds[chosen]:
@@ -99,7 +99,7 @@ def fewest(seconds: Mapping[int, float]) -> int:
 def try_threads(model: Model, rows: int, most: int) -> dict[int, float]:
     """Return the seconds of a forward and backward pass of `rows` samples with 1, 2, 4, ... `most` threads.
 
-    Layers are tried one at a time, each as a module of its own, so that what is trained stays as it is.
+    Layers are tried one at a time, each as a new module, so that the model to train does not change.
     """
     before = torch.get_num_threads()
     candidates = sorted({*(1 << power for power in range(most.bit_length())), most})
@@ -121,7 +121,10 @@ def try_threads(model: Model, rows: int, most: int) -> dict[int, float]:
 def _try_layer(
     layer: nn.Module, boundary: Boundary, rows: int, candidates: list[int], deadline: float
 ) -> Iterator[tuple[int, float]]:
-    """Yield the seconds of a layer with each number of threads, which take turns: other programs come and go."""
+    """Yield the seconds of a layer with each number of threads.
+
+    The numbers take turns, because other programs come and go.
+    """
     entered = boundary.example(rows)
     times: dict[int, list[float]] = {threads: [] for threads in candidates}
     for turn in range(1 + _REPEATS):
@@ -133,13 +136,13 @@ def _try_layer(
             left = layer(entered)
             if left.requires_grad:
                 backward(left, torch.ones_like(left))
-            if turn:  # the first one warms up
+            if turn:  # the first turn warms up
                 times[threads].append(time.perf_counter() - begin)
     for threads, seconds in times.items():
         yield threads, statistics.median(seconds)
 
 
 def _spread(count: int) -> list[int]:
-    """Return the numbers below `count`, so that the first few are spread over all: 0, 4, 2, 6, 1, 3, 5, 7."""
+    """Return the numbers below `count`, ordered so that the first few are spread over all: 0, 4, 2, 6, 1, 3, 5, 7."""
     bits = max(1, (count - 1).bit_length())
     return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))

@@ -1,6 +1,6 @@
-"""What the ranks of a group agree on before they train: what the data looks like, and the plan.
+"""Agrees among the ranks of a group, before they train, on the description of the data and on the plan.
 
-For the plan rank 0 measures and decides, and all follow.
+Rank 0 measures and chooses the plan, and all ranks follow it.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from horizonml.text import human_seconds
 
 @dataclass(frozen=True)
 class Agreed:
-    """A plan; for an automatic one what it is predicted to take, and, on rank 0, what it was made for."""
+    """Holds a plan; if it is automatic, also its forecast and, on rank 0, the problem that it was made for."""
 
     plan: Plan
     forecast: Forecast | None = None
     problem: Problem | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan and its forecast as plain JSON values, without the problem."""
+        """Return the plan and its forecast as a JSON object, without the problem."""
         return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Agreed:
-        """Return what `to_json` was asked for, without the problem."""
+        """Return what `to_json` was called on, without the problem."""
         forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
         return cls(Plan.from_json(value["plan"]), forecast)
 
 
 def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
-    """Return the data as all ranks see it, and the model for it. Raises DataError and ModelError."""
+    """Return the data as all ranks see it, and the model for it. Raises DataError or ModelError."""
     task = task_for(job)
     found: list[ImageInfo | None] = []
     info: dict[str, Any] | None = None
@@ -82,7 +82,7 @@ def make_plan(
 ) -> Agreed:
     """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
-    `names[r]` is what rank r's machine is called. Where every device is measured, the result is written to the run's
+    `names[r]` is the name of rank r's machine. Where every device is measured, the result is written to the run's
     folder as a file of devices.
     """
     if not needs_profile(job.parallel, group.world_size):
@@ -107,7 +107,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the ranks measured: a profile for each, and the links between them."""
+    """Holds what the ranks measured: a profile for each, and the links between them."""
 
     profiles: Sequence[Profile]
     network: Network
@@ -116,9 +116,9 @@ class _Measured:
 def _measure(
     job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
 ) -> _Measured | str:
-    """Return what links and devices take, or why it cannot be told.
+    """Return the measurements of links and devices, or why they cannot be made.
 
-    A rank of every machine measures its own device, or rank 0 for all. All ranks must call this.
+    One rank on every machine measures its device, or rank 0 measures for all. All ranks must call this.
     """
     every = measures_every_device(job.parallel)
     costs = [(0.0, 0.0)] * group.world_size
@@ -147,7 +147,7 @@ def _measure(
 
 
 def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say: Callable[[str], None]) -> Agreed:
-    """Choose the plan, and say what is worth knowing about it. Raises PlanError."""
+    """Choose the plan, and report what is worth knowing about it. Raises PlanError."""
     choice = choose_or_say_why(job, model, problem)
     taken = human_seconds(choice.prediction.seconds)
     whole = uncut_layer(model, problem)
@@ -166,7 +166,7 @@ def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say:
 
 
 def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
-    """Return the plan that is predicted to be fastest. Raises PlanError, which says what keeps the model from cuts."""
+    """Return the plan that is predicted to be fastest. Raises PlanError, which says what prevents cuts in the model."""
     try:
         return choose(job, problem)
     except PlanError as error:
@@ -175,7 +175,7 @@ def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
 
 
 def uncut_layer(model: Model, problem: Problem) -> str | None:
-    """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs; else None."""
+    """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs, or None."""
     layer = largest_layer(problem.profiles[0])
     return uncut(problem, layer, model.chain.skip(layer), model.chain.names[layer])
 
@@ -190,14 +190,14 @@ def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[
 
 
 def profile_key(job: Job) -> dict[str, Any]:
-    """Return what a profile depends on, beside the device and the shapes of the layers."""
+    """Return what a profile depends on, besides the device and the shapes of the layers."""
     return {"model": job.model.model_dump()}
 
 
 def describe_problem(
     job: Job, model: Model, info: DataInfo, profiles: Sequence[Profile], hosts: Sequence[Host], network: Network
 ) -> Problem:
-    """Return what the planner has to know, with a profile for every rank."""
+    """Return the planner's problem, with a profile for every rank."""
     powersgd = powersgd_bytes(model) if uses_powersgd(job.parallel) else ()
     last = info.train % job.batch_size
     return problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd)

@@ -1,4 +1,4 @@
-"""Carries out what the commands ask for: one rank, all ranks of a job on this machine, or the rendezvous service."""
+"""Runs what the commands start: one rank, all ranks of a job on this machine, or the rendezvous service."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ METRICS = "HORIZONML_METRICS"
 
 
 def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
-    """Be one rank of a job. Raises HorizonError.
+    """Run one rank of a job. Raises HorizonError.
 
-    `metrics` is the host and the port at which to serve its metrics. With `stay`, go on serving them when the job is
-    done, until SIGTERM.
+    `metrics` is the host and the port at which to serve its metrics. With `stay`, the rank goes on serving them until
+    SIGTERM once the job is done.
     """
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
     _check_world_size(job, identity)
     address = _rendezvous_address(job) if identity.world_size > 1 else None
     with stop_on_signal() as stop:
-        with handling(leave_at_once):  # PyTorch is loaded for seconds
+        with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.runtime.worker import Worker
             from horizonml.telemetry.metrics import Metrics
             from horizonml.telemetry.server import Server
@@ -53,7 +53,7 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
         if metrics is not None:
             host, port = metrics
             server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
-        # The launcher ends all ranks when one is lost; elsewhere something will start it again.
+        # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
         worker = Worker(job, identity, address, own, stop)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
@@ -69,19 +69,19 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
 
 
 class PatientStream:
-    """Wraps a stream, and goes on silently when nobody reads it any more, as after `horizonml train ... | head`."""
+    """Wraps a stream, and goes on silently once nobody reads it any more, as after `horizonml train ... | head`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
+        """Write the text unless the reader is gone."""
         with suppress(BrokenPipeError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Hand over what was written, as far as somebody takes it."""
+        """Flush the stream unless the reader is gone."""
         with suppress(BrokenPipeError):
             self._stream.flush()
 
@@ -90,7 +90,7 @@ class PatientStream:
 
 
 def check_strategy(job: Job) -> None:
-    """Raise JobError if the job asks for something that is not installed."""
+    """Raise JobError if the job needs a package that is not installed."""
     if uses_horovod(job.parallel) and not find_spec("horovod"):
         raise JobError(
             "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
@@ -99,7 +99,7 @@ def check_strategy(job: Job) -> None:
 
 
 def _check_world_size(job: Job, identity: Identity) -> None:
-    """Raise JobError if the job is for another number of ranks than the launcher has started."""
+    """Raise JobError if the job needs a number of ranks other than the launcher has started."""
     if job.parallel.stages is not None or job.parallel.workers is not None:
         wanted = job.parallel.world_size()
         if wanted != identity.world_size:
@@ -131,7 +131,7 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
 
 
 def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
-    """Return what to say at the end; `step` is that of the newest checkpoint, if there is one."""
+    """Return the last message of a run; `step` is that of the newest checkpoint, if there is one."""
     if outcome is Outcome.ALREADY_COMPLETE:
         return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
     if outcome is Outcome.STOPPED:
@@ -146,10 +146,10 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
 
 
 def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:
-    """Run all ranks of a job on this machine, and return whether they came to their end without being interrupted.
+    """Run all ranks of a job on this machine, and return whether they finished without being interrupted.
 
-    `metrics` is the host and the port at which rank 0 serves its metrics; the other ranks take the ports after it.
-    Raises RankFailed, JobError.
+    `metrics` is the host and the port at which rank 0 serves its metrics; the other ranks use the ports after it.
+    Raises RankFailed or JobError.
     """
     check_strategy(job)
     world_size = job.parallel.world_size()
@@ -171,7 +171,7 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
 
 
 def _log_folder(job: Job, otherwise: Path) -> Path:
-    """Return the run's folder, or `otherwise` where it cannot be written to, which the ranks report themselves."""
+    """Return the run's folder, or `otherwise` if the ranks cannot write to it; they report that themselves."""
     try:
         make_run_folder(job.run_folder)
         with tempfile.TemporaryFile(dir=job.run_folder):
@@ -181,11 +181,11 @@ def _log_folder(job: Job, otherwise: Path) -> Path:
 
 
 def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:
-    """Serve on an address, or on a listening socket inherited from the launcher, until SIGTERM or SIGINT.
+    """Serve the rendezvous on an address, or on an inherited listening socket, until SIGTERM or SIGINT.
 
-    With a `command`, serve until it has ended: it finds the service's address, with `advertise` as the host, in
-    HORIZONML_RENDEZVOUS. A signal asks it, and all that it has started, to end. Returns its exit code. Raises
-    RendezvousError, JobError.
+    With a `command`, serve until it has ended. The command finds the service's address, with `advertise` as the host,
+    in HORIZONML_RENDEZVOUS; a signal asks the command, and all that it has started, to end. Return its exit code.
+    Raises RendezvousError or JobError.
     """
     stop = StopRequest()
     with handling(stop.note):
@@ -194,7 +194,7 @@ def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str
         if not command:
             from horizonml.rendezvous.service import SETTLE_SECONDS, Service
 
-            # Where others may have met before, at a service that was here, those are waited for.
+            # If ranks have met earlier at a service at this address, the service waits for those.
             service = Service(listener, settle=SETTLE_SECONDS if inherited is None else 0.0)
             print(f"rendezvous service on {host}:{port}", flush=True)
             service.run(lambda: stop.wanted)
@@ -202,7 +202,7 @@ def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str
         wildcard = host in ("0.0.0.0", "::")  # noqa: S104
         address = f"{advertise or (socket.gethostname() if wildcard else host)}:{port}"
         print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
-        # The socket listens already, so that the ranks need not wait until the service has loaded PyTorch.
+        # The socket listens already, so the ranks need not wait until the service has loaded PyTorch.
         with Command(command, {**os.environ, RENDEZVOUS: address}, stop) as running:
             from horizonml.rendezvous.service import Service
 

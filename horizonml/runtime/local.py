@@ -1,8 +1,8 @@
 """Runs all ranks on this machine, with their rendezvous service, and leaves none of them behind.
 
-Every rank is the same command that a container would run. The first rank shares this terminal; what the others print,
-and all errors and warnings, goes to `rank-N.log` in the run's folder. Warnings are shown here, too, once. Ctrl-C and
-SIGTERM reach all ranks as a request to stop after the step; a rank that fails ends the others.
+Every rank is the same command that a container would run. The first rank shares this terminal. The output of the
+others, and all errors and warnings, go to `rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C
+and SIGTERM reach all ranks as a request to stop after the step, and a rank that fails ends the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, han
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.logs import RankLog, Warnings
 
-_GRACE_SECONDS = 5.0  # for the others, once a rank has failed
-TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, rather than wait for another
+_GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
+TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, instead of waiting for its replacement
 
 
 class RankFailed(HorizonError):
-    """Raised when a rank of a local run fails; the exit code is 2 if the job was wrong, and 1 for anything else."""
+    """Reports that a rank of a local run has failed; the exit code is 2 if the job was wrong, and 1 otherwise."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -37,34 +37,34 @@ class RankFailed(HorizonError):
 
 @dataclass
 class _Rank:
-    """The process of one rank, and what it prints."""
+    """Holds the process of one rank, and its log."""
 
     number: int
     process: subprocess.Popen[bytes]
     log: RankLog
-    ended: float | None = None  # when it was seen to have ended
+    ended: float | None = None  # when the process was found to have ended
 
     def error(self) -> str:
-        """Return why it failed, as far as it said."""
+        """Return why the rank failed, as far as it printed a reason."""
         code = self.process.returncode
         if code < 0:
             return f"rank {self.number} was killed by {explain_signal(-code)}"
         said = "\n" + self.log.text()
-        start = said.rfind("\nerror: ")  # the last line that begins so: errors of others are quoted within lines
+        start = said.rfind("\nerror: ")  # the last line that begins this way; others' errors are quoted within lines
         text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
         return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
 
 
 class LocalRun:
-    """The processes of one local run. Use it as a context manager: leaving it ends them all."""
+    """Runs the processes of one local run. Used as a context manager, it ends them all."""
 
     def __init__(
         self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str], kept: bool = True
     ) -> None:
         """Prepare to run `command` once per rank, with RANK and WORLD_SIZE set.
 
-        What the ranks print goes to the folder `logs`; `kept` says that it outlasts the run.
+        The output of the ranks goes to the folder `logs`; `kept` says that the folder outlasts the run.
         """
         self._kept = kept
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
@@ -107,12 +107,12 @@ class LocalRun:
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else log.file,
                 stderr=log.file,
-                start_new_session=True,  # Ctrl-C comes through us, once
+                start_new_session=True,  # Ctrl-C is passed on by this process, once
             )
             self._ranks.append(_Rank(rank, process, log))
 
     def _start_service(self, env: dict[str, str]) -> str:
-        """Start the rendezvous service on a socket that listens already, so that nobody need wait for it."""
+        """Start the rendezvous service on a socket that listens already, so that no rank need wait for it."""
         self._service_log = RankLog(self._logs / "rendezvous.log")
         self._logs_of.append(self._service_log)
         with listen("127.0.0.1", 0) as listener:
@@ -129,7 +129,7 @@ class LocalRun:
         return address
 
     def wait(self) -> None:
-        """Wait until all ranks have ended. Raises RankFailed with the reason of the one that failed first."""
+        """Wait until all ranks have ended. Raises RankFailed with the reason of the rank that failed first."""
         asked = math.inf
         while not all(rank.ended for rank in self._ranks):
             time.sleep(0.05)
@@ -156,7 +156,7 @@ class LocalRun:
                 for rank in self._ranks:
                     _signal(rank.process, signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]
-        # Ranks that were asked to stop, or killed for not doing so, have not failed.
+        # Ranks that were asked to stop, or killed because they did not, have not failed.
         if self.interrupted:
             by_itself = (HorizonError.exit_code, JobError.exit_code)
             failed = [rank for rank in failed if rank.process.returncode in by_itself]
@@ -167,7 +167,7 @@ class LocalRun:
             raise RankFailed(rank.error() + where, code)
 
     def _blame(self, failed: list[_Rank]) -> _Rank:
-        """Return the rank that failed by itself rather than for the loss of another."""
+        """Return the rank that failed by itself and not because another was lost."""
         by_itself = [rank for rank in failed if rank.process.returncode != PeerLost.exit_code]
         return min(by_itself or failed, key=lambda rank: rank.ended or 0.0)
 

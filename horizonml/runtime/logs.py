@@ -1,4 +1,4 @@
-"""Keeps what the ranks of a local run print in files, and shows their warnings."""
+"""Keeps the output of the ranks of a local run in files, and shows their warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 
 
 class RankLog:
-    """The file of what one rank prints, which may hold what was printed in runs before this one."""
+    """Represents the log of one rank, which may begin with the output of earlier runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -17,7 +17,7 @@ class RankLog:
         self._start = self._shown = self.file.tell()
 
     def text(self) -> str:
-        """Return all that the rank has printed."""
+        """Return everything that the rank has printed in this run."""
         return self._read(self._start).decode(errors="replace").strip()
 
     def new_lines(self) -> list[str]:
@@ -40,13 +40,13 @@ class Warnings:
         self._seen: set[str] = set()
 
     def show(self, rank: int, lines: list[str]) -> None:
-        """Show those among a rank's lines that were not seen before."""
+        """Show those of a rank's lines that are warnings and were not shown before."""
         for line in lines:
-            # As logging and the warnings module write them.
+            # These are the formats of logging and of the warnings module.
             if re.match(r"WARNING: |warning: |rank \d+: warning: |\S.*:\d+: \w*Warning: ", line):
                 text = line.partition("WARNING: ")[2] or line
                 if text not in self._seen:
                     self._seen.add(text)
-                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # the progress bar's line, which comes again
+                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # clears the progress bar's line
                     prefix = "" if text.startswith("rank ") else f"rank {rank}: "
                     print(f"{clear}{prefix}{text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How a rank's training can end."""
+"""Lists the ways in which a rank's training can end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """Why a training returned. The value is what the rank's records say."""
+    """Tells why a training returned; the value is written to the rank's records."""
 
     COMPLETE = "complete"
     ALREADY_COMPLETE = "already complete"  # nothing was left to train
-    STOPPED = "stopped"  # as this process was asked to
+    STOPPED = "stopped"  # this process was asked to stop
     STOPPED_WAITING = "stopped waiting"  # likewise, before the ranks had met
-    RE_FORM = "re-form"  # the ranks are to meet again: another one stops, or a new one wants to take part
+    RE_FORM = "re-form"  # the ranks must meet again, because another one stops or a new one wants to join
     RE_PLAN = "re-plan"  # there is a better plan to go on with

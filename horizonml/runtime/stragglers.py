@@ -1,7 +1,7 @@
-"""Compares what ranks measure with what their plan predicted, and makes a new plan when that is worth it.
+"""Compares measured compute times with those that the plan predicted, and replans when that is worthwhile.
 
-A device that gets too hot lowers its clock, or gets other work to do: then it computes longer than planned. Every few
-steps the ranks put their medians together, so that all of them know the same and decide alike.
+A device that overheats lowers its clock, and a device that gets other work to do is slower, too; both compute longer
+than planned. Every few steps the ranks gather their medians, so that all of them know the same and decide alike.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.search import search
 
 WINDOW = 8  # steps between two comparisons
-_SETTLE = 3  # steps of a new plan that do not count: they pay for caches and connections
+_SETTLE = 3  # steps of a new plan that do not count, because caches and connections are set up in them
 _WORTH = 0.1  # a new plan must promise to save this part of a step
-_NEWS = 1.2  # a slowdown has to change by this factor before a new plan is tried again
-_LITTLE = 0.1  # of the busiest rank's computing: a smaller difference does not count
+_NEWS = 1.2  # a slowdown must change by this factor before a new plan is tried again
+_LITTLE = 0.1  # of the busiest rank's computing; a smaller difference does not count
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan is predicted to take, in seconds of a step: the step, and each rank's computing."""
+    """Holds what a plan is predicted to take, in seconds of a step: the step itself, and each rank's computing."""
 
     seconds: float
     computing: tuple[float, ...]
 
     @classmethod
     def of(cls, candidate: Candidate) -> Forecast:
-        """Return what the simulation of a plan predicted."""
+        """Return the forecast from the simulation of a plan."""
         computing = candidate.prediction.computing
         return cls(candidate.prediction.seconds, tuple(computing[rank] for rank in range(len(computing))))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the forecast as plain JSON values."""
+        """Return the forecast as a JSON object."""
         return {"seconds": self.seconds, "computing": list(self.computing)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Forecast:
-        """Return the forecast that `to_json` was asked for."""
+        """Return the forecast from which `to_json` made `value`."""
         return cls(float(value["seconds"]), tuple(map(float, value["computing"])))
 
 
 @dataclass(frozen=True)
 class Slowdowns:
-    """How the ranks' computing compares with the plan."""
+    """Tells how the ranks' computing compares with the plan."""
 
-    slowdowns: tuple[float, ...]  # each rank's computing over what was planned, compared with the others'
+    slowdowns: tuple[float, ...]  # each rank's measured over planned computing, relative to the other ranks
     stragglers: tuple[int, ...]
-    news: bool  # whether the stragglers are not those of the comparison before
+    news: bool  # whether the stragglers differ from those of the previous comparison
 
 
 def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[float, ...]:
-    """Return the measured over the planned computing of each rank, compared with the ranks' median.
+    """Return each rank's measured over planned computing, relative to the median of the ranks.
 
-    All ranks being slower than planned by the same factor is no reason for another plan, so the median (of an even
-    number of ranks the lower one, for a straggler cannot be below it) counts as 1. So does a rank whose difference is
-    nothing beside the busiest rank's computing, as that of a rank with hardly any work.
+    If all ranks are slower than planned by the same factor, no other plan is needed, so the median counts as 1. Of an
+    even number of ranks the lower median is used, because a straggler cannot be below it. A rank also counts as 1 if
+    its difference is negligible beside the busiest rank's computing, as that of a rank with hardly any work.
     """
     pairs, most = list(zip(measured, planned, strict=True)), max(planned)
     usual = statistics.median_low([m / p for m, p in pairs if p >= _LITTLE * most])
@@ -78,7 +78,7 @@ class StragglerDetector:
     def __init__(
         self, group: Group, plan: Plan, forecast: Forecast, problem: Problem | None, threshold: float, replan: bool
     ) -> None:
-        """`problem` is what the plan was made for, on rank 0; None elsewhere."""
+        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, on rank 0 only."""
         self._group, self._threshold, self._replan = group, threshold, replan
         tag = group.channel("stragglers").tag()
         self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(group.world_size, dtype=torch.float64))
@@ -93,7 +93,7 @@ class StragglerDetector:
         self._measured = []
 
     def step(self, compute: float) -> Slowdowns | None:
-        """Take note of a step's seconds of computing on this rank; return every few steps what all ranks found."""
+        """Record this rank's seconds of computing in a step; every few steps, return what all ranks measured."""
         self._measured.append(compute)
         if len(self._measured) < self._wanted:
             return None
@@ -108,10 +108,10 @@ class StragglerDetector:
         return Slowdowns(found, stragglers, news)
 
     def better_plan(self, found: Slowdowns) -> bool:
-        """Return whether there is a plan that fits what was found clearly better; then it becomes `plan`.
+        """Return whether there is a plan that fits the measurements clearly better; if so, it becomes `plan`.
 
-        Rank 0 searches, with every device's profile scaled to what was measured; of a device that the plan gives
-        nothing to do, nothing new is known.
+        Rank 0 searches with every device's profile scaled to the measurements. A device that is idle in the plan yields
+        no new measurements.
         """
         off = max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in found.slowdowns)
         changed = any(

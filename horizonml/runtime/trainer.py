@@ -1,4 +1,4 @@
-"""The training loop: the same for every plan and every task."""
+"""Runs the training loop, which is the same for every plan and every task."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ def train(
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
-    If it is another rank that was asked to stop, or `newcomers` want to take part, the group is to form again; if
-    `watch` has a better plan, it is to be trained with.
-
-    Raises CheckpointError if the run ends and its last checkpoint could not be saved.
+    If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
+    has a better plan, return that training must go on with it. Raises CheckpointError if the run ends and its last
+    checkpoint could not be saved.
     """
     return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch).run()
 
 
 @dataclass
 class _Loop:
-    """What the steps of a training share."""
+    """Holds what the steps of a training share."""
 
     job: Job
     session: Session
@@ -65,7 +64,7 @@ class _Loop:
         self.state = self.session.state
 
     def run(self) -> Outcome:
-        """Train; see `train`."""
+        """Run the training; see `train`."""
         if self.state.step >= self.total:
             return Outcome.ALREADY_COMPLETE
         every = self.job.checkpoint.every_steps or self.per_epoch
@@ -79,7 +78,7 @@ class _Loop:
             if self.checkpoints is not None and (done % every == 0 or done == self.total or stopping or replan):
                 self._save(self.checkpoints, done, stopping)
                 if self.unsaved and not step.totals.stop:
-                    stopping = False  # newcomers wait: forming again would cost all steps since the last checkpoint
+                    stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
@@ -104,7 +103,7 @@ class _Loop:
         return step
 
     def _evaluate(self, done: int) -> None:
-        """Judge the model on the held-out data, at the end of an epoch."""
+        """Evaluate the model on the held-out data at the end of an epoch."""
         epoch, started = done // self.per_epoch, time.perf_counter()
         totals = self.session.evaluate(held_out_batches(self.job, self.data))
         self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started)
@@ -113,18 +112,18 @@ class _Loop:
         self.state.metrics = {"epoch": epoch, "held_out_loss": totals.loss, **metrics}
 
     def _has_better_plan(self, step: Step, done: int) -> bool:
-        """Compare steps with the plan, where it is watched; whether there is a better plan now."""
+        """Return whether there is a better plan, if the detector watches the steps."""
         look = self.watch.step(step.compute) if self.watch is not None else None
         if self.watch is None or look is None:
             return False
         self.recorder.slowdowns(look.slowdowns, look.stragglers if look.news else None, done)
         better = self.watch.better_plan(look)
-        self.session.clock.pause()  # what this took belongs to no step
+        self.session.clock.pause()  # the time that this took belongs to no step
         self.recorder.skip()
         return better
 
     def _save(self, checkpoints: Checkpoints, done: int, stopping: bool) -> None:
-        """Save a checkpoint. Raises CheckpointError if that fails and nothing comes after it."""
+        """Save a checkpoint. Raises CheckpointError if that fails and no later one will be saved."""
         complete = done == self.total
         details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
         started, before = time.perf_counter(), checkpoints.newest
@@ -141,11 +140,11 @@ class _Loop:
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:
-    """Return the global batch of a step, augmented if the data set does that. Epoch and step count from 0."""
+    """Return the global batch of a step, augmented if the data set does that; epoch and step count from 0."""
     return DataBatch(data.train, sampler.indices(epoch, step), name_seed(job.seed, "augment", epoch, step))
 
 
 def held_out_batches(job: Job, data: Data) -> list[Batch]:
-    """Return all held-out samples, in batches of the job's size."""
+    """Return all held-out samples in batches of the job's size."""
     order = torch.arange(data.info.held_out)
     return [DataBatch(data.held_out, part) for part in order.split(job.batch_size)]

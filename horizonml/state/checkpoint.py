@@ -1,11 +1,11 @@
-"""Checkpoints: the state of a training at a step boundary, whole or not there at all.
+"""Saves and resumes checkpoints: the state of a training at a step boundary, complete or not there at all.
 
-Shards are written into a hidden folder, made durable and checked in; only then is the folder renamed, which is what
-makes it a checkpoint (see `shards` for the files). Tensors carry the model's own names, so a checkpoint can be resumed
-with any plan and any world size.
+Shards are written into a hidden folder, made durable and verified; only then is the folder renamed, which makes it a
+checkpoint (see `shards` for the files). Tensors carry the model's own names, so a checkpoint can be resumed with any
+plan and any world size.
 
-Where machines have disks of their own, `disks` decides which of them keep a copy of a shard; what a rank lacks when it
-resumes is sent to it by one that has it.
+Where machines have their own disks, `disks` decides which of them keep a copy of a shard. When a rank that resumes
+lacks a shard, a rank that has it sends it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a checkpoint cannot be resumed; `final` if an older one would not do either."""
+    """Describes why a checkpoint cannot be resumed; `final` if an older one could not be resumed either."""
 
     text: str
     final: bool = False
@@ -65,28 +65,28 @@ class _Problem:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank's disk has of a checkpoint."""
+    """Describes what a rank's disk has of a checkpoint."""
 
-    version: str = ""  # nothing, if it is not there
+    version: str = ""  # empty if the checkpoint is not there
     shards: dict[str, str] = field(default_factory=dict)  # the intact ones, and their SHA-256
     problems: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, report: dict[str, Any]) -> _Seen:
-        """Read what a peer says."""
+        """Return what a peer reports; the report is not trusted to have the right types."""
         shards = {str(name): str(digest) for name, digest in report.get("shards", {}).items()}
         return cls(str(report.get("version", "")), shards, tuple(map(str, report.get("problems", []))))
 
 
 class Checkpoints:
-    """The checkpoints of a run, as one rank of its group sees them."""
+    """Saves and resumes the checkpoints of a run, as one rank of its group."""
 
     def __init__(
         self, folder: Path, group: Group, keep: int, compatible: dict[str, Any], names: list[str] | None = None
     ) -> None:
-        """All ranks of the group call this.
+        """Prepare the folder; all ranks of the group call this.
 
-        `compatible` is what a checkpoint must agree with to be resumed; `names[r]` is what rank r's machine is called.
+        A checkpoint can be resumed only if it agrees with `compatible`. `names[r]` is the name of rank r's machine.
         """
         self._folder, self._group, self._keep, self._compatible = folder, group, keep, compatible
         self._names = names or [f"rank {rank}" for rank in range(group.world_size)]
@@ -100,10 +100,10 @@ class Checkpoints:
     def save(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> list[str]:
         """Write a checkpoint of the state; all ranks call this after the same step.
 
-        `details` go into the metadata. Return what went wrong on which rank: nothing if the checkpoint is saved.
-        Otherwise training can go on, and the checkpoints there were are kept.
+        `details` go into the metadata. Return what went wrong, and on which rank; the list is empty if the checkpoint
+        is saved. If it is not, training can go on, and the existing checkpoints are kept.
         """
-        # A group that was thought dead may wake up and go on with this very step: its folder has another name.
+        # A group that was thought dead may wake up and reach this very step, so each folder has a name of its own.
         step = state.step
         hidden = self._folder / f".{folder_name(step)}-{self._disks.word[:8]}"
         self._equalise(state, plan)
@@ -111,11 +111,11 @@ class Checkpoints:
         written = {}
         for number in plan.stages_of(self._group.rank):
             stage = plan.stages[number]
-            tensors = state.whole(self._group, stage.start, stage.stop)  # which all members have to put together
+            tensors = state.whole(self._group, stage.start, stage.stop)  # all members have to put them together
             if self._group.rank in writers[number].values():
                 written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
         gathered = self._group.gather_json([written, details if self._group.rank == 0 else None])
-        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all say the same
+        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all metadata agree
         shards, failed = _agreed(writers, reports)
         if not failed:
             shards, received = self._copy(hidden, plan, shards)
@@ -144,7 +144,7 @@ class Checkpoints:
         return []
 
     def _equalise(self, state: TrainState, plan: Plan) -> None:
-        """See that the members of a stage still hold the same: processors that round differently drift apart."""
+        """Make the members of a stage hold the same state again: processors that round differently drift apart."""
         drifted = share_state(state, plan, self._group)
         if drifted and not self._drift_told:
             ranks = ", ".join(str(rank) for rank, _ in drifted)
@@ -171,7 +171,7 @@ class Checkpoints:
     def _copy(self, hidden: Path, plan: Plan, shards: dict[str, Shard]) -> tuple[dict[str, Shard], list[str]]:
         """Bring every shard to the disks that keep it.
 
-        Return the shards with the names of these machines, and the names of those that this rank's disk received.
+        Return the shards with the names of these machines, and the names of the shards that this rank's disk received.
         """
         kept: dict[str, Shard] = {}
         copies: list[Copy] = []
@@ -194,7 +194,7 @@ class Checkpoints:
         _write_metadata(hidden, metadata)
 
     def _commit(self, hidden: Path, target: Path) -> None:
-        """Make the hidden folder a checkpoint. Raises OSError before anything changes if it is not there any more."""
+        """Make the hidden folder a checkpoint. Raises OSError before anything changes if the folder is gone."""
         old = hidden.with_name(f".old-{target.name}")
         hidden.stat()
         if target.exists():
@@ -204,7 +204,7 @@ class Checkpoints:
         shutil.rmtree(old, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], None]) -> list[str]:
-        """Do something on every disk; return what went wrong, in the order of ranks, on all ranks."""
+        """Run `action` on every disk; return what went wrong, in the order of ranks, on all ranks."""
         problem = None
         if self._disks.is_lead:
             try:
@@ -233,8 +233,9 @@ class Checkpoints:
     def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact on all machines together; return None if there is none.
 
-        `state` must hold the layers that this rank has in the plan. Damaged checkpoints are passed over by name. Raises
-        CheckpointError if all are damaged, or if the one to resume belongs to another model or data.
+        `state` must hold the layers that this rank has in the plan. Damaged checkpoints are skipped, and a message
+        names them. Raises CheckpointError if all are damaged, or if the one to resume belongs to another model or other
+        data.
         """
         found = self._group.gather_json([path.name for path in steps(self._folder)] if self._disks.is_lead else [])
         names = {name for there in found for name in there if is_folder_name(name)}
@@ -244,7 +245,7 @@ class Checkpoints:
             damaged = [problem for there in seen for problem in there.problems]
             for problem in damaged:
                 _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
-            # Two groups may have saved the same step; each version is whole only by itself.
+            # Two groups may have saved the same step; each version is complete only by itself.
             for version in dict.fromkeys(there.version for there in seen if there.version):
                 having = [there if there.version == version else _Seen() for there in seen]
                 outcome = self._resume_from(state, plan, name, having)
@@ -277,7 +278,7 @@ class Checkpoints:
         return {"version": _version(metadata), "shards": shards, "problems": problems}
 
     def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
-        """Return what went wrong on any rank, on all ranks."""
+        """Return the first problem that any rank has; all ranks call this and return the same."""
         for value in self._group.gather_json(vars(outcome) if isinstance(outcome, _Problem) else None):
             if value is not None:
                 return _Problem(str(value["text"]), value["final"] is True)
@@ -287,7 +288,7 @@ class Checkpoints:
         """Load one checkpoint; `seen[r]` is what rank r has of it."""
         path, rank = self._folder / name, self._group.rank
         holder = next(rank for rank, there in enumerate(seen) if there.version)
-        own = read_metadata(path).model_dump() if seen[rank].version else None  # which was read a moment ago
+        own = read_metadata(path).model_dump() if seen[rank].version else None  # it was readable a moment ago
         try:
             metadata = check(self._group.broadcast(own, holder), path)
         except CheckpointError as error:
@@ -316,7 +317,7 @@ class Checkpoints:
                         copies.append(Copy(path / file, metadata.shards[file].bytes, where[file][0], lead))
                         where[file].append(lead)
         self._disks.copy(copies)
-        self._group.barrier()  # ranks that share a disk with a lead read what it has received
+        self._group.barrier()  # ranks that share a disk with its lead read what the lead has received
         if problem is not None:
             return _Problem(problem)
         for key, value in self._compatible.items():
@@ -337,7 +338,7 @@ class Checkpoints:
     ) -> Metadata | _Problem:
         try:
             for file in files:
-                if file in received:  # the others were verified when they were looked at
+                if file in received:  # the others were verified when the ranks looked at them
                     verify_shard(path / file, metadata.shards[file])
             with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
                 state.load(read, names)
@@ -351,12 +352,12 @@ class Checkpoints:
 
 
 def _version(metadata: Metadata) -> str:
-    """Return what tells two checkpoints of the same step apart."""
+    """Return a value that differs between two checkpoints of the same step."""
     return hashlib.sha256(json.dumps(metadata.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
 def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
-    """Return the shards that were written, and what went wrong; reports come from other machines."""
+    """Return the shards that were written, and what went wrong; the reports come from other machines."""
     shards: dict[str, Shard] = {}
     failed: list[str] = []
     for number, ranks in enumerate(writers):

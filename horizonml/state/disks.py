@@ -1,9 +1,9 @@
-"""Which ranks keep their files on one disk, and which disks keep a copy of a stage's shard.
+"""Finds out which ranks keep their files on one disk, and which disks keep a copy of a stage's shard.
 
 Ranks may share a file system, or each machine may have its own disk. Every shard lies on the disks of its stage's
-members, and on the next one after them that is on another machine, so that a machine, and even all members of a stage,
-can vanish together with their disks. Rank 0's has all of them: a job can be scaled down to any number of ranks, and be
-exported there.
+members, and on that of the next rank after them that is on another machine, so that a machine, and even all members of
+a stage, can vanish together with their disks. Rank 0's disk has all shards, so that a job can be scaled down to any
+number of ranks, and exported there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CHUNK = 1 << 20
 
 
 class Disks:
-    """The disks on which the ranks of a group keep a folder, as each rank sees it under the same name."""
+    """Represents the disks on which the ranks of a group keep a folder that has the same path on every rank."""
 
     def __init__(self, folder: Path, group: Group) -> None:
         """Find out which ranks see each other's files; all ranks call this.
 
-        Names of machines say nothing: two boards may have the same name, and a network drive may be on all of them.
+        The names of machines do not tell: two boards may have the same name, and a network drive may be on all of them.
         """
         self._group = group
-        self.word = str(group.broadcast(uuid.uuid4().hex))  # which no other group has
+        self.word = str(group.broadcast(uuid.uuid4().hex))  # unique to this group
         if not re.fullmatch("[0-9a-f]{32}", self.word):
             self.word = "0" * 32
         own = folder / f".probe-{self.word}-{group.rank}"
@@ -53,15 +53,15 @@ class Disks:
         # For each rank, the first rank on the same disk.
         self.leads: list[int] = [min(int(lead), rank) for rank, lead in enumerate(group.gather_json(min(seen)))]
         if self.is_lead:
-            for probe in folder.glob(".probe-*"):  # those of ranks that were killed here before, too
+            for probe in folder.glob(".probe-*"):  # includes the probes of ranks that were killed here earlier
                 with suppress(OSError):
                     probe.unlink()
-        group.barrier()  # nobody finds a probe that is about to go
+        group.barrier()  # no rank finds a probe that is about to be deleted
         self.ring = sorted(set(self.leads))
 
     @property
     def is_lead(self) -> bool:
-        """Whether this rank looks after the files on its disk."""
+        """Return whether this rank manages the files on its disk."""
         return self.leads[self._group.rank] == self._group.rank
 
     def writers(self, members: Sequence[int]) -> dict[int, int]:
@@ -69,9 +69,9 @@ class Disks:
         return {self.leads[rank]: rank for rank in reversed(members)}
 
     def keepers(self, members: Sequence[int]) -> list[int]:
-        """Return the disks that keep a stage's shard: its members', one more if there is one, and that of rank 0.
+        """Return the disks that keep a stage's shard: its members', another one if there is one, and that of rank 0.
 
-        The one more is the next in the ring that is on a machine of none of the members, else the next.
+        The other one is the next disk in the ring that is on a machine of none of the members, or else simply the next.
         """
         own = sorted(self.writers(members))
         start = self.ring.index(own[-1])
@@ -81,14 +81,14 @@ class Disks:
         return list(dict.fromkeys([*own, *more, 0]))
 
     def _machine(self, rank: int) -> str:
-        """Return what the containers on a rank's machine have in common."""
+        """Return a value that all containers on a rank's machine share."""
         return self._group.hosts[rank].partition("/")[0]
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Send files between disks; all ranks call this with the same copies. Raises PeerLost.
 
-        In each round every copy moves one chunk, so that nobody waits for the whole of another's file. What arrives is
-        checked when it is used: a disk that fails on the way does not end the others.
+        In each round every copy moves one chunk, so that no rank waits for the whole of another's file. Received files
+        are verified when they are used, so a disk that fails on the way does not stop the other copies.
         """
         rank, channel = self._group.rank, self._group.channel("files")
         copies = [copy for copy in copies if copy.source != copy.target]
@@ -107,7 +107,7 @@ class Disks:
                     else:
                         chunk = torch.empty(size, dtype=torch.uint8)
                         works.append((self._group.receive(chunk, copy.source, channel.tag(number)), copy.source))
-                    received.append((mine[copy], chunk))  # also keeps what is sent alive
+                    received.append((mine[copy], chunk))  # also keeps the tensor alive while it is sent
                 for work, peer in works:
                     self._group.wait(work, peer)
                 for partial, chunk in received:
@@ -120,7 +120,7 @@ class Disks:
 
 @dataclass(frozen=True)
 class Copy:
-    """A file of `size` bytes that goes from one rank's disk to another's."""
+    """Describes a file of `size` bytes that is copied from one rank's disk to another's."""
 
     path: Path
     size: int
@@ -128,12 +128,15 @@ class Copy:
     target: int
 
     def concerns(self, rank: int) -> bool:
-        """Whether the rank sends or receives it."""
+        """Return whether the rank sends or receives the file."""
         return rank in (self.source, self.target)
 
 
 class _Partial:
-    """One end of a copy. After an error it reads zeros and writes nothing: the other end waits for so many bytes."""
+    """Handles one end of a copy.
+
+    After an error it reads zeros and writes nothing, because the other end still expects the announced number of bytes.
+    """
 
     def __init__(self, path: Path, sending: bool) -> None:
         self._path, self._sending = path, sending
@@ -145,7 +148,7 @@ class _Partial:
             self._give_up(error)
 
     def read(self, size: int) -> Tensor:
-        """Return the next bytes."""
+        """Return the next bytes, on the sending end."""
         chunk, done = torch.zeros(size, dtype=torch.uint8), 0
         view = chunk.numpy().data
         while self._file is not None and done < size:
@@ -160,7 +163,7 @@ class _Partial:
         return chunk
 
     def write(self, chunk: Tensor) -> None:
-        """Append bytes, at the end that receives."""
+        """Append bytes, on the receiving end."""
         view, done = chunk.numpy().data, 0
         while self._file is not None and not self._sending and done < len(view):
             try:
@@ -169,7 +172,7 @@ class _Partial:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Make what was received durable."""
+        """Make the received bytes durable."""
         if self._file is not None:
             try:
                 if not self._sending:

@@ -1,6 +1,6 @@
-"""Sees that the members of a stage begin with the same state, bit for bit.
+"""Ensures that the members of a stage begin with the same state, bit for bit.
 
-Gradients are summed, never parameters: members that begin unequal stay unequal to the end.
+Gradients are summed, and parameters never are, so members that begin unequal would stay unequal to the end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from horizonml.state.train_state import TrainState
 
 
 def share_state(state: TrainState, plan: Plan, group: Group) -> list[tuple[int, str]]:
-    """Compare the state of every stage's members; give those that differ what their stage's first member holds.
+    """Compare the state of every stage's members, and give the state of the first member to those that differ.
 
-    Return, on all ranks, which ranks differed, each with the name of a tensor that did. All ranks of the group call
+    Return, on all ranks, the ranks that differed, each with the name of a tensor that did. All ranks of the group call
     this. Raises StateDiffers if some cannot be made equal.
     """
     differing = _differing(state, plan, group)
@@ -47,15 +47,15 @@ def digest(state: dict[str, Tensor]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Difference:
-    """A member that does not hold what its stage's first member does."""
+    """Describes a member whose state differs from that of its stage's first member."""
 
     rank: int
     stage: int
-    name: str  # of a tensor
+    name: str  # of a tensor that differs
 
 
 def _digests(state: TrainState, plan: Plan, rank: int) -> dict[int, dict[str, str]]:
-    """Return the digests of what all members hold alike, for each stage of this rank that has other members."""
+    """Return the digests of the replicated state, for each stage of this rank that has other members."""
     found = {}
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
@@ -69,7 +69,7 @@ def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]
     if all(len(stage.ranks) == 1 for stage in plan.stages):
         return []
     own = _digests(state, plan, group.rank)
-    # JSON has keys of text only.
+    # JSON keys are strings.
     everyone = group.gather_json({str(number): _together(digests) for number, digests in own.items()})
     unequal = [
         (rank, number)
@@ -79,7 +79,7 @@ def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]
     ]
     if not unequal:
         return []
-    # Which tensors: only where there is something to tell.
+    # The tensors are compared only where there is a difference to report.
     every = group.gather_json({str(number): digests for number, digests in own.items()})
     found = []
     for rank, number in unequal:

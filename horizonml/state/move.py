@@ -1,4 +1,4 @@
-"""Takes a group's training from one plan to another: only the layers that change hands travel."""
+"""Moves the state of a group from one plan to another; only the layers that change hands are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horizonml.state.train_state import TrainState
 def senders(old: Plan, new: Plan) -> list[tuple[int, int, int]]:
     """Return which layer goes from which rank to which: `(layer, from, to)`, in the order of layers.
 
-    A rank that has a layer already gets none; of several that could send, those send that have sent least.
+    A rank that already has a layer receives none; of several possible senders, the one that has sent least sends.
     """
     sent = dict.fromkeys(range(old.world_size), 0)
     found = []
@@ -33,17 +33,17 @@ def senders(old: Plan, new: Plan) -> list[tuple[int, int, int]]:
 
 
 def move(state: TrainState, old: Plan, new: Plan, group: Group) -> int:
-    """Bring parameters, buffers and optimizer state of each layer to the ranks that hold it in the new plan.
+    """Bring the parameters, buffers and optimizer state of each layer to the ranks that hold it in the new plan.
 
-    All ranks must call this, with no session on the state; the next one lets go of the layers that have left. Returns
-    the bytes that this rank has received. Raises PeerLost.
+    All ranks must call this, with no session on the state; the next session releases the layers that have moved away.
+    Return the bytes that this rank has received. Raises PeerLost.
     """
     held: dict[int, dict[str, Tensor]] = {}
     for key, tensor in state.tensors().items():
         held.setdefault(state.layer_of(key), {})[key] = tensor
     moves = senders(old, new)
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
-    # What there is to receive: a rank without the layer does not know whether its optimizer has begun.
+    # What there is to receive: a rank without the layer does not know whether its optimizer state exists yet.
     offers: dict[int, list[str]] = {}
     for offered in group.gather_json([[layer, list(held[layer])] for layer in mine if layer in held]):
         offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}

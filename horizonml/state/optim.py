@@ -1,8 +1,8 @@
-"""The optimizers, and the learning rate as a pure function of the step.
+"""Implements the optimizers, and the learning rate as a pure function of the step.
 
-The update itself is PyTorch's fused kernel through its functional API. PyTorch's optimizer classes would import the
-compiler (torch._dynamo) into every rank: 70 MB and a second of start-up that a small device does not have to spare.
-State is kept by parameter name, as checkpoints want it.
+The update itself is PyTorch's fused kernel, called through its functional API. PyTorch's optimizer classes would import
+the compiler (torch._dynamo) into every rank, which costs 70 MB and a second of start-up that a small device cannot
+spare. State is kept by parameter name, as checkpoints need it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from horizonml.state.spec import Adam, LrSchedule, Sgd
 
 
 class Optimizer:
-    """SGD with momentum, Adam or AdamW over parameters by name. It has no state of its own: see `TrainState`.
+    """Updates parameters by name with SGD with momentum, Adam or AdamW; the state itself is kept by `TrainState`.
 
-    `state[name][key]` are tensors: `momentum_buffer`, or `exp_avg`, `exp_avg_sq` and `step`. They are what
-    torch.optim's optimizers of the same names keep.
+    `state[name][key]` are tensors: `momentum_buffer`, or `exp_avg`, `exp_avg_sq` and `step`. They are the same as those
+    of torch.optim's optimizers with these names.
     """
 
     def __init__(self, spec: Sgd | Adam) -> None:
         self.spec = spec
 
     def initial(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what is kept for a parameter before its first update, on the parameter's device."""
+        """Return the optimizer state of a parameter before its first update, on the parameter's device."""
         if isinstance(self.spec, Sgd):
             return {"momentum_buffer": torch.zeros_like(parameter)} if self.spec.momentum else {}
         return {
@@ -39,7 +39,7 @@ class Optimizer:
         }
 
     def expected(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return what is kept for a parameter as tensors of the right shapes and dtypes without memory."""
+        """Return the optimizer state of a parameter as tensors of the right shapes and dtypes that take no memory."""
         return self.initial(parameter.detach().to("meta")) if parameter.requires_grad else {}
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class Optimizer:
     ) -> None:
         """Update the parameters that have a gradient, and their entries of `state`, in place."""
         names = [name for name, parameter in parameters.items() if parameter.grad is not None]
-        if not names:  # a stage of pooling layers, say
+        if not names:  # for example, in a stage of pooling layers only
             return
         for name in names:
             if name not in state:
@@ -105,7 +105,7 @@ class Optimizer:
 
 
 def learning_rate(spec: LrSchedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """The learning rate of a step, counted from 0 over the whole run."""
+    """Return the learning rate of a step, counted from 0 over the whole run."""
     if step < spec.warmup_steps:
         return peak * (step + 1) / spec.warmup_steps
     if spec.name == "constant":

@@ -1,7 +1,7 @@
-"""A run's folder: marked as ours, and used by one run at a time.
+"""Manages the folder of a run, which is marked as HorizonML's and used by one run at a time.
 
-Two runs that write into one folder would mix their records and delete each other's checkpoints, and `--fresh` moves
-folders away: it must never touch one that is not a run.
+Two runs that write into one folder would mix their records and delete each other's checkpoints. `--fresh` moves folders
+away, and it must never touch one that does not belong to a run.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _log = logging.getLogger(__name__)
 MARK = ".horizonml-run"
 _TEXT = "This folder is a run of HorizonML.\n"
 _PLACES = ".places"  # a lock for each rank, and who holds it
-_NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)  # as file systems say that they have none
-_LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be on its way out
+_NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)  # how file systems report that they have no locks
+_LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be exiting
 
 
 def make_run_folder(path: Path) -> None:
-    """Make a run's folder, if there is none, and mark it as ours, if there is nothing in it. Raises OSError."""
+    """Make a run's folder if it does not exist, and mark it as HorizonML's if it is empty. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True)
     if not _content(path):
         (path / MARK).write_text(_TEXT)
 
 
 def foreign(path: Path) -> str | None:
-    """Return why `--fresh` must not touch a folder, or None."""
+    """Return why `--fresh` must not touch a folder, or None if it may."""
     for folder in (path, _previous(path)):
         if folder.exists() and _content(folder) and not (folder / MARK).exists():
             return (
@@ -47,7 +47,7 @@ def foreign(path: Path) -> str | None:
 
 
 def _content(folder: Path) -> list[Path]:
-    """Return what is in a folder, without what a new file system brings along."""
+    """Return the content of a folder, without what a new file system contains."""
     return [path for path in folder.iterdir() if path.name != "lost+found"]
 
 
@@ -57,19 +57,19 @@ def _previous(path: Path) -> Path:
 
 
 class RunFolder:
-    """The folder of a run, as one of its ranks uses it."""
+    """Represents the folder of a run as one of its ranks uses it."""
 
     def __init__(self, path: Path, rank: int, job: str, required: bool) -> None:
-        """Make the folder if it is not there, and take this rank's place in it.
+        """Make the folder if it does not exist, and take this rank's place in it.
 
-        `required` says that checkpoints are to be saved there. Raises CheckpointError if that cannot be, JobError if
-        another process is this rank of a run there.
+        `required` says that checkpoints are to be saved there. Raises CheckpointError if they cannot be, or JobError if
+        another process holds this rank's place in a run there.
         """
         self.path, self._rank, self._job, self._required = path, rank, job, required
         try:
             self._open()
         except OSError as error:
-            # A full disk may get better; a folder that can never be written to is a mistake to tell at once.
+            # A full disk may recover; a folder that can never be written to is a mistake to report at once.
             if required and error.errno != ENOSPC:
                 raise CheckpointError(
                     f"cannot write records and checkpoints to {path.absolute()} as user {os.getuid()}: "
@@ -103,7 +103,7 @@ class RunFolder:
     def set_aside(self) -> str | None:
         """Move the folder's content to NAME.previous; return why this cannot be done, or None.
 
-        The content that was there under that name is deleted. Neither is touched unless it is a run's.
+        Earlier content under that name is deleted. Neither folder is touched unless it belongs to a run.
         """
         problem = foreign(self.path)
         if problem is not None:
@@ -124,7 +124,7 @@ class RunFolder:
 
 
 def _read(owner: Path) -> str:
-    """Return who has a place, in words."""
+    """Return, in words, who holds a place."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(owner.read_text())
         return f"job {found['job']} (process {found['process']} on {found['host']})"

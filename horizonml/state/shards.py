@@ -1,12 +1,12 @@
-"""Checkpoints as they lie on disk.
+"""Reads and verifies checkpoints as they lie on disk.
 
     checkpoints/step-00000230/
         checkpoint.json          for people: step, accuracy, job, plan, and for every shard its SHA-256 and who keeps it
         stage-0.safetensors      parameters, buffers and optimizer state of stage 0's layers, by original name
         stage-1.safetensors ...
 
-A checkpoint may come from a stranger or a broken disk: everything in it is checked before it is used, and nothing in
-it is ever executed.
+A checkpoint may come from a stranger or a broken disk: everything in it is checked before it is used, and nothing in it
+is ever executed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _MOST_METADATA = 64 << 20  # bytes
 
 
 class _Strict(BaseModel):
-    """Values have exactly the types that are written here; nothing is converted."""
+    """Accepts only values of exactly the declared types; nothing is converted."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
 
 class Shard(_Strict):
-    """One stage's file."""
+    """Describes the file of one stage."""
 
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    tensors: int | None = Field(None, ge=0)  # how many it holds
-    machines: list[str] = []  # that keep a copy, as the hosts were called when it was saved
+    tensors: int | None = Field(None, ge=0)  # how many tensors it holds
+    machines: list[str] = []  # the hosts that keep a copy, by their names when it was saved
 
 
 class Layers(_Strict):
-    """A stage's layers: `start` to `stop - 1`."""
+    """Describes the layers of a stage, `start` to `stop - 1`."""
 
     model_config = ConfigDict(extra="allow")
     start: int = Field(ge=0)
@@ -63,14 +63,14 @@ class Layers(_Strict):
 
 
 class Cuts(_Strict):
-    """The part of a plan that says which layers lie in which shard."""
+    """Holds the part of a plan that says which layers lie in which shard."""
 
     model_config = ConfigDict(extra="allow")
     stages: list[Layers] = Field(min_length=1)
 
 
 class Metadata(_Strict):
-    """The content of `checkpoint.json`. Fields that are not named here are for people."""
+    """Holds the content of `checkpoint.json`; fields that are not declared here are for people."""
 
     model_config = ConfigDict(extra="allow")
     format: int
@@ -110,7 +110,7 @@ def folder_name(step: int) -> str:
 
 
 def is_folder_name(name: object) -> bool:
-    """Whether this is the name of a checkpoint's folder, and nothing else that a path could be made of."""
+    """Return whether this is the name of a checkpoint's folder, and nothing else that a path could be made of."""
     return isinstance(name, str) and re.fullmatch(r"step-\d{8,18}", name, re.ASCII) is not None
 
 
@@ -126,9 +126,9 @@ def steps(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Path:
-    """Return the newest intact checkpoint at `path`: itself one, or a run's folder.
+    """Return the newest intact checkpoint at `path`, which is either a checkpoint or a run's folder.
 
-    Newer ones that are damaged are passed over by name. Raises CheckpointError.
+    Newer checkpoints that are damaged are skipped, and a message names them. Raises CheckpointError.
     """
     if (path / METADATA).exists():
         return path
@@ -181,7 +181,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
 
 
 def completed(folder: Path, job: Job) -> bool:
-    """Whether the newest checkpoint in `folder` is the end of exactly this job."""
+    """Return whether the newest checkpoint in `folder` is the end of exactly this job."""
     newest = next(iter(steps(folder)), None)
     if newest is None:
         return False
@@ -193,7 +193,7 @@ def completed(folder: Path, job: Job) -> bool:
 
 
 def describe(file: Path, tensors: int) -> Shard:
-    """Return what the metadata says of a shard that was just written. Raises OSError."""
+    """Return the metadata of a shard that was just written. Raises OSError."""
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
         return Shard(bytes=os.fstat(content.fileno()).st_size, sha256=digest, tensors=tensors)
@@ -202,7 +202,7 @@ def describe(file: Path, tensors: int) -> Shard:
 def verify_shard(file: Path, shard: Shard, content: bool = True) -> None:
     """Raise CheckpointError unless the file is the shard that the metadata describes.
 
-    Without `content` only the size is compared.
+    Unless `content` is true, only the size is compared.
     """
     try:
         with _regular_file(file) as opened_file:
@@ -238,7 +238,7 @@ def intact(path: Path, metadata: Metadata) -> tuple[list[str], list[str]]:
 
 
 def _regular_file(path: Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, on which reading could wait for ever."""
+    """Open a file for reading. Raises OSError for a pipe or a device, on which a read could block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

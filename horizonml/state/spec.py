@@ -1,4 +1,4 @@
-"""The parts of a job that say how parameters are updated, and when the state of the training is saved."""
+"""Defines the parts of a job that say how parameters are updated, and when the state of the training is saved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horizonml.spec.base import Spec
 
 
 class Sgd(Spec):
-    """Stochastic gradient descent with momentum."""
+    """Configures stochastic gradient descent with momentum."""
 
     name: Literal["sgd"] = "sgd"
     lr: float = Field(0.05, gt=0, description="Peak learning rate.")
@@ -26,7 +26,7 @@ class Sgd(Spec):
 
 
 class Adam(Spec):
-    """Adam (L2 penalty) or AdamW (decoupled weight decay)."""
+    """Configures Adam (L2 penalty) or AdamW (decoupled weight decay)."""
 
     name: Literal["adam", "adamw"]
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
@@ -43,7 +43,7 @@ class Adam(Spec):
 
 
 class LrSchedule(Spec):
-    """How the learning rate changes over the run."""
+    """Configures how the learning rate changes over the run."""
 
     name: Literal["constant", "cosine", "linear", "step"] = Field(
         "cosine", description="Shape of the decay after the warm-up."
@@ -55,7 +55,7 @@ class LrSchedule(Spec):
 
 
 class CheckpointSpec(Spec):
-    """When the state of the training is saved."""
+    """Configures when the state of the training is saved."""
 
     every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
     keep: int = Field(2, ge=1, description="How many checkpoints to keep.")

@@ -1,4 +1,4 @@
-"""What a rank trains: it lives as long as the process, whatever becomes of the groups that train it."""
+"""Holds what a rank trains, for as long as the process lives, through all the groups that train it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from horizonml.state.spec import Adam, Sgd
 
 
 class TrainState:
-    """The parameters, buffers and optimizer state of the layers that this rank holds, and how far training has come.
+    """Holds the state of the layers that this rank has, and how far training has come.
 
-    Tensors have names for checkpoints and for moves between ranks: `model/NAME` with the name in the original model,
-    and `optimizer/NAME/KEY`.
+    The state consists of parameters, buffers and optimizer state. Its tensors have names for checkpoints and for moves
+    between ranks: `model/NAME` with the name in the original model, and `optimizer/NAME/KEY`.
     """
 
     def __init__(self, model: Model, optimizer: Sgd | Adam) -> None:
         self.model, self.optimizer = model, Optimizer(optimizer)
-        self.step = 0  # steps done
-        self.metrics: dict[str, Any] = {}  # what was found on held-out data last
-        self.parts: dict[str, Part] = {}  # of parameters and buffers of which this rank holds a part only
+        self.step = 0  # the number of steps done
+        self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
+        self.parts: dict[str, Part] = {}  # the parameters and buffers of which this rank holds only a part
         self._held: dict[str, Tensor] = {}
         self._optimizer: dict[str, dict[str, Tensor]] = {}
-        self._saved: set[str] = set()  # names that belong into a checkpoint
+        self._saved: set[str] = set()  # the names that belong in a checkpoint
         self._layers = model.parameter_names()
 
     def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
         """Hold layers `start` to `stop - 1` for each of the `spans`, and no others; return a module for each.
 
-        Layers that are held already stay as they are, the same tensors; others get the values that training begins
-        with. Parts of tensors are good for one plan only, so nothing is kept of them.
+        Layers that are held already keep the same tensors; others get their initial values. Parts of tensors are valid
+        for one plan only, so nothing is kept of them.
         """
         if self.parts:
             self._held, self._optimizer, self.parts = {}, {}, {}
@@ -45,7 +45,7 @@ class TrainState:
         return modules
 
     def split(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
-        """From now on hold the tensors of `module`, which are parts of what it had."""
+        """Hold the tensors of `module`, which are parts of those held before, instead of the whole tensors."""
         self._hold([module])
         self.parts = dict(parts)
 
@@ -61,7 +61,7 @@ class TrainState:
         self._optimizer = {name: kept for name, kept in self._optimizer.items() if name in self._held}
 
     def restart(self) -> None:
-        """Go back to step 0 and the values that training begins with."""
+        """Go back to step 0 and the initial values."""
         self.step, self.metrics, self._optimizer = 0, {}, {}
         for layer in sorted({self._layers[name] for name in self._saved}):
             first = self.model.stage(layer, layer + 1)
@@ -70,11 +70,11 @@ class TrainState:
                     self._held[name].detach().copy_(self._own(name, value.detach()))
 
     def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
-        """Apply the gradients of some parameters."""
+        """Update some parameters with their gradients."""
         self.optimizer.step(parameters, self._optimizer, learning_rate)
 
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """Return what is held of layers `start` to `stop - 1`: the state's own tensors, not copies."""
+        """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
         last = len(self.model.chain) if stop is None else stop
         here = {name for name in self._saved if start <= self._layers[name] < last}
         tensors = {f"model/{name}": tensor.detach() for name, tensor in self._held.items() if name in here}
@@ -84,11 +84,11 @@ class TrainState:
         return tensors
 
     def replicated(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return the part of `tensors` that every member of a stage holds alike."""
+        """Return those of the `tensors` that are replicated on every member of a stage."""
         return {key: value for key, value in self.tensors(start, stop).items() if self._part(key) is None}
 
     def whole(self, group: Group, start: int, stop: int) -> dict[str, Tensor]:
-        """Return `tensors` put together from the members' parts.
+        """Return `tensors` assembled from the members' parts.
 
         All members of the stage must call this where they hold parts. Raises PeerLost.
         """
@@ -106,7 +106,7 @@ class TrainState:
         return self._layers[name_of(key)]
 
     def expected(self, layer: int) -> dict[str, Tensor]:
-        """Return, for every tensor that can be held of a layer, one of its shape and dtype without memory."""
+        """Return tensors without memory, with the shapes and dtypes of all those that can be held of a layer."""
         module = self.model.chain.slice(layer, layer + 1)
         found = {
             f"model/{name}": tensor.detach().to("meta") for name, tensor in module.state_dict(keep_vars=True).items()
@@ -116,7 +116,7 @@ class TrainState:
         return found
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold tensors that another rank had, by their names; `take` makes their layers."""
+        """Take over tensors of another rank, by their names; `take` creates their layers."""
         for key, tensor in tensors.items():
             kind, _, rest = key.partition("/")
             if kind == "model":
@@ -129,9 +129,9 @@ class TrainState:
                 self._optimizer.setdefault(name, {})[entry] = tensor
 
     def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
-        """Take the values of all that is held from `read(name)`, in place; `names` are those there are.
+        """Read the values of all that is held from `read(name)`, in place; `names` are the names that can be read.
 
-        Raises KeyError for a missing parameter or buffer, ValueError for one of another shape or dtype.
+        Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
         """
         available = set(names)
         for name in sorted(self._saved):
@@ -160,7 +160,7 @@ def name_of(key: str) -> str:
 
 
 def _like(expected: Tensor, value: Tensor, name: str) -> Tensor:
-    """Return the value, if it is of the expected shape and dtype. Raises ValueError."""
+    """Return the value if it has the expected shape and dtype. Raises ValueError if it does not."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise ValueError(
             f"{name} is {value.dtype} of shape {list(value.shape)}, but the model wants {expected.dtype} of shape "

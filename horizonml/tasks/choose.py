@@ -1,4 +1,4 @@
-"""The task that a job names. So far every data set of a job holds labelled images."""
+"""Chooses the task that a job names; so far every data set of a job holds labelled images."""
 
 from __future__ import annotations
 

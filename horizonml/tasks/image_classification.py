@@ -1,4 +1,4 @@
-"""Image classification: which of a number of classes an image belongs to."""
+"""Implements image classification: which of a number of classes an image belongs to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horizonml.tasks.task import InputSpec, Tree
 
 @dataclass(frozen=True)
 class ImageClassification:
-    """Cross-entropy of logits `[batch, classes]` against labels, int64 `[batch]`, and the accuracy."""
+    """Minimises the cross-entropy of logits `[batch, classes]` against labels, int64 `[batch]`; measures accuracy."""
 
     label_smoothing: float = 0.0
 
@@ -27,7 +27,7 @@ class ImageClassification:
     def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the images' cross-entropy; labels are smoothed in training only."""
         assert isinstance(targets, Tensor)
-        smoothing = self.label_smoothing if training else 0.0  # a way of training, not of judging
+        smoothing = self.label_smoothing if training else 0.0  # smoothing serves training, not evaluation
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
     def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
@@ -36,11 +36,11 @@ class ImageClassification:
         return (outputs.argmax(1) == targets).sum(dtype=torch.float64).reshape(1)
 
     def channels(self, model: ModelSpec) -> int | None:
-        """Return the number of colour channels that a model wants, or None for what the data has."""
+        """Return the number of colour channels that a model expects, or None to use those of the data."""
         return 3 if model.name in TORCHVISION_MODELS else None
 
     def input(self, info: ImageInfo) -> InputSpec:
-        """Return what enters the model: normalised float32 images."""
+        """Return the model's input: normalised float32 images."""
         return InputSpec(info.shape, torch.float32, "Set data.image_size to a size the model accepts.")
 
     def outputs(self, info: ImageInfo) -> int:

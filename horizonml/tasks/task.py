@@ -1,6 +1,6 @@
-"""What is learned, as the engine and the models see it: an interface and plain data.
+"""Defines what is learned, as the engine and the models see it: an interface and plain data.
 
-A task of its own file implements `Task`; the engine asks for nothing else, and knows neither what samples are nor
+A task implements `Task` in a file of its own. The engine needs nothing else, and knows neither what samples are nor
 what outputs mean.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Batch", "InputSpec", "Task", "Tree"]
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The tensor that enters a model: its shape without the batch dimension, and its dtype."""
+    """Describes the input of a model: its shape without the batch dimension, and its dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -27,23 +27,23 @@ class InputSpec:
 
 
 class Task(Protocol):
-    """The objective of a training: its loss, and how predictions are judged.
+    """Defines the objective of a training: its loss, and how predictions are judged.
 
-    Both functions return sums, because a rank sees only some rows of a batch and the engine adds what all ranks found.
-    It divides by the number of units in the global batch, `batch.size * units_per_sample`.
+    Both functions return sums, because a rank sees only some rows of a batch and the engine adds up the sums of all
+    ranks. It divides them by the number of units in the global batch, `batch.size * units_per_sample`.
     """
 
     @property
     def unit(self) -> str:
-        """What the loss is a mean over: "samples" or, say, "tokens"."""
+        """Return what the loss is a mean over: "samples" or, for example, "tokens"."""
 
     @property
     def units_per_sample(self) -> int:
-        """The number of units in each sample; 1 where the unit is the sample."""
+        """Return the number of units in each sample, which is 1 where the unit is the sample."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of the means that `judge` sums, such as "accuracy"."""
+        """Return the names of the means that `judge` sums, such as "accuracy"."""
 
     def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the loss over the units of these rows, a differentiable scalar.

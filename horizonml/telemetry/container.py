@@ -1,4 +1,4 @@
-"""CPU, memory and network of a process and its container, read when Prometheus asks."""
+"""Reads the CPU, memory and network use of a process and its container when Prometheus asks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from horizonml.telemetry.table import CONTAINER
 
 
 class Container(Collector):
-    """The metrics of `table.CONTAINER`."""
+    """Collects the metrics of `table.CONTAINER`."""
 
     def __init__(self, rank: str, root: Path) -> None:
-        """`root` is where the process's cgroup is mounted."""
+        """Prepare to read the cgroup of the process, which is mounted at `root`."""
         self._rank, self._root = rank, root
 
     def _read(self) -> dict[str, float | None]:
-        """Return all values now; None where this system does not tell."""
+        """Return all current values; a value is None where this system does not provide it."""
         network = psutil.net_io_counters()
         return {
             "resident_memory_bytes": float(rss_bytes()),
@@ -36,7 +36,7 @@ class Container(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Read everything now."""
+        """Read all values and yield their metrics."""
         values = self._read()
         for spec in CONTAINER:
             kind = CounterMetricFamily if spec.type == "counter" else GaugeMetricFamily

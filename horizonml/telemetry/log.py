@@ -1,4 +1,4 @@
-"""One JSON object per line, one file per rank, which can never disturb training."""
+"""Writes one JSON object per line to one file per rank, and never disturbs training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class JsonLines:
-    """Appends records to a file. A full or broken disk ends the recording with a warning, not the training."""
+    """Appends records to a file; a full or broken disk ends the recording with a warning, not the training."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class JsonLines:
             self._give_up(error)
 
     def flush(self) -> None:
-        """Hand what was written to the operating system."""
+        """Pass what was written to the operating system."""
         if self._file is None:
             return
         try:
@@ -48,7 +48,7 @@ class JsonLines:
         self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write what is left, and close the file."""
         self.flush()
         if self._file is not None:
             self._file.close()
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file; a line that a crash cut short is left out."""
+    """Yield the records of a file, except for a line that a crash cut short."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):

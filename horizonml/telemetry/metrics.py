@@ -1,4 +1,4 @@
-"""One rank's Prometheus metrics, and when they change. `table` says what there is."""
+"""Updates one rank's Prometheus metrics, which `table` declares."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _KINDS = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}
 
 
 class Metrics(Collector):
-    """One rank's metrics, in a registry of its own."""
+    """Holds one rank's metrics in a registry of its own."""
 
     def __init__(self, rank: int, root: Path = Path("/sys/fs/cgroup")) -> None:
-        """`rank` is what this process was given at its start; `root` is where its cgroup is mounted."""
+        """Register the metrics; `rank` is what this process was started as, and its cgroup is mounted at `root`."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.rank, self.registry = str(rank), CollectorRegistry()
         self.unready: str | None = "starting"  # why the rank is not ready, or None
         self._newest: StepRecord | None = None
-        self._known: set[str] = set()  # the task's metrics that there are gauges for
+        self._known: set[str] = set()  # the task's metrics that have gauges
         self._epoch_so_far = 0.0  # seconds of the epoch's steps
         self._families: dict[str, MetricWrapperBase] = {}
         self.registry.register(self)
@@ -69,7 +69,7 @@ class Metrics(Collector):
         return histogram
 
     def _put(self, name: str, value: float) -> None:
-        """Set a gauge, which shows nothing before its first value."""
+        """Set a gauge, which is hidden before its first value."""
         self._gauge(name).set(value)
 
     def _say(self, name: str, *labels: str) -> None:
@@ -78,7 +78,7 @@ class Metrics(Collector):
         self._gauge(name, *labels).set(1)
 
     def _know(self, means: Mapping[str, float]) -> None:
-        """Register gauges for those of the task's metrics that the table does not name."""
+        """Register gauges for the task's metrics that the table does not name."""
         for metric in means.keys() - self._known:
             self._known.add(metric)
             for where, what in _MEASURED.items():
@@ -115,7 +115,7 @@ class Metrics(Collector):
         self._put("ready", 1)
 
     def started(self, info: RunInfo, epochs: int, steps: int, done: int) -> None:
-        """Note that training begins or goes on, with `done` steps of `steps` behind it."""
+        """Note that training begins or goes on, with `done` of `steps` steps completed."""
         job, plan = info.job, info.plan
         strategy = "explicit" if job.parallel.stages else job.parallel.strategy
         versions = info.versions["horizonml"], info.versions["torch"]
@@ -150,7 +150,7 @@ class Metrics(Collector):
         self._epoch_so_far = 0.0
 
     def step(self, record: StepRecord, step: Step) -> None:
-        """Count a step. This costs microseconds: what only the newest step decides is set when Prometheus asks."""
+        """Count a step in a few microseconds; what only the newest step decides is set when Prometheus asks."""
         self._know(record.metrics)
         self._newest = record
         self._counter("samples").inc(step.entered)
@@ -171,7 +171,7 @@ class Metrics(Collector):
         self._epoch_so_far += record.wall
 
     def collect(self) -> Iterator[Metric]:
-        """Set the newest step's numbers; the registry calls this first when Prometheus asks."""
+        """Set the values of the newest step; the registry calls this first when Prometheus asks."""
         record = self._newest
         if record is not None:
             self._put("step", record.step)
@@ -184,7 +184,7 @@ class Metrics(Collector):
         return iter(())
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Note what an epoch's evaluation found."""
+        """Note the results of an epoch's evaluation."""
         self._know(record.metrics)
         self._put("held_out_loss", record.loss)
         self._put_means("held_out", record.metrics)
@@ -193,7 +193,7 @@ class Metrics(Collector):
         self._epoch_so_far = 0.0
 
     def checkpoint(self, step: int, saved: bool, seconds: float) -> None:
-        """Note that a checkpoint was saved, or could not be."""
+        """Note that a checkpoint was saved, or that saving it failed."""
         if not saved:
             self._counter("checkpoint_failures").inc()
             return
@@ -211,7 +211,7 @@ class Metrics(Collector):
         self._counter("peers_lost").inc()
 
     def completed(self) -> None:
-        """Note that the job is trained to its end."""
+        """Note that the job is trained to the end."""
         self.unready = None
         self._families["waiting_for_rank"].clear()
         self._put("complete", 1)
@@ -219,5 +219,5 @@ class Metrics(Collector):
 
 
 def _name(where: str, metric: str) -> str:
-    """Return what the gauge of a task's metric is called."""
+    """Return the name of the gauge of a task's metric."""
     return f"{where}_{metric_key(metric)}" + ("_ratio" if metric in SHARES else "")

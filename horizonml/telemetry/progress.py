@@ -1,4 +1,4 @@
-"""What a person sees while training: a progress bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of a training to a person: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from horizonml.telemetry.record import EvaluationRecord, StepRecord, metric_text
 
 _LINE_SECONDS = 15.0
-_WINDOW = 20  # steps over which speed and time split are averaged
+_WINDOW = 20  # steps over which the speed and the time split are averaged
 
 
 class Display(Protocol):
-    """Shows the course of a training."""
+    """Shows the progress of a training."""
 
     def message(self, text: str) -> None:
         """Show a message."""
 
     def step(self, record: StepRecord) -> None:
-        """Show a step that is done."""
+        """Show a completed step."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Show what an epoch's evaluation found."""
+        """Show the results of an epoch's evaluation."""
 
     def close(self) -> None:
         """End the display."""
 
 
 class Silent:
-    """Shows nothing: for all ranks but the first."""
+    """Shows nothing, on all ranks except the first."""
 
     def message(self, text: str) -> None: ...
 
@@ -44,7 +44,7 @@ class Silent:
 
 
 class _Window:
-    """The last steps, summed up."""
+    """Averages over the last steps."""
 
     def __init__(self) -> None:
         self._records: list[StepRecord] = []
@@ -76,7 +76,7 @@ def _judged(record: StepRecord | EvaluationRecord) -> str:
 
 
 class Lines:
-    """Plain lines: one per epoch, and one now and then within long epochs."""
+    """Prints plain lines: one per epoch, and some within long epochs."""
 
     def __init__(self, epochs: int) -> None:
         self._epochs, self._window, self._last = epochs, _Window(), time.monotonic()
@@ -102,7 +102,7 @@ class Lines:
 
 
 class Bar:
-    """A progress bar with the current loss, metrics, speed and time split (compute/transfer/wait)."""
+    """Draws a progress bar with the current loss, metrics, speed and time split (compute/transfer/wait)."""
 
     def __init__(self, epochs: int, steps: int, done: int) -> None:
         self._epochs, self._window = epochs, _Window()

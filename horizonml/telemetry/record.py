@@ -1,4 +1,4 @@
-"""What is recorded of a training: a rank's place in it, one record per step, and one per evaluation."""
+"""Defines what is recorded of a training: a rank's place in it, one record per step, and one per evaluation."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 
-SHARES = frozenset({"accuracy"})  # the metrics that are parts of a whole, from 0 to 1: people read them in percent
+SHARES = frozenset({"accuracy"})  # the metrics that are fractions, from 0 to 1, and are shown to people in percent
 
 
 def metric_key(name: str) -> str:
-    """Return what a task's metric is called in records and in Prometheus."""
+    """Return the name of a task's metric in records and in Prometheus."""
     return name.replace(" ", "_").replace("-", "_")
 
 
 def metric_text(name: str, value: float, digits: int = 2) -> str:
-    """Return a metric's value for people: `99.16%` for a share, with so many digits after the point."""
+    """Return a metric's value for people: `99.16%` for a share, with `digits` digits after the point."""
     return f"{value:.{digits}%}" if name in SHARES else f"{value:.4f}"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What one rank trains, where, and by which plan: the first record of its file."""
+    """Describes what one rank trains, where, and with which plan; it is the first record of the rank's file."""
 
     rank: int  # in the group; the process may have been started as another one
     started_as_rank: int
@@ -38,19 +38,19 @@ class RunInfo:
     threads: int
     cores: float  # that this machine's ranks may use
     memory: float  # bytes that they may use
-    machine: dict[str, Any]  # as it describes itself
+    machine: dict[str, Any]  # as the machine describes itself
     versions: dict[str, str]
     plan: Plan
-    forecast: float | None = None  # seconds of a step, as an automatic plan predicts them
-    resumed_at: int = 0  # steps that were done already
+    forecast: float | None = None  # predicted seconds of a step, for an automatic plan
+    resumed_at: int = 0  # steps that were completed before
 
     @property
     def stage(self) -> int:
-        """The rank's stage; its first one where it holds several."""
+        """Return the rank's stage, or the first one if it holds several."""
         return self.plan.stages_of(self.rank)[0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON values."""
+        """Return the record as a JSON object."""
         return {
             "kind": "run",
             **vars(self),
@@ -62,7 +62,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step as one rank saw it. Seconds and bytes; compute + transfer + wait = wall."""
+    """Describes one step as one rank saw it, in seconds and bytes; compute + transfer + wait = wall."""
 
     step: int  # counted from 1 over the whole run
     epoch: int  # counted from 1
@@ -81,17 +81,17 @@ class StepRecord:
     links: Mapping[Any, tuple[int, int]]  # bytes sent and received: previous stage, next stage, members of this one
     cpu_seconds: float  # of this process, all its threads
     rss_bytes: int
-    joules: float | None  # used by this machine, on its first rank only; None where the machine does not tell
+    joules: float | None  # used by this machine, on its first rank only; None if the machine does not measure it
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; each metric has a key of its own."""
+        """Return the record as a JSON object, in which each metric has a key of its own."""
         return {"kind": "step", **_with_metrics(vars(self))}
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The loss and the task's metrics on held-out data after an epoch."""
+    """Holds the loss and the task's metrics on held-out data after an epoch."""
 
     step: int
     epoch: int
@@ -102,12 +102,12 @@ class EvaluationRecord:
     samples: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; each metric has a key of its own."""
+        """Return the record as a JSON object, in which each metric has a key of its own."""
         return {"kind": "evaluation", **_with_metrics(vars(self))}
 
 
 def _with_metrics(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record with its metrics among them, at the place of the field `metrics`."""
+    """Return the fields of a record with its metrics among them, in place of the field `metrics`."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if name != "metrics":

@@ -1,4 +1,4 @@
-"""Takes down what happens in a run: to the rank's file, its metrics, and the screen of the first rank."""
+"""Records what happens in a run: in the rank's file, in its metrics, and on the screen of the first rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horizonml.telemetry.record import EvaluationRecord, RunInfo, StepRecord
 
 
 class Recorder:
-    """One rank's records of a run."""
+    """Writes one rank's records of a run."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Recorder:
         metrics: Metrics | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
-        """`path` is the rank's file, of which `info` becomes a record. `energy` is this machine's meter."""
+        """Open the rank's file at `path` and record `info` in it. `energy` is this machine's meter."""
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
@@ -39,7 +39,7 @@ class Recorder:
         self._cpu = cpu_seconds()
 
     def message(self, text: str) -> None:
-        """Tell the user something."""
+        """Show a message to the user."""
         self._display.message(text)
 
     def step(self, step: Step, number: int, epoch: int, batch: int, lr: float) -> None:
@@ -84,10 +84,10 @@ class Recorder:
             self._metrics.evaluation(record)
 
     def slowdowns(self, slowdowns: Sequence[float], stragglers: Sequence[int] | None, number: int) -> None:
-        """Record how ranks' computing compares with the plan, as found after step `number`.
+        """Record how the ranks' computing compares with the plan, as found after step `number`.
 
-        `slowdowns[r]` is how many times as long as planned rank r computes, compared with the others; `stragglers` are
-        the ranks that take too long, where these are news, or None.
+        `slowdowns[r]` is how many times as long as planned rank r computes, relative to the other ranks. `stragglers`
+        are the ranks that take too long if they have changed since the last call, or else None.
         """
         factors = [round(factor, 4) for factor in slowdowns]
         self._lines.write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
@@ -99,7 +99,7 @@ class Recorder:
             self._display.message(f"step {number}: {found}")
 
     def checkpoint(self, number: int, saved: bool, seconds: float) -> None:
-        """Record that a checkpoint was saved after step `number`, or could not be."""
+        """Record that a checkpoint was saved after step `number`, or that saving it failed."""
         self._lines.write(
             {"kind": "checkpoint", "step": number, "time": time.time(), "saved": saved, "seconds": seconds}
         )
@@ -107,12 +107,12 @@ class Recorder:
             self._metrics.checkpoint(number, saved, seconds)
 
     def skip(self) -> None:
-        """Count what happened since the last step (an evaluation, a checkpoint) to no step."""
+        """Exclude what happened since the last step (an evaluation, a checkpoint) from every step."""
         self._cpu = cpu_seconds()
         self._joules_since()
 
     def _joules_since(self) -> float | None:
-        """Return the joules since the last call, or None where the machine does not tell."""
+        """Return the joules since the last call, or None if the machine does not measure them."""
         total = self._energy.joules() if self._energy is not None else None
         if total is None:
             return None
@@ -120,14 +120,14 @@ class Recorder:
         return total - before
 
     def close(self, outcome: str) -> None:
-        """End the file with how the run ended."""
+        """End the file with the outcome of the run."""
         self._lines.write({"kind": "end", "time": time.time(), "outcome": outcome})
         self._lines.close()
         self._display.close()
 
 
 def _timeline(step: Step, number: int) -> dict[str, Any]:
-    """Return the spans of a step in Unix time, so that those of several ranks can be laid side by side."""
+    """Return the spans of a step in Unix time, so that those of several ranks can be compared."""
     offset = Clock.unix_offset()
     spans = [[s.kind, s.what, s.micro, s.start + offset, s.end + offset] for s in step.spans]
     return {"kind": "timeline", "step": number, "spans": spans}

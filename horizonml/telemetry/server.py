@@ -1,8 +1,9 @@
-"""Serves /metrics, /healthz and /readyz beside the training, which it never disturbs.
+"""Serves /metrics, /healthz and /readyz beside the training, and never disturbs it.
 
-One thread serves all clients, at most `_MOST_CLIENTS` at a time, one request on each connection, within
-`_CLIENT_SECONDS` from its first byte to the last of the answer. Where one more client comes, the one that has been
-there longest makes way: clients that are slow on purpose cost neither threads nor descriptors, and keep nobody out.
+One thread serves all clients, at most `_MOST_CLIENTS` at a time. Each connection serves one request, within
+`_CLIENT_SECONDS` from the request's first byte to the answer's last. When one more client connects, the oldest
+connection is dropped, so that clients that are slow on purpose exhaust neither threads nor descriptors, and keep nobody
+out.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from prometheus_client.exposition import choose_encoder
 
 _log = logging.getLogger(__name__)
 _CLIENT_SECONDS = 5.0  # a connection that lasts longer is dropped
-_REGULARLY = 60.0  # Prometheus comes every minute or more often
+_REGULARLY = 60.0  # Prometheus asks every minute or more often
 _MOST_CLIENTS = 32  # at a time
-_MOST_WAITING = 256  # connections that the system keeps until they are accepted
+_MOST_WAITING = 256  # connections that the system queues until they are accepted
 _MOST_BYTES = 8192  # of a request
-_LOOK_SECONDS = 0.5  # how often connections that last too long are looked for
+_LOOK_SECONDS = 0.5  # the interval between checks for connections that last too long
 
 
 @dataclass(eq=False)
 class _Client:
-    """A connection, and how far its request or the answer to it is."""
+    """Holds a connection, and how far its request or its answer has come."""
 
     socket: socket.socket
     deadline: float
@@ -41,19 +42,23 @@ class _Client:
 
 
 class Server:
-    """A small web server in a thread of its own.
+    """Runs a small web server in a thread of its own.
 
-    `/metrics` is for Prometheus, `/healthz` answers while the process lives, `/readyz` once it is in a formed group.
+    `/metrics` is for Prometheus, `/healthz` answers while the process lives, and `/readyz` succeeds once the rank is in
+    a group.
     """
 
     def __init__(
         self, registry: CollectorRegistry, address: tuple[str, int], not_ready: Callable[[], str | None]
     ) -> None:
-        """`not_ready` says why the rank is not ready yet, or None. A taken port is a warning, not an error."""
+        """Start the server; a port that is taken causes a warning, not an error.
+
+        `not_ready` returns why the rank is not ready yet, or None.
+        """
         self.port: int | None = None
         self._registry, self._not_ready = registry, not_ready
-        self._looked = -math.inf  # when Prometheus last came
-        self._clients: list[_Client] = []  # the one that came first is first
+        self._looked = -math.inf  # when Prometheus last asked
+        self._clients: list[_Client] = []  # the oldest first
         try:
             self._listener = socket.create_server(address, backlog=_MOST_WAITING)
         except OSError as error:
@@ -69,7 +74,7 @@ class Server:
         self._thread.start()
 
     def last_look(self, until: Callable[[], bool]) -> None:
-        """Wait until Prometheus has come once more, if it comes regularly, or until `until` says to end."""
+        """Wait until Prometheus has asked once more, if it asks regularly, or until `until` returns True."""
         now = time.monotonic()
         if now - self._looked > _REGULARLY:
             return
@@ -78,7 +83,7 @@ class Server:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End the service."""
+        """Stop the server."""
         if self.port is not None:
             self._waker.close()
             self._thread.join()
@@ -91,7 +96,7 @@ class Server:
                     closing = True
                 elif key.fileobj is self._listener:
                     self._accept()
-                elif key.data in self._clients:  # it may just have made way
+                elif key.data in self._clients:  # it may just have been dropped
                     self._go_on(key.data)
             while self._clients and (closing or self._clients[0].deadline < time.monotonic()):
                 self._drop(self._clients[0])
@@ -102,7 +107,7 @@ class Server:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it went away, or there is no descriptor left: then one is made free
+        except OSError as error:  # it went away, or no descriptor is left, and then one is freed
             _log.debug("a client of the metrics could not be accepted: %s", error)
             if self._clients:
                 self._drop(self._clients[0])
@@ -117,7 +122,7 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, client)
 
     def _go_on(self, client: _Client) -> None:
-        """Read what has come of a request, or write what fits of the answer."""
+        """Read what has arrived of a request, or write what fits of the answer."""
         try:
             if not client.answer:
                 received = client.socket.recv(_MOST_BYTES)
@@ -158,7 +163,7 @@ class Server:
             try:
                 encoder, kind = choose_encoder(headers.get("accept", ""))
                 return _response(200, encoder(self._registry), kind)
-            except Exception:  # noqa: BLE001  (a bug in what is measured ends neither the service nor the training)
+            except Exception:  # noqa: BLE001  (a bug in a metric ends neither the server nor the training)
                 _log.exception("the metrics could not be written")
                 return _response(500, "the metrics could not be written; see the log\n")
         if client.path == "/healthz":
@@ -170,7 +175,7 @@ class Server:
 
 
 def _response(status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
-    """Return a response after which the connection is closed: a client that wants more comes again."""
+    """Return a response after which the connection is closed; each further request needs a new one."""
     content = body.encode() if isinstance(body, str) else body
     head = (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nServer: horizonml\r\nContent-Type: {kind}\r\n"

@@ -1,4 +1,4 @@
-"""The part of a job that says what is recorded while it trains."""
+"""Defines the part of a job that says what is recorded while it trains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from horizonml.spec.base import Spec
 
 
 class TelemetrySpec(Spec):
-    """What is recorded while training."""
+    """Configures what is recorded while training."""
 
     divergence_every: int = Field(
         20, ge=0, description="Steps between two measurements of gradient divergence (0: never)."

@@ -1,7 +1,7 @@
-"""Every Prometheus metric, once: its name, its type, its meaning, and its labels.
+"""Declares every Prometheus metric once, with its name, type, meaning and labels.
 
-Names follow Prometheus' conventions (base units, `_total`, `_ratio`, `_info`). All carry the label `rank` besides the
-labels named here. `docs/metrics.md` is made from this table.
+Names follow Prometheus' conventions (base units, `_total`, `_ratio`, `_info`). All metrics carry the label `rank`
+besides the labels declared here. `docs/metrics.md` is made from this table.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ DIRECTIONS: tuple[Way, ...] = ("previous", "next", "members")
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric. In Prometheus its name begins with `horizonml_`, and a counter's ends with `_total`."""
+    """Describes one metric. In Prometheus its name begins with `horizonml_`, and a counter's ends with `_total`."""
 
     type: Literal["gauge", "counter", "histogram"]
     name: str
     meaning: str
-    labels: tuple[str, ...] = ()  # beside the rank
-    values: tuple[str, ...] | None = None  # what its one further label can be; each of them counts from 0
-    from_zero: bool = False  # whether it is shown before anything happened
+    labels: tuple[str, ...] = ()  # besides the rank
+    values: tuple[str, ...] | None = None  # the values of its only other label; each of them counts from 0
+    from_zero: bool = False  # whether it is shown before anything has happened
 
 
 def _gauge(name: str, meaning: str, *labels: str, from_zero: bool = False) -> MetricSpec:
@@ -99,7 +99,7 @@ TABLE: Sequence[MetricSpec] = (
     _gauge("checkpoint_duration_seconds", "How long the newest checkpoint took."),
 )
 
-# Read when Prometheus asks; see `container`.
+# These metrics are read when Prometheus asks; see `container`.
 CONTAINER: Sequence[MetricSpec] = (
     _gauge("resident_memory_bytes", "Resident memory of the process."),
     _gauge("memory_used_bytes", "What counts against the container's memory limit."),
@@ -129,7 +129,7 @@ The accuracy is that of image classification; the metrics of another task are ca
 
 
 def document() -> str:
-    """Return `docs/metrics.md`."""
+    """Return the content of `docs/metrics.md`."""
     lines = [_HEAD]
     for spec in (*TABLE, *CONTAINER):
         name = spec.name + ("_total" if spec.type == "counter" else "")

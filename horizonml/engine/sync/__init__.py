@@ -1,4 +1,4 @@
-"""How the members of a stage agree on its gradients: a file for each way, chosen by the plan's `Stage.sync`."""
+"""Synchronises the gradients of a stage over its members: one file for each way, chosen by the plan's `Stage.sync`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horizonml.plan.plan import Sync
 
 
 def sync_for(module: nn.Module, members: Members) -> GradientSync:
-    """Return this rank's side of the agreement of a stage; all members call this together. Raises PeerLost."""
+    """Return this rank's `GradientSync` of a stage; all members call this together. Raises PeerLost."""
     if len(members.ranks) == 1:
         return Alone()
     match members.stage.sync:
@@ -25,6 +25,6 @@ def sync_for(module: nn.Module, members: Members) -> GradientSync:
         case Sync.CHANNELS:
             return Channels(module, members)
         case Sync.HOROVOD | Sync.HOROVOD_FP16:
-            from horizonml.engine.sync.horovod import HorovodSync  # which not every installation has
+            from horizonml.engine.sync.horovod import HorovodSync  # an optional dependency
 
             return HorovodSync(module, members)

@@ -1,12 +1,13 @@
-"""Sums the gradients of a stage over its members, while the backward pass still runs where it can.
+"""Sums the gradients of a stage over its members, overlapping with the backward pass where possible.
 
-Every member's loss is its samples' sum divided by the size of the global batch, so the plain sum of the members'
-gradients is exactly `sum_d (b_d / B) g_d`, whatever their shares. Gradients are gathered in flat buckets in the order
-in which the backward pass makes them; a full bucket is sent on its way while earlier layers still compute (Li et al.,
-VLDB 2020). A stage with few parameters is summed along a tree in one piece instead (see `TreeSum`).
+Every member's loss is the sum over its samples divided by the size of the global batch, so the plain sum of the
+members' gradients is exactly `sum_d (b_d / B) g_d`, whatever their shares. Gradients are gathered in flat buckets in
+the order in which the backward pass computes them; a full bucket is sent while earlier layers are still being computed
+(Li et al., VLDB 2020). The gradients of a stage with few parameters are instead summed in one piece along a tree (see
+`TreeSum`).
 
-BatchNorm's running statistics travel in the last bucket and are averaged by samples, so that all members of a stage
-hold the same state after every step. Where gradients are compressed, they do so in a message of their own.
+BatchNorm's running statistics travel in the last bucket and are averaged by samples, so all members of a stage hold the
+same state after every step. Where gradients are compressed, the statistics travel in a message of their own.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ TREE_BYTES_ON_ONE_HOST = 4 << 20
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together; `extra` values follow them in the buffer."""
+    """Groups parameters whose gradients travel together; `extra` values follow them in the buffer."""
 
     parameters: list[nn.Parameter]
     extra: int = 0
     flat: Tensor = field(init=False)
     views: list[Tensor] = field(init=False)
     missing: int = 0
-    own: Tensor | None = None  # a copy of this member's own gradients, on steps that measure divergence
+    own: Tensor | None = None  # this member's own gradients, copied on steps that measure divergence
 
     def __post_init__(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
@@ -52,13 +53,13 @@ class Bucket:
 
 
 class AllReduce:
-    """Sums of 32-bit floats over two members or more."""
+    """Sums gradients as 32-bit floats over two or more members."""
 
     def __init__(self, module: nn.Module, members: Members, split: Mapping[str, Part] | None = None) -> None:
-        """Take part in the sums of a stage. All parameters must be float32. Raises PeerLost.
+        """Join the sums of a stage. All parameters must be float32. Raises PeerLost.
 
-        `split` names the parameters and buffers of which each member holds a part of its own, which are not summed;
-        then all members compute the same gradients of the others, and these are averaged.
+        `split` names the parameters and buffers of which each member holds its own part; these are not summed. With
+        `split`, all members compute the same gradients of the remaining parameters, and these are averaged.
         """
         self.replicas = 1 if split is None else len(members.ranks)
         self.parts: Mapping[str, Part] = split or {}
@@ -74,8 +75,8 @@ class AllReduce:
         self._bytes = total * self._tree.messages if self._tree else 2 * (count - 1) * total // count
         self.bytes_sent = 0
         if self._tree is None:
-            # Now, while all members are here: one without samples comes to its first sum only after the others' loss,
-            # for which they would wait while they wait for it to connect.
+            # Connect while all members are here. A member without samples would begin its first sum only after the loss
+            # has been exchanged, and the others would wait for its connection before they exchange the loss.
             self._group.among(members.ranks)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._armed = self._measure = False
@@ -89,7 +90,7 @@ class AllReduce:
         return [*map(Bucket, grouped[:-1]), Bucket(grouped[-1], extra)]
 
     def _make_tree(self, total: int) -> TreeSum | None:
-        """Return a tree, if that is faster than a ring for so many bytes."""
+        """Return a tree if it is faster than a ring for `total` bytes, or None."""
         ranks = self._members.ranks
         if total > (TREE_BYTES_ON_ONE_HOST if self._group.on_one_host(ranks) else TREE_BYTES):
             return None
@@ -98,14 +99,14 @@ class AllReduce:
         return TreeSum(self._group, ranks, tag, self._buckets[0].flat)
 
     def close(self) -> None:
-        """As in `GradientSync`. Gradients go, too, for they lie in the buckets."""
+        """See `GradientSync`. The gradients are dropped too, because they lie in the buckets."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
 
     def begin(self, measure_divergence: bool) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         self._measure, self._works, self._armed = measure_divergence, [], False
         self.bytes_sent = self._bytes
         for bucket in self._buckets:
@@ -114,7 +115,7 @@ class AllReduce:
             self._tree.post()
 
     def arm(self, weight: float) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
             first = float(self._members.place == 0)
@@ -123,7 +124,7 @@ class AllReduce:
             torch.cat(averaged + copied, out=self._buckets[-1].tail)
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        """A parameter has its gradient of the whole step."""
+        """Note that a parameter has its gradient of the whole step."""
         if self._armed:
             self._bucket_of[id(parameter)].missing -= 1
             self._send_full()
@@ -136,7 +137,7 @@ class AllReduce:
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            if parameter.grad is None:  # this member had no samples, or the loss does not depend on it
+            if parameter.grad is None:  # this member had no samples, or the loss does not depend on the parameter
                 view.zero_()
                 gradients.append(view)
             else:
@@ -156,7 +157,7 @@ class AllReduce:
         return self._group.all_reduce(flat, self._members.ranks)
 
     def finish(self, weight: float) -> float | None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         if not self._armed:  # no samples here, so no backward pass either
             self.arm(weight)
         for bucket in self._buckets:
@@ -175,7 +176,7 @@ class AllReduce:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view
         self._take_buffers()
-        # Where all compute the same gradients there is nothing to compare.
+        # Where all members compute the same gradients, there is nothing to compare.
         return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
 
     def _take_buffers(self) -> None:
@@ -198,7 +199,7 @@ class AllReduce:
 
 
 class _ByTree:
-    """The sum of a bucket that waits for the tree."""
+    """Stands for the sum of a bucket that the tree computes when it is waited for."""
 
     def wait(self) -> None:
         return None

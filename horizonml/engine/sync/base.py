@@ -1,4 +1,4 @@
-"""The interface of all ways in which the members of a stage agree on its gradients."""
+"""Defines the interface through which the members of a stage synchronise its gradients."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from horizonml.state.parts import Part
 
 @dataclass(frozen=True)
 class Members:
-    """The members of a stage, as one of them sees them."""
+    """Describes the members of a stage from the point of view of one of them."""
 
     stage: Stage
-    number: int  # the stage's, in its plan
+    number: int  # the number of the stage in its plan
     group: Group
     clock: Clock
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks."""
+        """Return the members' ranks."""
         return self.stage.ranks
 
     @property
     def place(self) -> int:
-        """The place of this rank among the members."""
+        """Return the position of this rank among the members."""
         return self.stage.ranks.index(self.group.rank)
 
 
 class GradientSync(Protocol):
-    """One way to agree. For each step: `begin`, then `arm` before the last backward pass, then `finish`.
+    """Synchronises gradients in one way.
 
-    The constructor takes the stage's module and its `Members`; all members construct theirs together. It may change the
-    module (as tensor parallelism does), and registers the hooks that it needs.
+    In each step, `begin` is called first, then `arm` before the last backward pass, then `finish`.
+
+    The constructor takes the stage's module and its `Members`; all members construct theirs together. It registers the
+    hooks that it needs and may change the module (as tensor parallelism does).
     """
 
     replicas: int
-    """How many members work on the same samples."""
+    """The number of members that work on the same samples."""
     bytes_sent: int
-    """In the step under way, by this member; as many are received."""
+    """The bytes that this member sends in the step under way; it receives as many."""
     parts: Mapping[str, Part]
-    """The parameters and buffers of which this member holds a part only."""
+    """The parameters and buffers of which this member holds only a part."""
 
     def begin(self, measure_divergence: bool) -> None:
-        """Prepare for a step; no parameter has a gradient."""
+        """Prepare for a step, in which no parameter has a gradient yet."""
 
     def arm(self, weight: float) -> None:
-        """Learn that the next backward pass is the step's last, so that each gradient may leave when it is there.
+        """Announce the last backward pass of the step, from which each gradient can be sent as soon as it is computed.
 
-        `weight` is this member's part of the batch. All forward passes are done: running statistics are final.
+        `weight` is this member's part of the batch. All forward passes are done, so running statistics are final.
         """
 
     def finish(self, weight: float) -> float | None:
-        """Make the sums over all members the parameters' gradients, and running statistics alike. Raises PeerLost.
+        """Replace the gradients by their sums over all members, and synchronise running statistics. Raises PeerLost.
 
-        Returns the divergence `|g_i - g| / |g|` of this member's own mean gradient from the stage's, if `begin` asked
-        for it and this member had samples.
+        Return the divergence `|g_i - g| / |g|` of this member's own mean gradient from the stage's, if `begin` asked
+        for it and this member had samples; otherwise return None.
         """
 
     def close(self) -> None:
-        """Remove the hooks: the parameters outlive the group."""
+        """Remove the hooks; the parameters outlive the group."""
 
 
 @dataclass
 class Alone:
-    """The only member of a stage agrees with itself."""
+    """Implements `GradientSync` for a stage with a single member."""
 
     replicas: int = 1
     bytes_sent: int = 0
@@ -91,11 +93,11 @@ class Alone:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's parameters that are trained, by name."""
+    """Return the parameters of a module that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return buffers that can be averaged, and those that are counts or flags."""
+    """Return the buffers that can be averaged, and those that are counts or flags."""
     every = list(buffers)
     return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]

@@ -1,13 +1,13 @@
-"""Tensor parallelism: every member of the stage holds a part of each layer's channels.
+"""Implements tensor parallelism: every member of the stage holds a part of each layer's channels.
 
-As in Megatron-LM (Shoeybi et al., 2019): where one convolution or linear layer is followed by another with only
-channel-wise operations between them, the first is split by its outputs and the second by its inputs, so that the pair
-needs one sum in the forward and one in the backward pass. A layer without such a partner is split by its outputs, which
-are gathered at once. Everything else (normalisation between pairs, additions) is computed by all members alike.
+The split follows Megatron-LM (Shoeybi et al., 2019). Where one convolution or linear layer is followed by another with
+only channel-wise operations between them, the first is split by its outputs and the second by its inputs, so the pair
+needs one sum in the forward pass and one in the backward pass. A layer without such a partner is split by its outputs,
+which are gathered at once. Everything else (normalisation outside pairs, additions) is replicated on all members.
 
-torch's own `parallelize_module` splits linear and embedding layers only; a DTensor convolution whose weight is split by
-outputs returns one member's channels as if they were all (torch 2.13, gloo). So both are split here, alike, over the
-job's own group, where the clock sees what is sent.
+torch's own `parallelize_module` splits linear and embedding layers only, and a DTensor convolution whose weight is
+split by outputs returns one member's channels as if they were all of them (torch 2.13, gloo). This module therefore
+splits both kinds of layer itself and uses the job's own group, where the clock sees what is sent.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from horizonml.state.parts import Part, gather
 
 
 class Exchange:
-    """Sums and gathers among the members in the middle of a layer.
+    """Sums and gathers tensors among the members in the middle of a layer.
 
-    A word along a tree comes first: until it is through, a member waits for the others; from then on bytes move.
+    A small sum along a tree comes first: until it is complete, a member waits for the others; after that, bytes move.
     """
 
     def __init__(self, members: Members) -> None:
         self._group, self._ranks, self._clock = members.group, members.ranks, members.clock
         tag = members.group.channel("members").tag(members.number)
         self._here = TreeSum(members.group, members.ranks, tag, torch.zeros(1))
-        self.bytes = 0  # sent by this member, and as many received
+        self.bytes = 0  # bytes sent by this member, which receives as many
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all members' tensors, in a new one."""
+        """Return the sum of all members' tensors as a new tensor."""
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         before = self._begin()
         self._group.wait(self._group.all_reduce(total, self._ranks))
@@ -50,7 +50,7 @@ class Exchange:
         return total
 
     def gather(self, own: Tensor, dim: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
-        """Return all members' tensors side by side along `dim`; `bounds[i]` is where member i's lies."""
+        """Return all members' tensors joined along `dim`; member i's lies at `bounds[i]`."""
         before = self._begin()
         whole = gather(own, dim, bounds, self._group, self._ranks)
         self._clock.switch(*before)
@@ -67,7 +67,7 @@ class Exchange:
 
 
 class _Copy(torch.autograd.Function):
-    """Hands on what all members hold alike; its gradient is the sum of what each makes of it."""
+    """Passes on a value that all members hold; its gradient is the sum of the members' gradients."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, exchange: Exchange) -> Tensor:
@@ -80,7 +80,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums what the members made of their channels."""
+    """Sums what the members computed from their channels."""
 
     @staticmethod
     def forward(context: Any, value: Tensor, exchange: Exchange) -> Tensor:
@@ -92,7 +92,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Puts the members' channels side by side."""
+    """Joins the members' channels."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """A part of a convolution or linear layer, under the layer's own name."""
+    """Holds a part of a convolution or linear layer under the layer's own name."""
 
     def __init__(self, whole: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _Layer(nn.Module):
 
 
 class _ColwiseParallel(_Layer):
-    """Some output channels; all of them where `gathered` says where they lie."""
+    """Computes this member's output channels, and gathers those of all members if `gathered` has their bounds."""
 
     exchange: Exchange
     gathered: Part | None = None
@@ -148,14 +148,14 @@ class _ColwiseParallel(_Layer):
 
 
 class _Between(_Layer):
-    """A depthwise convolution within a pair: it meets only this member's channels."""
+    """Computes a depthwise convolution within a pair, which uses only this member's channels."""
 
     def forward(self, value: Tensor) -> Tensor:
         return self.apply_to(value, self.bias)
 
 
 class _RowwiseParallel(_Layer):
-    """Some input channels; the sum over the members is the layer's output."""
+    """Computes from this member's input channels; the sum over the members is the layer's output."""
 
     exchange: Exchange
 
@@ -167,13 +167,13 @@ class _RowwiseParallel(_Layer):
 
 
 class Channels(AllReduce):
-    """A stage's module of which this member keeps its part; what all hold alike is averaged over the members."""
+    """Keeps this member's part of a stage's module, and averages the replicated gradients over the members."""
 
     def __init__(self, module: nn.Module, members: Members) -> None:
         """Change `module`, which holds the stage's layers in full, in place.
 
-        `parts[name]` tells what this member holds of a parameter or buffer; those without an entry it holds in full.
-        Raises ModelError naming a layer that cannot be split.
+        `parts[name]` tells which part of a parameter or buffer this member holds; those without an entry are held in
+        full. Raises ModelError, naming the layer, if a layer cannot be split.
         """
         assert isinstance(module, fx.GraphModule)
         self._module, self._stage_members = module, members
@@ -195,12 +195,12 @@ class Channels(AllReduce):
         super().__init__(module, members, self._split)
 
     def begin(self, measure_divergence: bool) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         super().begin(measure_divergence)
         self._exchange.bytes = 0
 
     def finish(self, weight: float) -> float | None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         divergence = super().finish(weight)
         self.bytes_sent += self._exchange.bytes
         return divergence
@@ -223,7 +223,7 @@ class Channels(AllReduce):
         self._replace(name, layer, new, {"weight": part} | ({} if bias is None else {"bias": part}))
 
     def _split_inputs(self, name: str, layer: nn.Conv2d | nn.Linear, entering: Part) -> None:
-        each = layer.weight.shape[1] // entering.size  # values per channel, where a picture was flattened
+        each = layer.weight.shape[1] // entering.size  # values per channel, where feature maps were flattened
         bounds = tuple((start * each, stop * each) for start, stop in entering.bounds)
         part = replace(entering, dim=1, bounds=bounds)
         new = _RowwiseParallel(
@@ -245,4 +245,4 @@ class Channels(AllReduce):
     def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, Part]) -> None:
         self._module.set_submodule(name, new)
         self._split |= {f"{name}.{key}": part for key, part in parts.items()}
-        old.to("meta")  # frees the whole
+        old.to("meta")  # frees the full layer

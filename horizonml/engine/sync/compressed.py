@@ -1,8 +1,8 @@
-"""Sums of gradients that send fewer bytes: in 16 bits, or as products of thin matrices (PowerSGD).
+"""Sums gradients in fewer bytes: as 16-bit floats, or as products of thin matrices (PowerSGD).
 
 Both are lossy; plain sums are the default everywhere. PowerSGD (Vogels et al., NeurIPS 2019) is torch's own
-communication hook, with error feedback and warm start; what it has to remember is not in checkpoints, so a resumed run
-sends the first steps whole, as a new one does.
+communication hook, with error feedback and warm start. Its state is not saved in checkpoints, so a resumed run sends
+its first steps uncompressed, as a new run does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
 from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH, powersgd_numbers
 
-WHOLE_STEPS = 10  # before PowerSGD begins
+WHOLE_STEPS = 10  # uncompressed steps before PowerSGD begins
 
 
 def compression_ratio(kind: str, shapes: Sequence[Sequence[int]]) -> float:
-    """Numbers that travel, once compression has begun, compared with those of float32 sums."""
+    """Return the numbers that are sent once compression has begun, relative to those of float32 sums."""
     if kind == "powersgd":
         every = sum(math.prod(shape) for shape in shapes)
         return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
@@ -33,7 +33,7 @@ def compression_ratio(kind: str, shapes: Sequence[Sequence[int]]) -> float:
 
 
 class _Compressed(AllReduce):
-    """Sums of something smaller than the gradients. Buffers are never compressed and have a message of their own."""
+    """Sums a compressed form of the gradients. Buffers are never compressed and have a message of their own."""
 
     def _make_buckets(self, extra: int) -> list[Bucket]:
         buckets = super()._make_buckets(0)
@@ -43,7 +43,7 @@ class _Compressed(AllReduce):
         return None
 
     def begin(self, measure_divergence: bool) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         super().begin(measure_divergence)
         whole = sum(bucket.flat.nbytes for bucket in self._buckets)
         extra = sum(4 * bucket.extra for bucket in self._buckets)
@@ -55,11 +55,11 @@ class _Compressed(AllReduce):
 
     @property
     def _ratio(self) -> float:
-        """Bytes that are summed in a step, compared with float32's."""
+        """Return the bytes that are summed in a step, relative to those of float32."""
         raise NotImplementedError
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
-        """Begin to sum `flat`, of which `views` are the gradients, in place; all is done when the work is."""
+        """Begin to sum `flat` in place; `views` are its gradients. Waiting for the work completes the sum."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class _HalfSum:
 
 
 class HalfAllReduce(_Compressed):
-    """Sums of 16-bit floats."""
+    """Sums gradients as 16-bit floats."""
 
     _ratio = 0.5
 
@@ -86,7 +86,7 @@ class HalfAllReduce(_Compressed):
 
 @dataclass(frozen=True)
 class _HookBucket:
-    """What torch's hook asks of DDP's buckets."""
+    """Provides the methods of DDP's buckets that torch's hook calls."""
 
     flat: Tensor
     views: Sequence[Tensor]
@@ -113,10 +113,10 @@ class _WhenWaitedFor:
 
 
 class PowerSgdAllReduce(_Compressed):
-    """Sums of thin matrices, by torch's hook, which averages.
+    """Sums thin matrices with torch's hook, which averages.
 
-    The hook begins some of its sums on other threads, so it has to run while this rank begins no other sum: otherwise
-    the members would not all have the same order of sums. So it runs when the work is waited for.
+    The hook begins some of its sums on other threads, so it must run while this rank begins no other sum; otherwise the
+    members would not all have the same order of sums. It therefore runs when the work is waited for.
     """
 
     def __init__(self, module: nn.Module, members: Members) -> None:

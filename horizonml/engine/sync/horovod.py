@@ -1,7 +1,7 @@
-"""Gradients that Horovod sums (Sergeev and Del Balso, 2018).
+"""Sums gradients with Horovod (Sergeev and Del Balso, 2018).
 
-Horovod fuses and orders the sums by itself, in a thread of its own, and has connections of its own. Everything else is
-as with the other ways to agree.
+Horovod fuses and orders the sums itself, in its own thread and over its own connections. Everything else works as with
+the other implementations of `GradientSync`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from horizonml.state.parts import Part
 
 
 class HorovodSync:
-    """Sums over all ranks of a plan of one stage; Horovod must be installed."""
+    """Sums gradients over all ranks of a plan with one stage; Horovod must be installed."""
 
     replicas = 1
 
     def __init__(self, module: nn.Module, members: Members) -> None:
-        """Connect Horovod's ranks. Raises PeerLost; JobError if Horovod's launcher numbers them otherwise."""
+        """Connect Horovod's ranks. Raises PeerLost, or JobError if Horovod's launcher numbers them differently."""
         self.parts: Mapping[str, Part] = {}
         self._hvd, self._clock, self._first = connect(members.group), members.clock, members.place == 0
         half = members.stage.sync is Sync.HOROVOD_FP16
@@ -48,16 +48,16 @@ class HorovodSync:
         self._hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in self._parameters.values()]
 
     def begin(self, measure_divergence: bool) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         self._armed, self._measure, self._own, self._under_way = False, measure_divergence, {}, {}
 
     def arm(self, weight: float) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         self._armed = True
 
     def _send(self, name: str) -> None:
         parameter = self._parameters[name]
-        if parameter.grad is None:  # this member had no samples, or the loss does not depend on it
+        if parameter.grad is None:  # this member had no samples, or the loss does not depend on the parameter
             parameter.grad = torch.zeros_like(parameter)
         if self._measure:
             self._own[name] = parameter.grad.detach().clone()
@@ -65,7 +65,7 @@ class HorovodSync:
         self._under_way[name] = self._hvd.allreduce_async_(sent, name=name, op=self._hvd.Sum), context
 
     def finish(self, weight: float) -> float | None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         self._clock.switch("transfer", "all-reduce")
         try:
             for name in self._parameters:
@@ -94,7 +94,7 @@ class HorovodSync:
         return float((difference / norm) ** 0.5) if norm > 0 else 0.0
 
     def _sum_buffers(self, weight: float) -> None:
-        """Average BatchNorm's running statistics by samples, as with all ways to agree."""
+        """Average BatchNorm's running statistics by samples, as `AllReduce` does."""
         buffers = [*self._averaged, *self._copied]
         if not buffers:
             return
@@ -105,6 +105,6 @@ class HorovodSync:
             buffer.copy_(part.view_as(buffer))
 
     def close(self) -> None:
-        """As in `GradientSync`."""
+        """See `GradientSync`."""
         for hook in self._hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""How Horovod's ranks find each other: through the group they are in, their launcher, or MPI."""
+"""Connects Horovod's ranks through the group they are in, through their launcher, or through MPI."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from horizonml.comm.group import Group
 from horizonml.errors import JobError, PeerLost
 from horizonml.machine.network import address_of
 
-_OURS = "HORIZONML_HOROVOD"  # set where the rendezvous is this module's
-# What each MPI gives its ranks, and the library that Horovod must have been built with to be one of them.
+_OURS = "HORIZONML_HOROVOD"  # set where the rendezvous comes from this module
+# The variable that each MPI sets for its ranks, and the library that Horovod must be built with to use that MPI.
 _MPI = {"OMPI_COMM_WORLD_RANK": b"libmpi.so", "PMI_RANK": b"libmpich.so"}
 
 
 def connect(group: Group) -> Any:
-    """Horovod, connected among the ranks of `group`.
+    """Return Horovod, connected among the ranks of `group`.
 
-    `horovodrun` and MPI bring connections of their own; elsewhere rank 0 serves the rendezvous of Horovod's gloo.
+    `horovodrun` and MPI bring their own connections; otherwise rank 0 serves the rendezvous of Horovod's gloo.
     """
     import horovod.torch as hvd
 
@@ -39,7 +39,7 @@ def connect(group: Group) -> Any:
 
 
 def _under_mpi() -> bool:
-    """Whether this process was started by the MPI that Horovod was built with."""
+    """Return whether this process was started by the MPI that Horovod was built with."""
     wanted = {library for variable, library in _MPI.items() if variable in os.environ}
     import horovod.torch
 
@@ -50,7 +50,10 @@ def _under_mpi() -> bool:
 
 
 def rendezvous(group: Group) -> dict[str, str]:
-    """The environment that Horovod wants, with a rendezvous server in rank 0 that lives as long as the group."""
+    """Return the environment that Horovod needs.
+
+    Rank 0 runs a rendezvous server that lives as long as the group.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     address: Any = None
     if group.rank == 0:
@@ -72,7 +75,7 @@ def rendezvous(group: Group) -> dict[str, str]:
         "HOROVOD_HOSTNAME": address_of(interface),
         "HOROVOD_RANK": str(group.rank),
         "HOROVOD_SIZE": size,
-        "HOROVOD_LOCAL_RANK": "0",  # each rank a machine of its own: no hierarchies
+        "HOROVOD_LOCAL_RANK": "0",  # treats each rank as a machine of its own, which avoids hierarchies
         "HOROVOD_LOCAL_SIZE": "1",
         "HOROVOD_CROSS_RANK": str(group.rank),
         "HOROVOD_CROSS_SIZE": size,

@@ -1,8 +1,8 @@
-"""Schedules: the order in which ranks work through the micro-batches of a step.
+"""Defines the schedules: the orders in which ranks work through the micro-batches of a step.
 
-Every module in this folder is one schedule, found by its presence. It defines
+Every module in this folder is one schedule and is discovered automatically. It defines
 
-- `NAME`, as job files and plans have it;
+- `NAME`, the schedule's name in job files and plans;
 - `STAGES_PER_RANK`, how many stages the planner gives to each rank of a pipeline;
 - `passes(lane, lanes, micro_batches)`, a pure function that returns the forward and backward actions of a lane. Each of
   its stages has one forward pass for every micro-batch, and one backward pass or both of its parts.
@@ -21,10 +21,10 @@ from horizonml.plan.actions import Action, Lanes
 
 @dataclass(frozen=True)
 class Schedule:
-    """An entry of `SCHEDULES`."""
+    """Describes a schedule in `SCHEDULES`."""
 
     name: str
-    about: str  # the first line of the module's description
+    about: str  # the first line of the module's docstring
     stages_per_rank: int
     passes: Callable[[int, Lanes, int], list[Action]]
 

@@ -1,7 +1,7 @@
 """GPipe (Huang et al., NeurIPS 2019): all forward passes, then all backward passes.
 
-Each stage is idle for a part `(P - 1) / (M + P - 1)` of the step with P equal stages and M micro-batches, and holds the
-activations of all M.
+With P equal stages and M micro-batches, each stage is idle for a fraction `(P - 1) / (M + P - 1)` of the step, and
+holds the activations of all M micro-batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al., SC 2021): every rank holds several stages, one from each turn around the ranks.
 
-A stage is shorter, so the pipeline fills and drains sooner: with V stages a rank, P ranks are idle for a part
-`(P - 1) / (V M + P - 1)` of the step. Activations travel V times as often.
+Because stages are shorter, the pipeline fills and drains sooner: with V stages per rank, each of P ranks is idle for a
+fraction `(P - 1) / (V M + P - 1)` of the step. Activations travel V times as often.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ STAGES_PER_RANK = 2
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
     """Return the actions of a lane.
 
-    Megatron-LM's order holds where stages go round the ranks and the micro-batches are a multiple of the ranks;
-    elsewhere a timetable finds one.
+    Megatron-LM's order applies where the stages go round the ranks and the number of micro-batches is a multiple of the
+    number of ranks; in other cases, a timetable finds an order.
     """
     ranks, turns = len(lanes), len(lanes[0])
     around = tuple(tuple(range(first, ranks * turns, ranks)) for first in range(ranks))

@@ -1,7 +1,7 @@
 """1F1B (PipeDream-Flush; Narayanan et al., ICML 2021): one backward pass after each forward pass.
 
-Before that there are as many forward passes as fill the pipeline. The stage is idle as long as with GPipe, but stage s
-of P holds the activations of at most `P - s` micro-batches.
+Enough forward passes to fill the pipeline come first. Each stage is idle as long as with GPipe, but stage s of P holds
+the activations of at most `P - s` micro-batches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STAGES_PER_RANK = 1
 
 
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
-    """Return the actions of a lane. Where lanes hold several stages, a timetable finds their order."""
+    """Return the actions of a lane; where lanes hold several stages, a timetable finds their order."""
     if any(len(held) > 1 for held in lanes):
         return list(timetable(lanes, micro_batches)[lane])
     (stage,) = lanes[lane]
