@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import stat
@@ -24,6 +25,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, S
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take kilobytes
 
@@ -94,7 +96,7 @@ class Group:
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self._arrive()
         self._world = self._connect("world", tuple(range(world_size)))
-        self._subgroups: dict[tuple[int, ...], Any] = {}
+        self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
 
     def _arrive(self) -> None:
@@ -158,10 +160,10 @@ class Group:
             raise _lost(peer, error) from error
         return work
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
-        """Begin to sum a tensor over `ranks` in place. All of them must make the same calls in the same order."""
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
+        """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
         try:
-            work: Work = self.among(ranks).allreduce([tensor])
+            work: Work = self.among(ranks, stage).allreduce([tensor])
         except _GLOO_ERRORS as error:
             raise _lost(None, error) from error
         return work
@@ -175,10 +177,15 @@ class Group:
             raise _lost(None, error) from error
         return tensors
 
-    def among(self, ranks: tuple[int, ...]) -> Any:
-        if ranks not in self._subgroups:
-            self._subgroups[ranks] = self._connect("ranks-" + "-".join(map(str, ranks)), ranks)
-        return self._subgroups[ranks]
+    def among(self, ranks: tuple[int, ...], stage: int = 0) -> Any:
+        """Return the process group of the members of a stage; all of them must ask for it together the first time.
+
+        Stages with the same members have one each, for their sums do not come in the same order on all members.
+        """
+        if (ranks, stage) not in self._subgroups:
+            name = f"stage-{stage}-ranks-" + "-".join(map(str, ranks))
+            self._subgroups[ranks, stage] = self._connect(name, ranks)
+        return self._subgroups[ranks, stage]
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
@@ -285,7 +292,10 @@ class Group:
         """Drop the connections. Nothing else may hold a process group by then (see `at_close`)."""
         self.abort()  # first, because the functions below may wait for pending operations
         while self._closing:
-            self._closing.pop()()
+            try:
+                self._closing.pop()()
+            except RuntimeError as error:  # the others are called all the same, and nothing hides why the group closes
+                _log.debug("closing a group: %s", error)
         dropped = [*self._subgroups.values(), self._world]
         self._subgroups.clear()
         self._world = None

@@ -23,7 +23,7 @@ def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], cl
             stages[ahead.stage].expect(ahead)
         stage = stages[action.stage]
         if last.get(action.stage) == index:
-            stage.sync.arm(stage.weight)
+            stage.sync.arm(stage.weight, stage.pending(action))
         match action.kind:
             case Kind.FORWARD:
                 stage.forward(action.micro)

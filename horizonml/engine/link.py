@@ -22,11 +22,10 @@ from horizonml.comm.group import Group, Work
 from horizonml.engine.clock import Clock
 from horizonml.engine.codec import Codec
 from horizonml.models.chain import Boundary
-from horizonml.plan.plan import Route
+from horizonml.plan.plan import MOST_MICRO_BATCHES, Route
 
 SMALL = 64 << 10
 _SENDS_UNDER_WAY = 4
-_MOST_MICRO_BATCHES = 1 << 14
 
 
 class Direction(IntEnum):
@@ -61,7 +60,7 @@ class Link:
     def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
         self._group, self._clock, self._codec = group, clock, Codec(cut.boundary, cut.format)
         self._rank = group.rank
-        self._first = group.channel("boundaries").tag(cut.number * 4 * _MOST_MICRO_BATCHES + 2 * direction)
+        self._first = group.channel("boundaries").tag(cut.number * 4 * MOST_MICRO_BATCHES + 2 * direction)
         self._expected: dict[int, _Expected] = {}
         self._sending: deque[tuple[Work, int, Tensor]] = deque()
         self._header = torch.zeros(1)

@@ -56,7 +56,7 @@ class Session:
                 stage = StageRuntime(plan, number, module, model.chain.boundaries, group, self.clock)
                 self.stages[number] = stage
                 if stage.sync.parts:
-                    state.split(stage.module, stage.sync.parts)
+                    state.split(stage.sync.parts)
         except BaseException:
             self.close()  # the parameters must not keep the hooks of a session that has never begun
             raise
@@ -265,6 +265,6 @@ class Session:
         return None
 
     def close(self) -> None:
-        """Release everything except the state; whoever created the group closes it."""
-        for stage in self.stages.values():
-            stage.close()
+        """Release everything but the state; whoever made the group closes it."""
+        while self.stages:
+            self.stages.popitem()[1].close()

@@ -48,7 +48,10 @@ class SplitBackward:
 
     def input_part(self) -> None:
         """Compute `entered.grad`, and the gradients of the parameters that cost next to nothing."""
-        if self.entered is None or self.output.grad_fn is None:
+        if self.entered is None or not self.output.requires_grad:
+            return
+        if self.output.grad_fn is None:  # the stage hands on what entered it
+            backward(self.output, self.gradient)
             return
         self._joins, others = _find_joins(self.output.grad_fn, self.entered)
         handles = [join.node.register_prehook(join.keep) for join in self._joins]
@@ -58,6 +61,11 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @property
+    def pending(self) -> list[Tensor] | None:
+        """The weights whose gradients `weight_part` computes; None if it computes those of all parameters."""
+        return None if self.entered is None else [weight for join in self._joins for weight in join.weights]
 
     def weight_part(self) -> None:
         """Compute the gradients that are still missing."""

@@ -77,8 +77,8 @@ class StageRuntime:
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
         self.sync = sync_for(module, Members(self.stage, number, group, clock))
         self.parameters = trainable(module)
-        self._buffers = list(module.buffers())
-        self._before: list[Tensor] = []  # the buffers' values before the step under way
+        self._changing: set[str] | None = None  # the buffers that steps change, once that is known
+        self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
         self._step: StageStep | None = None
         before = "fp32" if self.is_first else self._plan.stages[self.number - 1].send
         entry = Cut(boundaries[self.stage.start], before, self.number)
@@ -119,18 +119,29 @@ class StageRuntime:
         """Prepare for computing gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._before = [buffer.clone() for buffer in self._buffers]
+        if self._changing is None or self._changing:
+            self._before = {
+                name: buffer.clone()
+                for name, buffer in self.module.named_buffers()
+                if self._changing is None or name in self._changing
+            }
         self.sync.begin(measure_divergence)
 
     def commit(self) -> None:
         """Keep what the step has changed."""
-        self._before = []
+        if self._changing is None:
+            # By value: what BatchNorm's kernel writes does not count as a version of the tensor.
+            now = dict(self.module.named_buffers())
+            self._changing = {name for name, value in self._before.items() if not torch.equal(now[name], value)}
+        self._before = {}
 
     def roll_back(self) -> None:
-        """Restore the running statistics that the forward passes of a failed step changed, and drop the gradients."""
-        for buffer, value in zip(self._buffers, self._before, strict=False):
-            buffer.copy_(value)
-        self._before = []
+        """Undo what the forward passes of a failed step have changed: running statistics. Gradients go, too."""
+        now = dict(self.module.named_buffers())
+        with torch.no_grad():
+            for name, value in self._before.items():
+                now[name].copy_(value)
+        self._before = {}
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -210,6 +221,11 @@ class StageRuntime:
         if not self.is_first:
             assert entered.grad is not None
             self._gradients_out.send(number, entered.grad, self._step.micros[number].before)
+
+    def pending(self, action: Action) -> list[Tensor] | None:
+        """Return the parameters whose gradients the step's last action computes; None stands for all of them."""
+        assert self._step is not None
+        return self._step.split[action.micro].pending if action.kind is Kind.BACKWARD_WEIGHT else None
 
     def flush(self) -> None:
         """Wait until everything has been sent."""

@@ -7,6 +7,7 @@ part of the graph and keeps the model's own parameter names, so checkpoints do n
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class Chain:
             layer = self.slice(index, index + 1)
             tensors = {
                 name: torch.zeros(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in layer.state_dict(keep_vars=True).items()
+                for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers())
             }
             try:
                 with torch.no_grad():

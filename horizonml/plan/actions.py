@@ -35,9 +35,14 @@ class Action:
 Lanes = tuple[tuple[int, ...], ...]
 
 
-def evaluation(held: Sequence[int], micro_batches: int) -> list[Action]:
-    """Return only the forward passes, for a rank that holds the stages `held`."""
-    return [Action(Kind.FORWARD, stage, micro) for stage in held for micro in range(micro_batches)]
+def evaluation(held: Sequence[int], micro_batches: int, lanes: int) -> list[Action]:
+    """Return the forward passes alone, for a rank that holds the stages `held`, in a plan with so many lanes.
+
+    A rank with several stages takes a few micro-batches at a time through all of them, one for each lane: with all
+    micro-batches at a time, ranks would send each other more than they receive, and wait for each other.
+    """
+    rounds = [range(first, min(first + lanes, micro_batches)) for first in range(0, micro_batches, lanes)]
+    return [Action(Kind.FORWARD, stage, micro) for micros in rounds for stage in held for micro in micros]
 
 
 def with_update(passes: Sequence[Action]) -> list[Action]:

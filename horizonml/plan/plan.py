@@ -22,6 +22,9 @@ from horizonml.text import count
 FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
 
 
+MOST_MICRO_BATCHES = 1 << 14
+
+
 class Sync(StrEnum):
     """Tells how the members of a stage agree on its gradients."""
 
@@ -123,7 +126,7 @@ class Plan:
 
     def evaluation(self, rank: int, micro_batches: int) -> list[Action]:
         """Return what `rank` does in an evaluation of `micro_batches` micro-batches."""
-        return evaluation(self.stages_of(rank), micro_batches)
+        return evaluation(self.stages_of(rank), micro_batches, len(self.lanes))
 
     def micro_sizes(self, batch: int, full_batch: int) -> list[int]:
         """Return the sizes of the micro-batches of a batch, in order.
@@ -144,6 +147,8 @@ class Plan:
             raise PlanError(f"the plan is for ranks {ranks}, but the world size is {world_size}")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"the plan's schedule is {self.schedule!r}; there are {', '.join(SCHEDULES)}")
+        if not 1 <= self.micro_batches <= MOST_MICRO_BATCHES:
+            raise PlanError(f"the plan has {self.micro_batches} micro-batches; there can be 1 to {MOST_MICRO_BATCHES}")
         expected = 0
         for number, stage in enumerate(self.stages):
             if stage.start != expected or stage.stop <= stage.start:

@@ -54,6 +54,18 @@ class Agreed:
 
 def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
     """Return the data as all ranks see it, and the model for it. Raises DataError or ModelError."""
+    info = describe_data(job, group)
+    return info, model_for(job, info)
+
+
+def model_for(job: Job, info: ImageInfo) -> Model:
+    """Return the job's model for data of this kind. Raises ModelError."""
+    task = task_for(job)
+    return build(job.model, job.seed, task.outputs(info), task.input(info))
+
+
+def describe_data(job: Job, group: Group) -> ImageInfo:
+    """Return the data as all ranks see it. Raises DataError on all of them."""
     task = task_for(job)
     found: list[ImageInfo | None] = []
     info: dict[str, Any] | None = None
@@ -67,8 +79,7 @@ def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
         if trouble is not None:
             raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
         found.append(None if value is None else ImageInfo.from_json(value))
-    agreed = agree(found, job.data)
-    return agreed, build(job.model, job.seed, task.outputs(agreed), task.input(agreed))
+    return agree(found, job.data)
 
 
 def make_plan(

@@ -25,7 +25,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, describe_together, make_plan
+from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
@@ -85,11 +85,13 @@ class Generation:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
         hosts = find_hosts(group)
         first = self._agree_on_begin()
-        info, model = describe_together(job, group)
+        info = describe_data(job, group)
+        # A rank that has been a member before has the model, and what it has learned.
+        model = model_for(job, info) if life.state is None or info != life.info else life.state.model
         here = next(host for host in hosts if group.rank in host.ranks)
         torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
         agreed = self._agree_on_plan(model, info, hosts)
-        if life.state is None or info != life.info:
+        if life.state is None or life.state.model is not model:
             life.state, life.info = TrainState(model, job.optimizer), info
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None

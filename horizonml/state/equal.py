@@ -84,6 +84,9 @@ def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]
     found = []
     for rank, number in unequal:
         first, other = every[plan.stages[number].ranks[0]][str(number)], every[rank][str(number)]
+        if first.keys() != other.keys():
+            names = sorted(first.keys() ^ other.keys())
+            raise StateDiffers(f"rank {rank} and rank {plan.stages[number].ranks[0]} do not both hold {names[0]}")
         names = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         found.append(_Difference(rank, number, str(names[0])))
     return found

@@ -60,7 +60,7 @@ def move(state: TrainState, old: Plan, new: Plan, group: Group) -> int:
             elif group.rank == receiver:
                 if key not in expected:  # a peer decides neither shapes nor dtypes
                     raise PeerLost(f"rank {sender} offers {key}, which layer {layer} does not have")
-                received[key] = torch.empty_like(expected[key], device="cpu")
+                received[key] = torch.empty(expected[key].shape, dtype=expected[key].dtype)
                 works.append((group.receive(received[key].view(-1), sender, tag), sender, received[key]))
     for work, peer, _ in works:
         group.wait(work, peer)

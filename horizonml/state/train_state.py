@@ -27,9 +27,9 @@ class TrainState:
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
         self.parts: dict[str, Part] = {}  # the parameters and buffers of which this rank holds only a part
-        self._held: dict[str, Tensor] = {}
+        self._modules: list[nn.Module] = []  # which hold the tensors
+        self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
-        self._saved: set[str] = set()  # the names that belong in a checkpoint
         self._layers = model.parameter_names()
 
     def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
@@ -38,36 +38,50 @@ class TrainState:
         Layers that are held already keep the same tensors; others get their initial values. Parts of tensors are valid
         for one plan only, so nothing is kept of them.
         """
+        held = {} if self.parts else self._held
         if self.parts:
-            self._held, self._optimizer, self.parts = {}, {}, {}
-        modules = [self.model.stage(start, stop, self._held) for start, stop in spans]
-        self._hold(modules)
-        return modules
+            self._optimizer, self.parts = {}, {}
+        before, self._modules = self._modules, [self.model.stage(start, stop, held) for start, stop in spans]
+        self._received = {}
+        for module in before:
+            _let_go(module)
+        kept = self._held
+        self._optimizer = {name: entries for name, entries in self._optimizer.items() if name in kept}
+        return list(self._modules)
 
-    def split(self, module: nn.Module, parts: Mapping[str, Part]) -> None:
-        """Hold the tensors of `module`, which are parts of those held before, instead of the whole tensors."""
-        self._hold([module])
+    def split(self, parts: Mapping[str, Part]) -> None:
+        """Note that modules have been changed to hold these parts of their tensors only."""
         self.parts = dict(parts)
 
-    def _hold(self, modules: Sequence[nn.Module]) -> None:
-        self._held = {
-            name: tensor
-            for module in modules
-            for name, tensor in chain(
-                module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-            )
-        }
-        self._saved = {name for module in modules for name in module.state_dict(keep_vars=True)}
-        self._optimizer = {name: kept for name, kept in self._optimizer.items() if name in self._held}
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """The parameters and buffers by name, as the modules have them now: a module may replace a buffer."""
+        found = dict(self._received)
+        for module in self._modules:
+            found |= dict(module.named_parameters(remove_duplicate=False))
+            found |= dict(module.named_buffers(remove_duplicate=False))
+        return found
+
+    @property
+    def _saved(self) -> dict[str, Tensor]:
+        """Those of the held tensors that belong in a checkpoint."""
+        found = dict(self._received)
+        for module in self._modules:
+            found |= module.state_dict(keep_vars=True)
+        return found
 
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
         self.step, self.metrics, self._optimizer = 0, {}, {}
-        for layer in sorted({self._layers[name] for name in self._saved}):
+        self._set_to_initial(self._held)
+
+    def _set_to_initial(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give tensors, by name, the values that training begins with."""
+        for layer in sorted({self._layers[name] for name in tensors}):
             first = self.model.stage(layer, layer + 1)
             for name, value in chain(first.named_parameters(), first.named_buffers()):
-                if name in self._held:
-                    self._held[name].detach().copy_(self._own(name, value.detach()))
+                if name in tensors:
+                    tensors[name].detach().copy_(self._own(name, value.detach()))
 
     def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
         """Update some parameters with their gradients."""
@@ -76,8 +90,8 @@ class TrainState:
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
         last = len(self.model.chain) if stop is None else stop
-        here = {name for name in self._saved if start <= self._layers[name] < last}
-        tensors = {f"model/{name}": tensor.detach() for name, tensor in self._held.items() if name in here}
+        here = {name: tensor for name, tensor in self._saved.items() if start <= self._layers[name] < last}
+        tensors = {f"model/{name}": tensor.detach() for name, tensor in here.items()}
         for name, kept in self._optimizer.items():
             if name in here:
                 tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
@@ -116,17 +130,21 @@ class TrainState:
         return found
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over tensors of another rank, by their names; `take` creates their layers."""
+        """Hold tensors received from another rank, by name; `take` makes their layers."""
+        layers = {layer: self._slice(layer) for layer in {self.layer_of(key) for key in tensors}}
         for key, tensor in tensors.items():
             kind, _, rest = key.partition("/")
             if kind == "model":
-                trained = self.model.chain.slice(self._layers[rest], self._layers[rest] + 1).state_dict(keep_vars=True)
-                like = trained[rest]
+                like = layers[self._layers[rest]][rest]
                 is_parameter = isinstance(like, nn.Parameter)
-                self._held[rest] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
+                self._received[rest] = nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
             else:
                 name, _, entry = rest.rpartition("/")
                 self._optimizer.setdefault(name, {})[entry] = tensor
+
+    def _slice(self, layer: int) -> dict[str, Tensor]:
+        """Return a layer's parameters and buffers as the model describes them."""
+        return self.model.chain.slice(layer, layer + 1).state_dict(keep_vars=True)
 
     def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Read the values of all that is held from `read(name)`, in place; `names` are the names that can be read.
@@ -134,13 +152,16 @@ class TrainState:
         Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
         """
         available = set(names)
-        for name in sorted(self._saved):
+        saved, held = self._saved, self._held
+        for name in sorted(saved):
             if f"model/{name}" not in available:
                 raise KeyError(name)
-            tensor = self._held[name].detach()
+            tensor = saved[name].detach()
             tensor.copy_(_like(tensor, self._own(name, read(f"model/{name}")), name))
+        # What checkpoints leave out begins anew, as it does on a rank that was not there before.
+        self._set_to_initial({name: tensor for name, tensor in held.items() if name not in saved})
         self._optimizer = {}
-        for name, tensor in self._held.items():
+        for name, tensor in held.items():
             expected = self.optimizer.expected(tensor) if isinstance(tensor, nn.Parameter) else {}
             if any(f"optimizer/{name}/{key}" in available for key in expected):
                 self._optimizer[name] = {
@@ -151,6 +172,13 @@ class TrainState:
     def _own(self, name: str, whole: Tensor) -> Tensor:
         part = self.parts.get(name)
         return whole if part is None or whole.dim() == 0 else part.of(whole)
+
+
+def _let_go(module: nn.Module) -> None:
+    """Take the tensors out of a module that is not used any more: as it refers to itself, it may stay for a while."""
+    for part in list(module.modules()):
+        part._parameters.clear()
+        part._buffers.clear()
 
 
 def name_of(key: str) -> str:

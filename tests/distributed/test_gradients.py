@@ -55,6 +55,7 @@ class Case:
     optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
     reversed_ranks: bool = False
     sync: Sync = Sync.ALL_REDUCE
+    turns: int | None = None  # stages for each rank; by default as many as the schedule wants
 
     def plan(self, layers: int) -> Plan:
         groups, rank = [], 0
@@ -63,7 +64,7 @@ class Case:
             ranks = tuple(range(rank, rank + len(shares)))
             groups.append((tuple(world - 1 - r for r in ranks) if self.reversed_ranks else ranks, shares))
             rank += len(shares)
-        count = len(groups) * SCHEDULES[self.schedule].stages_per_rank
+        count = len(groups) * (self.turns or SCHEDULES[self.schedule].stages_per_rank)
         bounds = [layers * number // count for number in range(count + 1)]
         stages = [
             Stage(bounds[number], bounds[number + 1], *groups[number % len(groups)], self.sync)
@@ -106,6 +107,10 @@ CASES += [
     Case("ddp 5 in buckets, shares", ((1.0, 2.0, 3.0, 4.0, 5.0),), 1, model="wide"),
     Case("ddp 3 in buckets, a member without samples", ((1.0, 2.0, 1e-9),), 2, model="wide"),
     Case("hybrid 2x2 in buckets", ((3.0, 1.0), (1.0, 1.0)), 2, model="wide"),
+    Case("two stages a rank in buckets, shares", ((20.0, 1.0), (1.0, 20.0)), 6, "interleaved", "wide"),
+    Case("two stages a rank in buckets, few samples", ((1.0, 1.0), (1.0, 1.0, 1.0)), 12, "1f1b", "wide", turns=2),
+    Case("pipeline 2, many micro-batches, interleaved", (ONE, ONE), 24, "interleaved", "normed"),
+    Case("pipeline 2, many micro-batches, gpipe with two stages a rank", (ONE, ONE), 24, "gpipe", "normed", turns=2),
     Case("pipeline 3, ranks in reverse", (ONE, ONE, ONE), 3, reversed_ranks=True),
     Case("hybrid 2+3, adamw", ((1.0, 1.0), (1.0, 1.0, 1.0)), 2, optimizer=Adam(name="adamw", weight_decay=0.1)),
     Case("pipeline 3, adam", (ONE, ONE, ONE), 2, optimizer=Adam(name="adam")),
@@ -125,6 +130,8 @@ EVALUATED = [
     BY_NAME[name]
     for name in (
         "single, 1f1b, plain",
+        "pipeline 2, many micro-batches, interleaved",
+        "pipeline 2, many micro-batches, gpipe with two stages a rank",
         "ddp 5, 1f1b, normed",
         "hybrid 1+2+1, 1f1b, normed",
         "hybrid 2x2, interleaved, normed",

@@ -12,7 +12,7 @@ same state after every step. Where gradients are compressed, the statistics trav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,7 +45,11 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self.parameters]
         self.flat = torch.zeros(sum(sizes) + self.extra)
         parts = self.flat[: sum(sizes)].split(sizes) if sizes else ()
-        self.views = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        # In the parameter's own memory format, since the fused update walks through memory as it lies.
+        self.views = [
+            part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+            for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
 
     @property
     def tail(self) -> Tensor:
@@ -77,7 +81,7 @@ class AllReduce:
         if self._tree is None:
             # Connect while all members are here. A member without samples would begin its first sum only after the loss
             # has been exchanged, and the others would wait for its connection before they exchange the loss.
-            self._group.among(members.ranks)
+            self._group.among(members.ranks, members.number)
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._armed = self._measure = False
         self._works: list[Work] = []
@@ -104,6 +108,7 @@ class AllReduce:
             hook.remove()
         for parameter in self._parameters:
             parameter.grad = None
+        self._buckets, self._bucket_of, self._works, self._tree = [], {}, [], None
 
     def begin(self, measure_divergence: bool) -> None:
         """See `GradientSync`."""
@@ -114,7 +119,7 @@ class AllReduce:
         if self._tree is not None:
             self._tree.post()
 
-    def arm(self, weight: float) -> None:
+    def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """See `GradientSync`."""
         self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
@@ -122,6 +127,11 @@ class AllReduce:
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
             copied = [buffer.flatten().float() * first for buffer in self._copied]
             torch.cat(averaged + copied, out=self._buckets[-1].tail)
+        if pending is not None:
+            missing = {id(parameter) for parameter in pending}
+            for parameter in self._parameters:
+                self._bucket_of[id(parameter)].missing -= id(parameter) not in missing
+            self._send_full()
 
     def _ready(self, parameter: nn.Parameter) -> None:
         """Note that a parameter has its gradient of the whole step."""
@@ -154,7 +164,7 @@ class AllReduce:
 
     def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         """Begin to sum a bucket in place; `views` are its gradients."""
-        return self._group.all_reduce(flat, self._members.ranks)
+        return self._group.all_reduce(flat, self._members.ranks, self._members.number)
 
     def finish(self, weight: float) -> float | None:
         """See `GradientSync`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,7 +53,7 @@ class GradientSync(Protocol):
     def begin(self, measure_divergence: bool) -> None:
         """Prepare for a step, in which no parameter has a gradient yet."""
 
-    def arm(self, weight: float) -> None:
+    def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """Announce the last backward pass of the step, from which each gradient can be sent as soon as it is computed.
 
         `weight` is this member's part of the batch. All forward passes are done, so running statistics are final.
@@ -81,7 +81,7 @@ class Alone:
     def begin(self, measure_divergence: bool) -> None:
         """Do nothing."""
 
-    def arm(self, weight: float) -> None:
+    def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """Do nothing."""
 
     def finish(self, weight: float) -> float | None:

@@ -81,7 +81,7 @@ class HalfAllReduce(_Compressed):
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         sent = flat.half()
-        return _HalfSum(flat, sent, self._group.all_reduce(sent, self._members.ranks))
+        return _HalfSum(flat, sent, self._group.all_reduce(sent, self._members.ranks, self._members.number))
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,29 @@ class PowerSgdAllReduce(_Compressed):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         state = PowerSGDState(
-            members.group.among(members.ranks),
+            members.group.among(members.ranks, members.number),
             matrix_approximation_rank=POWERSGD_RANK,
             start_powerSGD_iter=WHOLE_STEPS,
             min_compression_rate=POWERSGD_WORTH,
         )
-        members.group.at_close(lambda: setattr(state, "process_group", None))
         self._state = state
+        self._remembered = [state]  # which `close` empties, for the group may live on
+
+        def forget(states: list[PowerSGDState] = self._remembered) -> None:
+            for one in states:
+                one.process_group = None
+
+        members.group.at_close(forget)
         super().__init__(module, members)
         self._thin = compression_ratio("powersgd", [parameter.shape for parameter in self._parameters])
+
+    def close(self) -> None:
+        """See `GradientSync`. What PowerSGD remembers goes, too."""
+        super().close()
+        self._remembered.clear()
+        self._state.process_group = None
+        for remembered in (self._state.error_dict, self._state.p_memory_dict, self._state.q_memory_dict):
+            remembered.clear()
 
     def _make_buckets(self, extra: int) -> list[Bucket]:
         # torch's hook hangs with more than one bucket on gloo.

@@ -6,7 +6,7 @@ the other implementations of `GradientSync`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -51,9 +51,14 @@ class HorovodSync:
         """See `GradientSync`."""
         self._armed, self._measure, self._own, self._under_way = False, measure_divergence, {}, {}
 
-    def arm(self, weight: float) -> None:
+    def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """See `GradientSync`."""
         self._armed = True
+        if pending is not None:
+            missing = {id(parameter) for parameter in pending}
+            for name, parameter in self._parameters.items():
+                if id(parameter) not in missing:
+                    self._send(name)
 
     def _send(self, name: str) -> None:
         parameter = self._parameters[name]

@@ -6,7 +6,7 @@ holds the activations of all M micro-batches.
 
 from __future__ import annotations
 
-from horizonml.plan.actions import Action, Kind, Lanes
+from horizonml.plan.actions import Action, Kind, Lanes, evaluation
 
 NAME = "gpipe"
 STAGES_PER_RANK = 1
@@ -14,8 +14,5 @@ STAGES_PER_RANK = 1
 
 def passes(lane: int, lanes: Lanes, micro_batches: int) -> list[Action]:
     """Return the actions of a lane; backward passes run from the last micro-batch to the first."""
-    held = lanes[lane]
-    forward = [Action(Kind.FORWARD, stage, micro) for stage in held for micro in range(micro_batches)]
-    return forward + [
-        Action(Kind.BACKWARD, stage, micro) for stage in reversed(held) for micro in reversed(range(micro_batches))
-    ]
+    forward = evaluation(lanes[lane], micro_batches, len(lanes))
+    return forward + [Action(Kind.BACKWARD, action.stage, action.micro) for action in reversed(forward)]
