@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ class Model:
         return {
             name: index
             for index in range(len(self.chain))
-            for name in self.chain.slice(index, index + 1).state_dict(keep_vars=True)
+            for layer in [self.chain.slice(index, index + 1)]
+            for name, _ in itertools.chain(
+                layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
+            )
         }
 
     def parameter_shapes(self) -> list[list[torch.Size]]:

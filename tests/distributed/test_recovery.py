@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 from horizonml.machine.network import can_connect, split_address
 from horizonml.rendezvous.mailbox import peek
+from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.web import get
 
@@ -55,8 +56,8 @@ def running(store: TCPStore) -> int:
 
 def runs(folder: Path, rank: int) -> list[dict[str, object]]:
     """The first records of a rank's runs: one for each group that it was in."""
-    lines = (folder / "runs" / "test" / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "run"]
+    lines = read_lines(folder / "runs" / "test" / f"rank-{rank}.jsonl")
+    return [record for record in lines if record["kind"] == "run"]
 
 
 def test_a_killed_rank_is_replaced_and_then_done_without(
@@ -184,8 +185,8 @@ def test_machines_of_one_name_lose_the_first_one_with_its_disk_twice(
         return path.read_text().count('"kind": "step"') if path.exists() else 0
 
     def groups(number: int) -> list[dict[str, Any]]:
-        lines = (folder / f"disk{number}" / f"rank-{number}.jsonl").read_text().splitlines()
-        return [record for record in map(json.loads, lines) if record["kind"] == "run"]
+        lines = read_lines(folder / f"disk{number}" / f"rank-{number}.jsonl")
+        return [record for record in lines if record["kind"] == "run"]
 
     ranks = [rank(number) for number in range(3)]
     wait_for(lambda: done(1) > 7, "the first steps")

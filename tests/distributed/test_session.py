@@ -146,3 +146,47 @@ def agreeing(rank: int, world_size: int, store: Store) -> tuple[list[int], str, 
 def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
     for result in pool.run(3, agreeing):
         assert result == ([0, 10, 20], "JobError: rank 1: no room for another run", 2)
+
+
+def averaging(rank: int, world_size: int, store: Store, plan: Plan) -> tuple[dict[str, Tensor], float, float]:
+    """Train two steps; the state, and the count that is in no checkpoint, before and after the state is loaded."""
+    group = Group(store, rank, world_size, 30.0)
+    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec(SHAPE))
+    session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
+    for step in range(2):
+        session.step(RandomBatch(step), LR)
+    state = state_of(session)
+    (stage,) = session.stages.values()
+    module = stage.module
+    before = float(dict(module.named_buffers())["2.seen"])
+    assert torch.equal(state["model/2.average"], dict(module.named_buffers())["2.average"])
+    session.state.load(state.__getitem__, state)
+    after = float(dict(module.named_buffers())["2.seen"])
+    session.close()
+    group.close()
+    return state, before, after
+
+
+def test_buffers_that_a_module_replaces_are_saved_and_others_begin_anew(pool: Pool) -> None:
+    ((state, before, after),) = pool.run(1, averaging, Plan((Stage(0, 5, (0,), (1.0,)),), micro_batches=2))
+    assert float(state["model/2.average"].abs().sum()) > 0
+    assert (before, after) == (4, 0)
+
+
+def handing_on(rank: int, world_size: int, store: Store, plan: Plan) -> dict[str, Tensor]:
+    group = Group(store, rank, world_size, 30.0)
+    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec(SHAPE))
+    session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
+    for step in range(3):
+        session.step(RandomBatch(step), LR)
+    state = state_of(session)
+    session.close()
+    group.close()
+    return state
+
+
+def test_a_stage_may_hand_on_what_enters_it_with_a_split_backward_pass(pool: Pool) -> None:
+    stages = (Stage(0, 3, (0,), (1.0,)), Stage(3, 4, (1,), (1.0,)), Stage(4, 5, (2,), (1.0,)))
+    usual, split = (pool.run(3, handing_on, Plan(stages, name, 3)) for name in ("1f1b", "zb-h1"))
+    for expected, state in zip(usual, split, strict=True):
+        assert all(torch.allclose(state[key], value, rtol=1e-5, atol=1e-7) for key, value in expected.items())

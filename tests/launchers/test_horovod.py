@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.spec import Adam, Sgd
 from horizonml.tasks.task import InputSpec
+from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import rank_process, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
@@ -99,7 +99,7 @@ def test_checkpoints_go_from_horovod_to_ddp_and_back(pool: Pool, tmp_path: Path)
 def runs(folder: Path, rank: int) -> list[int]:
     """The world sizes of the groups that a rank was in."""
     path = folder / "runs" / "test" / f"rank-{rank}.jsonl"
-    records = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    records = read_lines(path) if path.exists() else ()
     return [record["world_size"] for record in records if record["kind"] == "run"]
 
 
