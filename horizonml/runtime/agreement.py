@@ -12,7 +12,7 @@ from typing import Any
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.data.images import ImageInfo, agree, describe
-from horizonml.errors import DataError, HorizonError, PlanError
+from horizonml.errors import HorizonError, PlanError
 from horizonml.job.schema import Job
 from horizonml.models.zoo import Model, build
 from horizonml.plan.gradients import powersgd_numbers
@@ -66,19 +66,13 @@ def model_for(job: Job, info: ImageInfo) -> Model:
 
 def describe_data(job: Job, group: Group) -> ImageInfo:
     """Return the data as all ranks see it. Raises DataError on all of them."""
-    task = task_for(job)
-    found: list[ImageInfo | None] = []
-    info: dict[str, Any] | None = None
-    problem = None
-    try:
-        described = describe(job.data, task.channels(job.model))
-        info = described.to_json() if described is not None else None
-    except HorizonError as error:
-        problem = str(error)
-    for rank, (value, trouble) in enumerate(group.gather_json([info, problem])):
-        if trouble is not None:
-            raise DataError(trouble if group.world_size == 1 else f"rank {rank}: {trouble}")
-        found.append(None if value is None else ImageInfo.from_json(value))
+    channels = task_for(job).channels(job.model)
+
+    def described() -> dict[str, Any] | None:
+        found = describe(job.data, channels)
+        return found.to_json() if found is not None else None
+
+    found = [None if value is None else ImageInfo.from_json(value) for value in group.agree(described)]
     return agree(found, job.data)
 
 
