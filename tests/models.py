@@ -240,8 +240,6 @@ class MovingAverage(nn.Module):
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 
     def forward(self, value: Tensor) -> Tensor:
-        if bool(value.isnan().any()):  # which keeps the module whole
-            return value
         if self.training:
             self.average = 0.9 * self.average + 0.1 * value.detach().mean(0)
             self.seen += 1

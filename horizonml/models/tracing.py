@@ -57,6 +57,7 @@ def trace(model: nn.Module) -> fx.Graph:
 def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
     """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
         return tracer.trace(model)
     except Exception as error:  # the model's own code runs here, on proxies, and may fail in any way
@@ -70,6 +71,9 @@ def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
             ) from error
         leaves.add(stack[-1][0])
         return None
+    finally:
+        for module, held in buffers:  # a forward that replaces one has put a proxy there
+            module._buffers.update(held)
 
 
 def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
