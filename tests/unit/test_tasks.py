@@ -44,7 +44,9 @@ def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() 
 
 
 def test_a_model_for_images_refuses_other_inputs() -> None:
-    with pytest.raises(ModelError, match=r"digits_cnn takes inputs of shape .* inputs of shape \[6\]; choose another model"):
+    with pytest.raises(
+        ModelError, match=r"digits_cnn takes inputs of shape .* inputs of shape \[6\]; choose another model"
+    ):
         build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec((6,), torch.int64))
 
 
