@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan
+if TYPE_CHECKING:
+    from horizonml.job.schema import Job
+    from horizonml.plan.plan import Plan
 
 SHARES = frozenset({"accuracy"})  # the metrics that are fractions, from 0 to 1, and are shown to people in percent
 
