@@ -123,6 +123,7 @@ def test_a_killed_worker_is_done_without_and_taken_in_again(up: Up) -> None:
     wait_for(lambda: query('horizonml_waiting_for_rank{peer="2"}'), "worker 2 being waited for", 30)
     wait_for(lambda: value(query, "min(horizonml_world_size) == 4"), "four workers going on", 90)
     assert "rank 2 on worker-2 gives no sign of life" in log("worker-0") + log("worker-1") + log("worker-3")
+    wait_for(lambda: "resumed from step " in log("worker-0"), "the four to have a plan and a checkpoint", 60)
     resumed = int(log("worker-0").rpartition("resumed from step ")[2].split()[0])
     assert resumed >= 3 * 23  # at most the epoch under way is done again
     run("docker", "start", container("worker-2"))
