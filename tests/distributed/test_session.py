@@ -148,22 +148,26 @@ def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
         assert result == ([0, 10, 20], "JobError: rank 1: no room for another run", 2)
 
 
-def averaging(rank: int, world_size: int, store: Store, plan: Plan) -> tuple[dict[str, Tensor], float, float]:
-    """Train two steps; the state, and the count that is in no checkpoint, before and after the state is loaded."""
+def trained(store: Store, rank: int, world_size: int, plan: Plan, steps: int) -> tuple[Session, dict[str, Tensor]]:
+    """Train some steps of a model with unusual layers; the session, and copies of what it holds."""
     group = Group(store, rank, world_size, 30.0)
     whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec(SHAPE))
     session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
-    for step in range(2):
+    for step in range(steps):
         session.step(RandomBatch(step), LR)
-    state = state_of(session)
+    return session, state_of(session)
+
+
+def averaging(rank: int, world_size: int, store: Store, plan: Plan) -> tuple[dict[str, Tensor], float, float]:
+    """The state, and the count that is in no checkpoint, before and after the state is loaded."""
+    session, state = trained(store, rank, world_size, plan, 2)
     (stage,) = session.stages.values()
-    module = stage.module
-    before = float(dict(module.named_buffers())["2.seen"])
-    assert torch.equal(state["model/2.average"], dict(module.named_buffers())["2.average"])
+    before = float(stage.module.get_buffer("2.seen"))
+    assert torch.equal(state["model/2.average"], stage.module.get_buffer("2.average"))
     session.state.load(state.__getitem__, state)
-    after = float(dict(module.named_buffers())["2.seen"])
+    after = float(stage.module.get_buffer("2.seen"))
     session.close()
-    group.close()
+    session.group.close()
     return state, before, after
 
 
@@ -174,14 +178,9 @@ def test_buffers_that_a_module_replaces_are_saved_and_others_begin_anew(pool: Po
 
 
 def handing_on(rank: int, world_size: int, store: Store, plan: Plan) -> dict[str, Tensor]:
-    group = Group(store, rank, world_size, 30.0)
-    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec(SHAPE))
-    session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
-    for step in range(3):
-        session.step(RandomBatch(step), LR)
-    state = state_of(session)
+    session, state = trained(store, rank, world_size, plan, 3)
     session.close()
-    group.close()
+    session.group.close()
     return state
 
 

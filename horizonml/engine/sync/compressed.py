@@ -8,6 +8,7 @@ its first steps uncompressed, as a new run does.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,15 +25,13 @@ from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH, powersgd_num
 WHOLE_STEPS = 10  # uncompressed steps before PowerSGD begins
 
 
-def compression_ratio(kind: str, shapes: Sequence[Sequence[int]]) -> float:
-    """Return the numbers that are sent once compression has begun, relative to those of float32 sums."""
-    if kind == "powersgd":
-        every = sum(math.prod(shape) for shape in shapes)
-        return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
-    return 0.5 if kind == "fp16" else 1.0
+def powersgd_ratio(shapes: Sequence[Sequence[int]]) -> float:
+    """Return the numbers that PowerSGD sends for parameters of these shapes, relative to those of whole sums."""
+    every = sum(math.prod(shape) for shape in shapes)
+    return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
 
 
-class _Compressed(AllReduce):
+class _Compressed(AllReduce, ABC):
     """Sums a compressed form of the gradients. Buffers are never compressed and have a message of their own."""
 
     def _make_buckets(self, extra: int) -> list[Bucket]:
@@ -54,13 +53,13 @@ class _Compressed(AllReduce):
         return self._sum_compressed(flat, views) if views else super()._sum(flat, views)
 
     @property
+    @abstractmethod
     def _ratio(self) -> float:
         """Return the bytes that are summed in a step, relative to those of float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         """Begin to sum `flat` in place; `views` are its gradients. Waiting for the work completes the sum."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -137,7 +136,7 @@ class PowerSgdAllReduce(_Compressed):
 
         members.group.at_close(forget)
         super().__init__(module, members)
-        self._thin = compression_ratio("powersgd", [parameter.shape for parameter in self._parameters])
+        self._thin = powersgd_ratio([parameter.shape for parameter in self._parameters])
 
     def close(self) -> None:
         """See `GradientSync`. What PowerSGD remembers goes, too."""

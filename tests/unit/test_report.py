@@ -1,0 +1,216 @@
+"""Reports of studies and runs: words, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from horizonml.bench import batch_size, compare, scaling
+from horizonml.bench.report import write_report
+from horizonml.bench.study import load_study
+from horizonml.errors import HorizonError
+from horizonml.report import charts, run_plots, style
+from horizonml.report.records import load_run
+from tests.runs import JOB, append, comparison, table, write_run, write_study
+
+
+def test_the_report_of_a_comparison(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    files = write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert files[0] == tmp_path / "report.html"
+    assert all(path.exists() for path in files)
+    assert not re.search(r'(src|href)="(?!data:image/png;base64,|#)', page), "the page must need no other file"
+    for name in ("radar", "results-bars", "costs-bars", "learning-curves", "time-split", "timeline-pipeline"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("<img ") == 6
+    best = "1,000 samples: ddp is fastest with 267 samples/s (267 to 320): 1.50 times pipeline, 2.00 times single."
+    assert best in page
+    assert "Warning" not in page
+    rows = table(tmp_path / "results.csv")
+    assert len(rows) == 12
+    assert {row["strategy"] for row in rows} == {"single", "ddp", "pipeline"}
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["runs"][1]["links"][0]["to"] == "members"
+    assert document["environment"]["cores"] == 2.0
+
+
+def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path) -> None:
+    cases = [
+        {"factors": {"strategy": name, "repeat": repeat}, "run": {"strategy": name, "ranks": 2, "wall": wall}}
+        for name, walls in (("ddp", (0.1, 0.2, 0.13)), ("pipeline", (0.14, 0.14, 0.15)))
+        for repeat, wall in enumerate(walls)
+    ]
+    write_study(tmp_path, "compare", {"workers": 2, "repeats": 3, "job": JOB}, cases)
+    done = tmp_path / "runs" / "case-1" / "done.json"
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"cores_taken": 1.3}))
+    part = compare.section(load_study(tmp_path))
+    assert part.findings[0].startswith(
+        "Warning: the machine was busy. Other processes had up to 1.3 of its 2 cores while case-1 ran"
+    )
+    assert part.findings[1].startswith("Warning: the repeats of ddp differ by 65% in speed (160 to 320 samples/s).")
+    assert part.findings[2] == (
+        "ddp is fastest with 246 samples/s (160 to 320): 1.08 times pipeline. The ranges of ddp and of pipeline "
+        "overlap, so their order is not certain."
+    )
+    numbers = {row[0]: row[1:] for row in part.tables[0].rows}
+    assert numbers["samples/s, median"] == ["246", "229"]
+    assert numbers["epoch"] == ["390.0 ms", "420.0 ms"]
+
+
+def test_bars_carry_their_values_and_units(tmp_path: Path) -> None:
+    axis = Figure().subplots()
+    values = {"HorizonML": [10.0, 12.0, 14.0], "another": [5.0]}
+    charts.draw_ranking(axis, values, title="", own="HorizonML", text=lambda value: f"{value:g} samples/s")
+    assert [text.get_text() for text in axis.texts] == ["12 samples/s", "5 samples/s"]
+    for form, value, shown in (
+        (style.seconds_axis, 0.3904, "390.4 ms"),
+        (style.percent_axis, 0.99721, "99.7%"),
+        (style.share_axis, 0.5333, "53%"),
+        (style.share_axis, 0.000563, "0.1%"),
+        (style.share_axis, 0.0996, "10%"),
+        (style.bytes_axis, 330.4 * 2**20, "330 MiB"),
+        (style.plain_axis, 2998.4, "2,998"),
+    ):
+        form(axis)
+        assert style.label(axis, value) == shown
+
+
+def test_a_usual_step_is_drawn_with_its_transfers_and_the_smallest_part(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=2, steps=12)
+    for rank in range(2):
+        path = tmp_path / f"rank-{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line["kind"] == "step" and line["step"] == 12:
+                line["wall"] = 5.0
+        spans = [["compute", "forward", 0, 1.0, 1.00001], ["transfer", "send", 0, 1.0, 1.1], ["wait", "", -1, 1.1, 2.0]]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        append(path, {"kind": "timeline", "step": 8, "spans": spans})
+    run = load_run("x", tmp_path)
+    assert run_plots.recorded_step(run) == 8, "the newest one took 25 times as long"
+    axis = Figure().subplots()
+    run_plots.draw_timeline(axis, run, 8, ["laptop", "pi"])
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["laptop", "pi"]
+    assert axis.get_xlim()[1] == pytest.approx(1000)
+    widths = sorted(patch.get_width() for patch in axis.patches)
+    assert widths == pytest.approx([3, 3, 100, 100, 900, 900])
+
+
+def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp_path: Path) -> None:
+    points = {"ddp": {1: [100.0], 2: [180.0], 4: [190.0]}}
+    ideals = {"ideal": {1: 100.0, 2: 200.0, 4: 400.0}, "limit": {1: 100.0, 2: 200.0, 4: 200.0}}
+    figure = charts.draw_lines(
+        [("Speed", points, style.plain_axis), ("Efficiency", points, style.percent_axis)], "workers", [ideals], 1
+    )
+    speed, efficiency = figure.axes
+    assert (speed.get_xscale(), speed.get_yscale(), efficiency.get_yscale()) == ("log", "log", "linear")
+    assert [line.get_label() for line in speed.lines][:2] == ["ideal", "limit"]
+    assert len(speed.collections) > len(efficiency.collections), "the shade"
+
+
+def test_a_run_of_one_epoch_is_drawn_with_whole_epochs_and_a_solid_line(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=12, epochs=1)
+    figure = run_plots.draw_learning_curves({"digits": load_run("ddp", tmp_path)})
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        assert [line.get_linestyle() for line in axis.lines] == ["-"]
+    for axis in figure.axes[1:]:
+        assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+
+def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    (tmp_path / "runs" / "case-0" / "done.json").write_text('{"digest": "y", "seconds": 1.0, "error": null}')
+    assert [result.name for result in load_study(tmp_path).results] == [f"case-{number}" for number in range(1, 12)]
+
+
+def test_the_radar_gives_nobody_nothing_for_being_last(tmp_path: Path) -> None:
+    comparison(tmp_path)
+    study = load_study(tmp_path)
+    runs = {str(r.factors.strategy): [r] for r in study.results if r.factors.samples == 1000 and not r.factors.repeat}
+    values = compare.radar_values(runs)
+    assert all(0 < value <= 1 for axes in values.values() for value in axes.values())
+    assert values["single"]["speed\n(/ fastest)"] == pytest.approx(0.5)
+    assert values["single"]["not waiting\n(share of time)"] == pytest.approx(0.9)
+
+
+def test_the_report_of_scaling_compares_with_one_worker_and_with_the_cores(tmp_path: Path) -> None:
+    cases = [{"factors": {"strategy": "single", "workers": 1, "repeat": 0}, "run": {"ranks": 1, "wall": 0.4}}]
+    cases += [
+        {"factors": {"strategy": "ddp", "workers": n, "repeat": 0}, "run": {"ranks": n, "wall": wall}}
+        for n, wall in ((2, 0.25), (4, 0.2))
+    ]
+    write_study(tmp_path, "scaling", {"mode": "strong", "steps": 6, "repeats": 1, "job": JOB}, cases)
+    part = scaling.section(load_study(tmp_path))
+    assert part.title == "Strong scaling"
+    assert part.tables[0].rows[2] == ["ddp", "4", "160", "2.00", "50%", "100%"]
+    assert part.findings[0].startswith("ddp: 4 workers are 2.00 times as fast as one, 100% of what 2 cores allow")
+    assert "This machine has 2 cores" in part.findings[1]
+    assert (tmp_path / "strong-scaling.png").exists()
+
+
+def test_the_report_of_batch_sizes_names_the_best_and_where_memory_ends(tmp_path: Path) -> None:
+    cases = [
+        {
+            "factors": {"model": "resnet18", "strategy": "single", "batch_size": size, "repeat": 0},
+            "run": {"ranks": 1, "wall": wall, "batch": size, "rss": (100 << 20) + size * (1 << 20)},
+        }
+        for size, wall in ((64, 0.2), (128, 0.32), (256, 0.63))
+    ]
+    cases.append({**cases[0], "error": "rank 0 was killed by SIGKILL"})
+    settings = {"strategy": "single", "workers": 1, "steps": 6, "repeats": 1, "job": JOB}
+    write_study(tmp_path, "batch-size", settings, cases)
+    part = batch_size.section(load_study(tmp_path))
+    assert part.findings[0] == "case-3 failed: rank 0 was killed by SIGKILL"
+    assert part.findings[1].startswith(
+        "resnet18: 256 samples per batch are fastest (406 samples/s); 128 already reach 98%"
+    )
+    assert "grows by 1.0 MiB per sample and would end at about 3,996 samples" in part.findings[1]
+    assert batch_size.memory_end({64: 5.0}, 10.0) is None
+    assert batch_size.memory_end({64: 5.0, 128: 5.0}, 10.0) is None
+
+
+def test_runs_of_any_kind_and_studies_share_a_page(tmp_path: Path) -> None:
+    comparison(tmp_path / "compare")
+    write_run(tmp_path / "mine", "pipeline")
+    write_run(tmp_path / "other", "ddp")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "rank-0.jsonl").write_text("")
+    page = write_report(tmp_path)[0].read_text()
+    assert "Training runs" in page
+    assert "mine: 6 updates at 160 samples/s" in page
+    assert "broken" not in page
+    assert {row["run"] for row in table(tmp_path / "runs.csv")} == {"mine", "other"}
+    alone = write_report(tmp_path / "mine", tmp_path / "elsewhere.html")
+    assert alone[0] == tmp_path / "elsewhere.html"
+    assert "Training run mine" in alone[0].read_text()
+
+
+def test_a_report_on_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(HorizonError, match="is not a folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(HorizonError, match="has no records"):
+        write_report(tmp_path)
+    (tmp_path / "study.json").write_text('{"kind": "compare"')
+    with pytest.raises(HorizonError, match=r"study\.json cannot be read"):
+        write_report(tmp_path)
+
+
+def test_peers_are_shown_against_the_nearest_other(tmp_path: Path) -> None:
+    rows = [
+        {"name": name, "seconds": seconds, "times": [seconds], "samples_per_second": 64 / seconds, "batch_size": 64,
+         "rss_bytes": 1 << 28}
+        for name, seconds in (("HorizonML ddp", 0.1), ("torch DDP", 0.2), ("Horovod", 0.15))
+    ]  # fmt: skip
+    race = {"title": "Data parallelism", "short": "ddp, 2 ranks", "reference": "torch DDP", "rows": rows}
+    (tmp_path / "peers.json").write_text(json.dumps({"machine": "a test", "races": [race]}))
+    page = write_report(tmp_path)[0].read_text()
+    assert "HorizonML ddp takes 1.50 times as many samples per second as the fastest other, Horovod." in page
+    (tmp_path / "peers.json").write_text("{}")
+    with pytest.raises(HorizonError, match=r"peers\.json cannot be read"):
+        write_report(tmp_path)
