@@ -240,9 +240,9 @@ def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Pa
         for rank in stage.ranks:
             rate = links[rank].replace("mbit", " Mbit/s")
             labels.append(f"device {rank}: {layers}\n{by_rank[rank].run.cores:g} cores, {rate}")
-    draw_timeline(bottom, replace(run, ranks=[by_rank[rank] for rank in order]), number, labels)
+    work = draw_timeline(bottom, replace(run, ranks=[by_rank[rank] for rank in order]), number, labels)
     bottom.set_title("One step of auto, as measured; numbers are micro-batches")
-    handles = legend(("forward", "backward", "update", "prepare"))
+    handles = legend(work)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     save(figure, path)
 

@@ -198,7 +198,7 @@ class StageRuntime:
         """Run the part of the backward pass for which the previous stage waits."""
         assert self._step is not None
         entered, left, gradient = self._gradient(number)
-        self._clock.switch("compute", "backward", number)
+        self._clock.switch("compute", Kind.BACKWARD_INPUT.value, number)
         split = SplitBackward(left, gradient, None if self.is_first else entered)
         split.input_part()
         self._step.split[number] = split
@@ -207,7 +207,7 @@ class StageRuntime:
     def backward_weight(self, number: int) -> None:
         """Run the rest of the backward pass."""
         assert self._step is not None
-        self._clock.switch("compute", "backward weight", number)
+        self._clock.switch("compute", Kind.BACKWARD_WEIGHT.value, number)
         self._step.split.pop(number).weight_part()
 
     def _gradient(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -104,9 +104,9 @@ def timeline(name: str, run: Run, path: Path) -> Path | None:
         return None
     figure = Figure(figsize=(12, 0.62 * len(run.ranks) + 1.9), layout="constrained")
     axis = figure.subplots()
-    draw_timeline(axis, run, number, [_rank_label(rank) for rank in run.ranks])
+    work = draw_timeline(axis, run, number, [_rank_label(rank) for rank in run.ranks])
     axis.set_title(f"{name}: step {number}, {run.lead.run.plan.schedule}; numbers are micro-batches")
-    handles = legend(("forward", "backward", "update", "prepare"))
+    handles = legend(work)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return save(figure, path)
 
@@ -119,8 +119,8 @@ def recorded_step(run: Run) -> int | None:
     return min(common, key=lambda number: (abs(walls.get(number, math.inf) - usual), -number), default=None)
 
 
-def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> None:
-    """Draw a recorded step, a row for each rank."""
+def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> set[str]:
+    """Draw a recorded step, a row for each rank, and return the names of the work that was computed in it."""
     rows = [next(line.spans for line in rank.timelines if line.step == number) for rank in run.ranks]
     start = min(spans[0].begin for spans in rows)
     axis.set_xlim(0, 1000 * (max(spans[-1].end for spans in rows) - start))
@@ -128,11 +128,12 @@ def draw_timeline(axis: Axes, run: Run, number: int, labels: Sequence[str]) -> N
         for span in spans:
             _draw_span(axis, row, span._replace(begin=span.begin - start, end=span.end - start))
     _finish(axis, labels)
+    return {span.what for spans in rows for span in spans if span.kind == "compute"}
 
 
-def legend(work: Sequence[str], wait: bool = True) -> list[Patch]:
-    """Return the legend of a step's colours."""
-    handles = [Patch(color=_WORK[name], label=name) for name in work]
+def legend(work: Collection[str], wait: bool = True) -> list[Patch]:
+    """Return the legend of a step's colours; `work` names what was computed in it."""
+    handles = [Patch(color=colour, label=name) for name, colour in _WORK.items() if name in work]
     handles.append(Patch(color=TIME_COLOURS["transfer"], label="transfer"))
     if wait:
         handles.append(Patch(facecolor="#f2f2f2", edgecolor="#bfbfbf", hatch="///", label="wait (bubble)"))
@@ -165,7 +166,7 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
         f"Predicted: {1000 * prediction.seconds:,.0f} ms a step, {plan.schedule}; numbers are micro-batches",
     )
     kinds = {str(span.kind) for span in prediction.spans}
-    handles = legend([kind for kind in _WORK if kind in kinds], wait=False)
+    handles = legend(kinds, wait=False)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return save(figure, path)
 
