@@ -31,6 +31,7 @@ MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take 
 
 
 _ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
+_WAIT = timedelta(seconds=0.2)  # for a sum, before a rank looks again whether its group is over
 
 
 class Work(Protocol):
@@ -57,6 +58,28 @@ class Channel:
         """Return the tag of one of the channel's messages, which both ends number alike."""
         assert 0 <= message < _MESSAGES, message
         return self.first + message
+
+
+class _Collective:
+    """Stands for a sum that is under way, for which a rank waits no longer than its group lasts.
+
+    When a connection is closed at the very moment at which one of gloo's threads begins to wait for it, gloo may miss
+    that, and wake up at the group's timeout only.
+    """
+
+    def __init__(self, work: Any, over: threading.Event) -> None:
+        self._work, self._over = work, over
+
+    def wait(self) -> None:
+        while True:
+            try:
+                self._work.wait(_WAIT)
+                return
+            except RuntimeError:
+                if self._work.is_completed():
+                    raise
+                if self._over.is_set():
+                    raise PeerLost("the group was broken off") from None
 
 
 class _Done:
@@ -98,6 +121,7 @@ class Group:
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
+        self._over = threading.Event()  # set once the group has been broken off
 
     def _arrive(self) -> None:
         """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
@@ -163,16 +187,15 @@ class Group:
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
         try:
-            work: Work = self.among(ranks, stage).allreduce([tensor])
+            return _Collective(self.among(ranks, stage).allreduce([tensor]), self._over)
         except _GLOO_ERRORS as error:
             raise _lost(None, error) from error
-        return work
 
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """Return the tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
         tensors = [torch.empty_like(tensor) for _ in ranks]
         try:
-            self.among(ranks).allgather([tensors], [tensor]).wait()
+            _Collective(self.among(ranks).allgather([tensors], [tensor]), self._over).wait()
         except _GLOO_ERRORS as error:
             raise _lost(None, error) from error
         return tensors
@@ -203,7 +226,7 @@ class Group:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         announced = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self.wait(self._world.allgather([announced], [torch.tensor([len(own)])]))
+        self._gather(announced, torch.tensor([len(own)]))
         sizes = [int(size) for size in announced]
         for rank, size in enumerate(sizes):  # before memory is taken for them
             if not 0 <= size <= MOST_JSON:
@@ -212,8 +235,14 @@ class Group:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = own
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        self.wait(self._world.allgather([texts], [padded]))
+        self._gather(texts, padded)
         return [self._parse(rank, text[:size]) for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))]
+
+    def _gather(self, into: list[Tensor], own: Tensor) -> None:
+        try:
+            _Collective(self._world.allgather([into], [own]), self._over).wait()
+        except _GLOO_ERRORS as error:
+            raise _lost(None, error) from error
 
     def _parse(self, rank: int, text: Tensor) -> Any:
         try:
@@ -238,7 +267,7 @@ class Group:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         try:
-            self._world.broadcast([tensor], options).wait()
+            _Collective(self._world.broadcast([tensor], options), self._over).wait()
         except _GLOO_ERRORS as error:
             raise _lost(source, error) from error
 
@@ -276,6 +305,7 @@ class Group:
         process group waits for its operations before it closes anything. Without `abort`, ranks that have all lost the
         same peer would wait for one another until the timeout. Any thread may call this.
         """
+        self._over.set()
         service = getattr(getattr(self._store, "underlying_store", self._store), "port", None)
         while self._sockets:
             descriptor, inode = self._sockets.pop()
