@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
+from horizonml.comm.log import MessageLog
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class Work(Protocol):
 
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
-    "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files"
+    "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files",
+    "mirror",
 )  # fmt: skip
 _MESSAGES = 1 << 27  # of each channel
 
@@ -58,6 +60,11 @@ class Channel:
         """Return the tag of one of the channel's messages, which both ends number alike."""
         assert 0 <= message < _MESSAGES, message
         return self.first + message
+
+    @property
+    def tags(self) -> range:
+        """Return all tags of the channel."""
+        return range(self.first, self.first + _MESSAGES)
 
 
 class _Collective:
@@ -117,6 +124,7 @@ class Group:
         self._store = store
         self._sockets: set[tuple[int, int]] = set()
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
+        self.log: MessageLog | None = None  # which takes note of what is sent
         self._arrive()
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
@@ -168,6 +176,8 @@ class Group:
         if peer == self.rank:
             self._outbox[tag] = tensor
             return _Done()
+        if self.log is not None:
+            self.log.add(tensor, peer, tag)
         try:
             work: Work = self._world.send([tensor], peer, tag)
         except _GLOO_ERRORS as error:

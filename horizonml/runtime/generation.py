@@ -13,7 +13,7 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.images import ImageInfo, load
 from horizonml.engine.session import Session
-from horizonml.errors import DataError, JobError
+from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
@@ -25,14 +25,17 @@ from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.agreement import Agreed, Measured, describe_data, make_plan, model_for
 from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.rebuild import Last, rebuild
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
-from horizonml.state.move import move
+from horizonml.state.mirror import Mirror, owners
+from horizonml.state.move import holders, move, senders
+from horizonml.state.recover import Recovery, agree_on_state
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
@@ -41,6 +44,8 @@ from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
+
+_ASSUMED_BANDWIDTH = 100e6  # bytes per second of a link that was not measured: about a gigabit
 
 
 @dataclass
@@ -59,6 +64,10 @@ class Life:
     info: ImageInfo | None = None  # of the data that the state is for
     agreed: Agreed | None = None
     planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
+    measured: Measured | None = None
+    measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
+    threads: int | None = None
+    last: Last | None = None  # the group before
     # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
     moved_away: bool = False
     begun: bool = False
@@ -85,14 +94,15 @@ class Generation:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
         hosts = find_hosts(group)
         first = self._agree_on_begin()
-        info = describe_data(job, group)
-        # A rank that has been a member before has the model, and what it has learned.
-        model = model_for(job, info) if life.state is None or info != life.info else life.state.model
+        info = describe_data(job, group, life.info)
+        if life.state is None or info != life.info:
+            life.state, life.info = TrainState(model_for(job, info), job.optimizer), info
+        model = life.state.model
+        found = agree_on_state(life.state, life.begun, group)
         here = next(host for host in hosts if group.rank in host.ranks)
-        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
+        self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        if life.state is None or life.state.model is not model:
-            life.state, life.info = TrainState(model, job.optimizer), info
+        in_memory = found is not None and self._recover(found, agreed.plan, info)
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
@@ -105,9 +115,11 @@ class Generation:
                 if moved:
                     self.say(moved)
                 else:
-                    self._take_up(session, checkpoints, first)
+                    self._take_up(session, checkpoints, first, in_memory)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
                 outcome = self._train(session, data, checkpoints, recorder, detector)
+            if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
+                self._hand_over(life.state, plan, leaves=outcome is Outcome.STOPPED)
             if outcome is not Outcome.RE_PLAN:
                 return outcome
             assert detector is not None
@@ -132,6 +144,47 @@ class Generation:
         life.moved_away = True
         return not any(begun for _, begun in begun)
 
+    def _use_threads(self, model: Model, hosts: list[Host], here: Host) -> None:
+        """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""
+        life, group = self.life, self.group
+        kept = group.gather_json(life.threads)
+        beside = next((kept[rank] for rank in here.ranks if kept[rank] is not None), None)
+        threads = life.job.parallel.threads or beside
+        if any(all(kept[rank] is None for rank in host.ranks) for host in hosts) and not life.job.parallel.threads:
+            chosen = choose_threads(life.job, model, group, here)
+            threads = threads or chosen
+        assert threads is not None
+        life.threads = threads
+        torch.set_num_threads(threads)
+
+    def _recover(self, found: Recovery, plan: Plan, info: ImageInfo) -> bool:
+        """Bring the state that ranks have in memory to the plan; return whether that has been possible."""
+        life, group, state = self.life, self.group, self.life.state
+        assert state is not None
+        if found.missing:
+            rebuilt = rebuild(life.job, info, state, life.last, found, group, self.started_as)
+            if isinstance(rebuilt, str):
+                self.say(f"the state of step {found.step} is not complete without the lost ranks: {rebuilt}")
+                state.keep([])
+                return False
+            self.say(f"rebuilt the layers of a lost rank by repeating its work up to step {found.step}")
+            found = rebuilt
+        move(state, senders(found.holders, plan), group)
+        state.step = found.step
+        return True
+
+    def _hand_over(self, state: TrainState, plan: Plan, leaves: bool) -> None:
+        """Bring the layers that only leaving ranks hold to ranks that stay; all ranks call this."""
+        group = self.group
+        leaving = [rank for rank, gone in enumerate(group.gather_json(leaves)) if gone]
+        staying = [rank for rank in range(group.world_size) if rank not in leaving]
+        if not staying or any(stage.splits_channels for stage in plan.stages):
+            return
+        last = [
+            (layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)
+        ]
+        move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
+
     def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
         """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
 
@@ -142,11 +195,21 @@ class Generation:
         known = group.gather_json(kept.to_json() if kept is not None else None)
         agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
         if agreed is None:
-            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say)
+            measured = self._known()
+            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
+            if agreed.measured is not None and agreed.measured is not measured:
+                life.measured, life.measured_for = agreed.measured, self.started_as
         elif kept is not None and kept.to_json() == agreed.to_json():
             agreed = kept  # which, on rank 0, also knows the problem
         life.agreed, life.planned_for = agreed, self.started_as
         return agreed
+
+    def _known(self) -> Measured | None:
+        """Return what an earlier group has measured, if that includes all ranks of this one."""
+        life = self.life
+        if life.measured is None or not set(self.started_as) <= set(life.measured_for):
+            return None
+        return life.measured.among([life.measured_for.index(rank) for rank in self.started_as])
 
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
@@ -165,15 +228,26 @@ class Generation:
         folder = job.run_folder / "checkpoints"
         return Checkpoints(folder, self.group, job.checkpoint.keep, compatible_with(job, info), self.names)
 
-    def _take_up(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> None:
-        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises CheckpointError."""
+    def _take_up(self, session: Session, checkpoints: Checkpoints | None, first: bool, in_memory: bool) -> None:
+        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
+
+        A state that is `in_memory` is there already.
+        """
         life, state, found = self.life, session.state, None
-        if checkpoints is not None:
+        if checkpoints is not None and in_memory:
+            known = self.group.gather_json(life.newest_checkpoint)
+            checkpoints.newest = max((step for step in known if step is not None), default=None)
+        elif checkpoints is not None:
             if first and not life.job.checkpoint.resume:
                 checkpoints.set_aside()
             else:
                 found = checkpoints.resume(state, session.plan)
-        if found is None and state.step:
+        elif not in_memory and not first:
+            raise PeerLost(
+                "steps are lost with a rank that alone held some layers, because checkpoint.enabled is false: with "
+                "checkpoints the others would go on"
+            )
+        if found is None and state.step and not in_memory:
             state.restart()
         life.begun = True
         # All members of a stage begin with the same state, bit for bit.
@@ -182,7 +256,7 @@ class Generation:
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
             )
-        if not first and found is None:
+        if not first and found is None and not in_memory:
             self.say("no checkpoint had been saved: training begins again at step 0")
 
     def _train(
@@ -195,8 +269,10 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
+        mirror = self._mirror(session)
+        life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
-            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector)
+            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
             ended_as = outcome.value
             return outcome
         finally:
@@ -204,13 +280,27 @@ class Generation:
             recorder.close(ended_as)
             life.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
 
+    def _mirror(self, session: Session) -> Mirror | None:
+        """Return what copies the state of ranks to each other's memory, if the plan needs that."""
+        recovery = self.life.job.recovery
+        if not recovery.mirror or not owners(session.plan):
+            return None
+        measured = self._known()
+        network = measured.network if measured is not None else None
+        rank = self.group.rank
+
+        def speed(to: int) -> float:
+            return network.between(rank, to).bandwidth if network is not None else _ASSUMED_BANDWIDTH
+
+        return Mirror(session.plan, session.state, self.group, speed, recovery.mirror_budget, recovery.log_bytes)
+
     def _move(self, state: TrainState, plan: Plan, detector: StragglerDetector, model: Model) -> tuple[Plan, str]:
         """Bring layers to where a better plan has them; return that plan, and what to say of it."""
         predicted = human_seconds(detector.forecast.seconds)
         self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
         self.say(detector.plan.describe(model.chain.names))
-        moved = sum(self.group.gather_json(move(state, plan, detector.plan, self.group)))
-        self.life.agreed = Agreed(detector.plan, detector.forecast, detector.problem)
+        moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group)))
+        self.life.agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 
     def _about(self, model: Model, plan: Plan, here: Host) -> RunInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
@@ -33,6 +35,7 @@ def train(
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
     watch: StragglerDetector | None = None,
+    mirror: Mirror | None = None,
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
@@ -40,7 +43,7 @@ def train(
     has a better plan, return that training must go on with it. Raises CheckpointError if the run ends and its last
     checkpoint could not be saved.
     """
-    return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch).run()
+    return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror).run()
 
 
 @dataclass
@@ -55,13 +58,17 @@ class _Loop:
     stop: StopRequest
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
+    mirror: Mirror | None
     unsaved: bool = False  # whether the last checkpoint could not be saved
+    wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.data.info.train, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
         self.total = self.per_epoch * self.job.epochs
         self.state = self.session.state
+        # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
+        self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
@@ -75,9 +82,10 @@ class _Loop:
                 self._evaluate(done)
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
             replan = self._has_better_plan(step, done) and done < self.total
-            if self.checkpoints is not None and (done % every == 0 or done == self.total or stopping or replan):
+            saving = stopping and (step.totals.stop or not self.keeps_state)
+            if self.checkpoints is not None and (done % every == 0 or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
-                if self.unsaved and not step.totals.stop:
+                if self.unsaved and not step.totals.stop and not self.keeps_state:
                     stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
@@ -92,13 +100,18 @@ class _Loop:
         batch = training_batch(self.job, self.data, self.sampler, epoch, within)
         lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
         every = self.job.telemetry.divergence_every
+        if self.mirror is not None:
+            self.mirror.before_step(self.wall)
         step = self.session.step(
             batch,
             lr,
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
-            newcomers=not self.unsaved and self.newcomers(),
+            newcomers=(self.keeps_state or (self.checkpoints is not None and not self.unsaved)) and self.newcomers(),
         )
+        if self.mirror is not None:
+            self.mirror.after_step()
+        self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step
 

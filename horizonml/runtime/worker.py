@@ -83,7 +83,6 @@ class Worker:
                     break
                 if not rejoin or named.ends_job or fruitless >= job.rendezvous.max_attempts:
                     raise named from error
-                self._check_recoverable(life, str(named))
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
             except BaseException as error:
                 # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
@@ -97,19 +96,9 @@ class Worker:
                     return outcome
                 if not rejoin:
                     break
-                self._check_recoverable(life, "another rank stops")
                 self.say("another rank stops or joins; meeting again")
             self._metrics.waiting([])
         return Outcome.STOPPED
-
-    @staticmethod
-    def _check_recoverable(life: Life, reason: str) -> None:
-        """Raise PeerLost if there is nothing that training could go on from."""
-        if not life.job.checkpoint.enabled and life.steps:
-            raise PeerLost(
-                f"{reason}; the {life.steps} steps done so far are lost, because checkpoint.enabled is false: with "
-                "checkpoints the others would go on"
-            )
 
     def say(self, text: str) -> None:
         """Tell the user, as rank 0 of the group."""
@@ -136,8 +125,8 @@ class Worker:
         generation = membership.generation if membership else 0
         self._metrics.formed(generation, group.world_size)
 
-        def newcomers() -> bool:  # who cannot be taken in without losing everything has to wait
-            return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
+        def newcomers() -> bool:
+            return membership is not None and bool(membership.newcomers)
 
         try:
             return Generation(life, group, generation, names, started_as, newcomers, self.say).run()
