@@ -18,10 +18,9 @@ from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Formed, Join, Refused, Resume, Status, Withdraw, read_status, read_verdict
 
-_BEAT_WAITING = 0.5
+_BEAT_WAITING = 0.25
 _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
-_SHOWN_RANKS = 20  # in a message
 
 
 class ServiceGone(RendezvousError):
@@ -106,8 +105,6 @@ class Conversation(threading.Thread):
 
 def _in_words(status: Status) -> str:
     """Return what a rank waits for, for people."""
-    names = ", ".join(map(str, status.missing[:_SHOWN_RANKS]))
-    if len(status.missing) > _SHOWN_RANKS:
-        names += f" and {len(status.missing) - _SHOWN_RANKS} more"
-    waiting = f"waiting for rank {names} to join" if names else "waiting for the group to form"
-    return waiting + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)
+    return (status.short or "waiting for the group to form") + "".join(
+        f" (refused meanwhile: {reason})" for reason in status.refused
+    )

@@ -27,7 +27,7 @@ class Fingerprint:
     pid: int
     generation: int = 0  # of the group in which this process was before; 0 if there was none
     group_size: int = 0  # the world size of that group
-    replace_timeout: float = 0.0  # seconds to wait for the ranks that group has lost; 0 waits as long as it takes
+    replace_timeout: float = 0.0  # seconds to wait for replacements of the ranks that group has lost
     min_world_size: int = 1  # ranks without which training does not go on
 
     def to_json(self) -> dict[str, str | int | float]:

@@ -31,7 +31,7 @@ class RendezvousSettings:
     job: str  # the job's name
     digest: str  # of the job
     timeout: float  # seconds to wait for the service and for all ranks
-    replace_timeout: float = 0.0  # seconds that survivors wait for a lost rank's replacement; 0: as long as it takes
+    replace_timeout: float = 0.0  # seconds that survivors wait for a lost rank's replacement
     min_world_size: int = 1  # ranks without which survivors do not go on
 
 

@@ -1,16 +1,27 @@
 """The messages of the rendezvous, checked when they are read.
 
 An event goes from a rank to the service, and a verdict, the status and a farewell from the service to ranks. All travel
-as JSON objects through the store (see `mailbox`).
+as JSON objects through the store (see `mailbox`). So does the end of a generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, parse, printable, ranks, whole
+from horizonml.rendezvous.checks import (
+    MOST_GENERATION,
+    MOST_RANKS,
+    Fields,
+    parse,
+    printable,
+    ranks,
+    seconds,
+    shown,
+    text,
+    whole,
+)
 from horizonml.rendezvous.fingerprint import Fingerprint
 
 _MOST_JOIN = (1 << 63) - 1
@@ -22,9 +33,17 @@ _MOST_REASON = 2000  # characters
 class Departure(StrEnum):
     """Why a rank leaves its group."""
 
-    LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame
+    DONE = "done"  # it has trained to the end, or stops as agreed with the others, and does not come back
+    AGAIN = "again"  # it meets the others again, as all have agreed
+    LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame, and meets the others again
     FAILED = "failed"  # it failed for a reason that holds for all ranks
     OTHER = "other"
+    SILENT = "silent"  # it did not leave by itself: the service declared it lost
+
+    @property
+    def blames(self) -> bool:
+        """Return whether it is this rank for which its group ends."""
+        return self in (Departure.FAILED, Departure.OTHER, Departure.SILENT)
 
 
 @dataclass(frozen=True)
@@ -165,6 +184,54 @@ def read_verdict(message: bytes, number: int) -> Verdict:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """A rank that its generation has lost."""
+
+    rank: int  # as it was started
+    hostname: str
+    reason: str
+    silent: float  # seconds for which it gave no sign of life; 0 if it left with a word
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        where = f"rank {self.rank} on {self.hostname}" if self.hostname else f"rank {self.rank}"
+        return f"{where} {self.reason}" + (f" ({self.silent:.1f} s)" if self.silent else "")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the service publishes when a generation is over before its members have agreed on its end."""
+
+    reason: str
+    lost: tuple[Lost, ...] = ()  # as far as they are known
+    evicted: bool = False  # whether the reader itself was declared lost: the others go on without it
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values of what holds for all readers."""
+        return {"reason": self.reason, "lost": [asdict(one) for one in self.lost]}
+
+
+def read_ended(message: bytes) -> Ended:
+    """Return how a generation ended. Raises ValueError."""
+    values = parse(message, _MOST_STATUS)
+    lost = values.get("lost")
+    if not isinstance(lost, list) or len(lost) > MOST_RANKS:
+        raise ValueError("lost must be a list of lost ranks")
+    return Ended(printable(str(values.get("reason", ""))), tuple(_read_lost(one) for one in lost))
+
+
+def _read_lost(value: object) -> Lost:
+    if not isinstance(value, dict):
+        raise ValueError(f"a lost rank must be an object, not {shown(value)}")
+    return Lost(
+        whole(value, "rank", 0, MOST_RANKS - 1),
+        text(value, "hostname"),
+        printable(str(value.get("reason", ""))),
+        seconds(value, "silent"),
+    )
+
+
+@dataclass(frozen=True)
 class Status:
     """What the service says to everyone, four times a second."""
 
@@ -172,11 +239,16 @@ class Status:
     running: Sequence[int] | None = None  # the joins of the group that runs; None if the service has not said yet
     newcomers: Sequence[int] = ()  # ranks that wait to be taken in by the group that runs
     refused: Sequence[str] = ()  # why ranks were refused lately
+    short: str = ""  # why those who are here do not begin, where missing ranks do not say it
 
     def to_json(self) -> Fields:
         """Return plain JSON values."""
         lists = {"missing": self.missing, "running": self.running or (), "newcomers": self.newcomers}
-        return {**{name: list(values) for name, values in lists.items()}, "refused": list(self.refused)}
+        return {
+            **{name: list(values) for name, values in lists.items()},
+            "refused": list(self.refused),
+            "short": self.short,
+        }
 
 
 def read_status(message: bytes | None) -> Status:
@@ -191,6 +263,7 @@ def read_status(message: bytes | None) -> Status:
         [join for join in running if type(join) is int] if isinstance(running, list) else None,
         _ranks_among(values.get("newcomers")),
         [printable(str(reason)) for reason in refused[-1:]] if isinstance(refused, list) else [],
+        printable(str(values.get("short", ""))),
     )
 
 

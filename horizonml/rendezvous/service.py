@@ -10,7 +10,8 @@ rank draws at random, so that it stays the same when the service is started anew
     rank     -> beat/<id>     counts up while the rank lives
     service  -> verdict/<id>  the group and its generation, or why not
     service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
-    service  -> gone/<id>     why a rank left: a reason for people, and what kind of reason it is
+    service  -> gone/<id>     why a rank left, or was declared lost: a reason for people, and what kind of reason it is
+    service  -> over/<n>      that generation n is over, why, and whom it has lost
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _LOOK_SECONDS = 0.25  # how often heartbeats are looked at
 _MOST_EVENTS = 200  # read before heartbeats and verdicts have their turn
 _MOST_DIGITS = 18  # of a heartbeat
+_AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
 
 
@@ -67,12 +69,15 @@ class Service:
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
-        beats_due = 0.0
+        beats_due, looked = 0.0, time.monotonic()
         while not stop():
             try:
                 changed = self._read_events()
                 now = time.monotonic()
                 if changed or now >= beats_due:
+                    if now - looked > _AWAY_SECONDS:
+                        self._roster.slept(now - looked)
+                    looked = now
                     self._read_beats(now)
                     beats_due = now + _LOOK_SECONDS
                     self._announce(now)
@@ -103,8 +108,8 @@ class Service:
         now = time.monotonic()
         match event:
             case Leave(number, farewell):
-                self._roster.leave(number)
-                self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+                if self._roster.leave(number, farewell, now):
+                    self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
             case Withdraw(number):
                 if self._roster.withdraw(number):
                     self._tell(Refused([number], "it has withdrawn"))
@@ -127,15 +132,21 @@ class Service:
 
     def _announce(self, now: float) -> None:
         """Post what has been decided, and the status."""
-        for verdict in self._roster.decide(now):
+        verdicts = self._roster.decide(now)
+        for number, farewell in self._roster.farewells().items():
+            self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+        # Before the verdicts and the status: who learns that it is no member any more must find out why.
+        for generation, ended in self._roster.endings().items():
+            _log.warning("generation %d is over: %s", generation, ended.reason)
+            self._store.set(f"over/{generation}", json.dumps(ended.to_json()))
+        for verdict in verdicts:
             if isinstance(verdict, Formed):
                 _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
             else:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
-        status = Status(
-            self._roster.missing(), self._roster.running(), self._roster.newcomers(), self._roster.refused(now)
-        )
+        roster = self._roster
+        status = Status(roster.missing(), roster.running(), roster.newcomers(), roster.refused(now), roster.short(now))
         self._store.set("status", json.dumps(status.to_json()))
 
     def _tell(self, verdict: Verdict) -> None:

@@ -91,7 +91,8 @@ class Worker:
                 membership.leave(str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER)
                 raise
             else:
-                membership.leave("done" if outcome is not Outcome.RE_FORM else "meets again")
+                again = outcome is Outcome.RE_FORM
+                membership.leave("meets again" if again else "done", Departure.AGAIN if again else Departure.DONE)
                 if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:

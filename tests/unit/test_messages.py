@@ -11,17 +11,20 @@ from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.messages import (
     Departure,
+    Ended,
     Event,
     Farewell,
     Formed,
     Join,
     Leave,
+    Lost,
     Refused,
     Resume,
     Status,
     UnreadableJoin,
     Verdict,
     Withdraw,
+    read_ended,
     read_event,
     read_status,
     read_verdict,
@@ -157,8 +160,22 @@ def test_a_verdict_that_a_stranger_wrote_is_refused(changes: dict[str, object]) 
         read_verdict(json.dumps(verdict).encode(), 7)
 
 
+def test_the_end_of_a_generation_survives_and_reads_as_a_sentence() -> None:
+    ended = Ended("it is over", (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0)))
+    assert read_ended(json.dumps(ended.to_json()).encode()) == ended
+    assert [str(one) for one in ended.lost] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
+
+
+@pytest.mark.parametrize(
+    "lost", [None, 3, [3], [{"rank": -1}], [{"rank": 1, "hostname": "pi", "reason": "x", "silent": -1}]]
+)
+def test_an_end_that_a_stranger_wrote_is_refused(lost: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        read_ended(json.dumps({"reason": "x", "lost": lost}).encode())
+
+
 def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
-    status = Status([1, 2], [7], [3], ["rank 2 has job evil"])
+    status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1")
     assert read_status(json.dumps(status.to_json()).encode()) == status
     rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3}
     assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [])
