@@ -191,6 +191,11 @@ class Cluster:
         return process.poll() if process is not None else None
 
     @property
+    def service_exit(self) -> int | None:
+        """Return the exit code of the rendezvous service, or None while it runs."""
+        return self._service.poll() if self._service is not None else None
+
+    @property
     def alive(self) -> list[int]:
         """Return the ranks that run now, paused ones, too."""
         with self._lock:
