@@ -94,7 +94,7 @@ def explain_signal(number: int) -> str:
 
 def launcher_name() -> str:
     """Return an identifier of this process for those that must not outlive it: its id, its start, and its place."""
-    return f"{os.getpid()} {_started(os.getpid())} {_place()}"
+    return f"{os.getpid()} {started_at(os.getpid())} {process_space()}"
 
 
 def watch_launcher() -> None:
@@ -105,13 +105,13 @@ def watch_launcher() -> None:
     """
     pid, _, rest = os.environ.get(LAUNCHER, "").partition(" ")
     started, _, place = rest.partition(" ")
-    if not pid.isdigit() or place != _place():
+    if not pid.isdigit() or place != process_space():
         return
-    if _started(int(pid)) != started:
+    if started_at(int(pid)) != started:
         os._exit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        while _started(int(pid)) == started:
+        while started_at(int(pid)) == started:
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_SAVE_SECONDS)
@@ -120,7 +120,7 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def _started(pid: int) -> str | None:
+def started_at(pid: int) -> str | None:
     """Return when a process started, or None if it does not exist or is a zombie.
 
     On Linux, the start is in the kernel's ticks, which do not change when the clock of a small board is set later.
@@ -139,7 +139,7 @@ def _started(pid: int) -> str | None:
         return None
 
 
-def _place() -> str:
+def process_space() -> str:
     """Return the machine and, on Linux, the process namespace, within which a process id identifies one process."""
     namespace = Path("/proc/self/ns/pid")
     return f"{machine_id()} {os.readlink(namespace) if namespace.exists() else ''}".strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from pathlib import Path
 
 import psutil
 
@@ -22,6 +23,17 @@ def rss_bytes() -> int:
     if statm is None:
         return int(psutil.Process().memory_info().rss)
     return int(os.pread(statm, 128, 0).split()[1]) * _PAGE
+
+
+def peak_rss_bytes() -> int:
+    """Return the most resident memory that this process has held so far, in bytes."""
+    # Not getrusage(2): after an exec, its peak includes that of the process that called it.
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return rss_bytes()
+    peak = next((line.split()[1] for line in lines if line.startswith("VmHWM:")), None)
+    return int(peak) * 1024 if peak is not None else rss_bytes()
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from horizonml.state.recover import Recovery, agree_on_state
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
+from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
 from horizonml.telemetry.record import RunInfo
@@ -59,6 +60,7 @@ class Life:
     stop: StopRequest
     folder: RunFolder
     fresh: bool  # whether the run is to start over
+    lifeline: Lifeline
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     state: TrainState | None = None
     info: ImageInfo | None = None  # of the data that the state is for
@@ -337,9 +339,13 @@ class Generation:
         assert life.info is not None
         steps = job.epochs * -(-life.info.train // job.batch_size)
         display = display_for(about.rank, job.epochs, steps, done)
-        about = replace(about, plan=plan, forecast=detector.forecast.seconds if detector else None, resumed_at=done)
+        forecast = detector.forecast if detector is not None else None
+        expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
+        life.lifeline.expected(expected)
+        seconds = forecast.seconds if forecast is not None else None
+        about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
-        recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy)
+        recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)
         life.metrics.started(about, job.epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")

@@ -29,25 +29,30 @@ _LITTLE = 0.1  # of the busiest rank's computing; a smaller difference does not 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Holds what a plan is predicted to take, in seconds of a step: the step itself, and each rank's computing."""
+    """Holds what a plan is predicted to take, in seconds of a step: the step itself, and each rank's computing.
+
+    `memory` holds the bytes that each rank needs besides what its process takes, or nothing if that is not known.
+    """
 
     seconds: float
     computing: tuple[float, ...]
+    memory: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, candidate: Candidate) -> Forecast:
         """Return the forecast from the simulation of a plan."""
-        computing = candidate.prediction.computing
-        return cls(candidate.prediction.seconds, tuple(computing[rank] for rank in range(len(computing))))
+        found = candidate.prediction
+        ranks = range(len(found.computing))
+        return cls(found.seconds, tuple(found.computing[r] for r in ranks), tuple(found.memory[r] for r in ranks))
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as a JSON object."""
-        return {"seconds": self.seconds, "computing": list(self.computing)}
+        return {"seconds": self.seconds, "computing": list(self.computing), "memory": list(self.memory)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Forecast:
         """Return the forecast from which `to_json` made `value`."""
-        return cls(float(value["seconds"]), tuple(map(float, value["computing"])))
+        return cls(float(value["seconds"]), tuple(map(float, value["computing"])), tuple(map(float, value["memory"])))
 
 
 @dataclass(frozen=True)

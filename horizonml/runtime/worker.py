@@ -20,6 +20,7 @@ from horizonml.runtime.generation import Generation, Life
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
+from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
 
 
@@ -47,10 +48,22 @@ class Worker:
         With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on from the newest
         checkpoint; otherwise that ends it, too.
         """
+        try:
+            return self._run(fresh, rejoin)
+        finally:
+            if self._life is not None:
+                self._life.lifeline.end()
+
+    def _run(self, fresh: bool, rejoin: bool) -> Outcome:
+        """Train to the end; see `run`."""
         keep_freed_memory()
         job, identity = self._job, self._identity
         folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
-        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh)
+        story = explain_last(job.run_folder, identity.rank)
+        if story is not None:
+            print(story, file=sys.stderr, flush=True)
+        lifeline = Lifeline(job.run_folder, identity.rank)
+        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline)
         self._life = life
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
@@ -77,7 +90,7 @@ class Worker:
             except PeerLost as error:
                 named = membership.name_lost(error)
                 membership.leave(f"lost a peer: {named}", Departure.LOST_PEER)
-                self._metrics.lost_peer()
+                self._metrics.lost(1, None)
                 fruitless = 0 if life.steps > before else fruitless + 1
                 if self._stop.wanted:
                     break
@@ -125,6 +138,7 @@ class Worker:
         group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
         generation = membership.generation if membership else 0
         self._metrics.formed(generation, group.world_size)
+        life.lifeline.begin(generation)
 
         def newcomers() -> bool:
             return membership is not None and bool(membership.newcomers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 from horizonml.engine.clock import KINDS
 from horizonml.engine.step import Step
 from horizonml.telemetry.container import Container
-from horizonml.telemetry.record import SHARES, EvaluationRecord, RunInfo, StepRecord, metric_key
+from horizonml.telemetry.goodput import CAUSES, Cause, Goodput
+from horizonml.telemetry.record import SHARES, EvaluationRecord, RunInfo, Source, StepRecord, metric_key
 from horizonml.telemetry.table import DIRECTIONS, TABLE, MetricSpec
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _MEASURED = {"training": "the newest global batch", "held_out": "held-out data after the newest epoch"}
 _KINDS = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}
 
@@ -25,7 +25,9 @@ _KINDS = {"gauge": Gauge, "counter": Counter, "histogram": Histogram}
 class Metrics(Collector):
     """Holds one rank's metrics in a registry of its own."""
 
-    def __init__(self, rank: int, root: Path = Path("/sys/fs/cgroup")) -> None:
+    def __init__(
+        self, rank: int, root: Path = Path("/sys/fs/cgroup"), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Register the metrics; `rank` is what this process was started as, and its cgroup is mounted at `root`."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.rank, self.registry = str(rank), CollectorRegistry()
@@ -33,6 +35,8 @@ class Metrics(Collector):
         self._newest: StepRecord | None = None
         self._known: set[str] = set()  # the task's metrics that have gauges
         self._epoch_so_far = 0.0  # seconds of the epoch's steps
+        self._clock, self._goodput = clock, Goodput()
+        self._counted: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)  # lost seconds that the counters show
         self._families: dict[str, MetricWrapperBase] = {}
         self.registry.register(self)
         for spec in TABLE:
@@ -44,7 +48,7 @@ class Metrics(Collector):
 
     def _add(self, spec: MetricSpec) -> None:
         """Register a metric of the table."""
-        options = {"buckets": _SECONDS} if spec.type == "histogram" else {}
+        options = {"buckets": spec.buckets} if spec.type == "histogram" else {}
         name = f"horizonml_{spec.name}" + ("_total" if spec.type == "counter" else "")
         family = _KINDS[spec.type](name, spec.meaning, ("rank", *spec.labels), registry=self.registry, **options)
         self._families[spec.name] = family
@@ -96,6 +100,7 @@ class Metrics(Collector):
 
     def waiting(self, ranks: Iterable[int]) -> None:
         """Note that the rank is not in a group, because these ranks are missing."""
+        self._goodput.broke()
         missing = sorted(ranks)
         self.unready = (
             f"waiting for rank {', '.join(map(str, missing))}" if missing else "waiting for the group to form"
@@ -108,8 +113,10 @@ class Metrics(Collector):
 
     def formed(self, generation: int, world_size: int) -> None:
         """Note that the rank is in a group."""
+        self._goodput.broke()
         self.unready = None
         self._families["waiting_for_rank"].clear()
+        self._counter("generations").inc()
         self._put("generation", generation)
         self._put("world_size", world_size)
         self._put("ready", 1)
@@ -137,10 +144,12 @@ class Metrics(Collector):
             ",".join(str(stage.start) for stage in plan.stages[1:]),
             ",".join(stage.send for stage in plan.stages[:-1]),
         )
-        for name in ("plan_step_seconds", "slowdown_ratio"):
+        for name in ("plan_step_seconds", "plan_memory_bytes", "slowdown_ratio"):
             self._families[name].clear()
         if info.forecast is not None:
             self._put("plan_step_seconds", info.forecast)
+        if info.expected_memory is not None:
+            self._put("plan_memory_bytes", info.expected_memory)
         self._put("steps_planned", steps)
         self._put("epochs_planned", epochs)
         self._put("epoch", 1 + done * epochs // steps if done < steps else epochs)
@@ -153,6 +162,7 @@ class Metrics(Collector):
         """Count a step in a few microseconds; what only the newest step decides is set when Prometheus asks."""
         self._know(record.metrics)
         self._newest = record
+        self._goodput.step(record.step, record.wall, self._clock())
         self._counter("samples").inc(step.entered)
         self._counter("rank_samples").inc(record.samples)
         if record.joules is not None:
@@ -181,10 +191,21 @@ class Metrics(Collector):
             self._put_means("training", record.metrics)
             self._put("learning_rate", record.lr)
             self._put("bubble_ratio", record.wait / record.wall if record.wall else 0.0)
+        self._collect_goodput(self._clock())
         return iter(())
+
+    def _collect_goodput(self, now: float) -> None:
+        """Bring the account of lost time up to now: an outage grows while Prometheus watches."""
+        ratio = self._goodput.ratio(now)
+        if ratio is not None:
+            self._put("goodput_ratio", ratio)
+        for cause, seconds in self._goodput.lost(now).items():
+            self._counter("lost_seconds", cause).inc(max(0.0, seconds - self._counted[cause]))
+            self._counted[cause] = max(seconds, self._counted[cause])
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Note the results of an epoch's evaluation."""
+        self._goodput.got_on(self._clock())
         self._know(record.metrics)
         self._put("held_out_loss", record.loss)
         self._put_means("held_out", record.metrics)
@@ -202,16 +223,47 @@ class Metrics(Collector):
         self._put("checkpoint_step", step)
         self._put("checkpoint_duration_seconds", seconds)
 
+    def checkpoint_skipped(self) -> None:
+        """Note that a checkpoint was left out because one before was still being written."""
+        self._counter("checkpoints_skipped").inc()
+
     def slowdown(self, factor: float) -> None:
         """Note how the rank's computing compares with its plan."""
         self._put("slowdown_ratio", factor)
 
-    def lost_peer(self) -> None:
-        """Note that the group broke."""
-        self._counter("peers_lost").inc()
+    def lost(self, lost_ranks: int, silent_seconds: float | None) -> None:
+        """Note that the group is over, because it has lost so many ranks; none if it ends for another reason.
+
+        They had been silent for `silent_seconds` when that was published to the group; None if nobody knows.
+        """
+        self._goodput.broke()
+        self._counter("peers_lost").inc(lost_ranks)
+        if silent_seconds is not None:
+            self._histogram("loss_notice_seconds").observe(silent_seconds)
+
+    def recovered(self, seconds: float, steps_repeated: int, source: Source) -> None:
+        """Note that the first step after a loss has ended, `seconds` after the loss was known here.
+
+        `steps_repeated` steps that were done before have to be done again.
+        """
+        self._histogram("recovery_seconds", source).observe(seconds)
+        self._counter("steps_repeated").inc(steps_repeated)
+
+    def replica(self, age_steps: int | None, covered: bool = True) -> None:
+        """Note how far the copy of this rank's state in another rank's memory is behind it, in steps.
+
+        None says that there is no such copy. It need not be there if other members hold the same state; `covered` says
+        whether they do, or are a second holder of every layer that has no replica. Call this only if the job asks that
+        no rank be alone with its state: an alert fires where it is.
+        """
+        self._put("replicated", float(covered))
+        self._families["replica_age_steps"].clear()
+        if age_steps is not None:
+            self._put("replica_age_steps", age_steps)
 
     def completed(self) -> None:
         """Note that the job is trained to the end."""
+        self._goodput.complete(self._clock())
         self.unready = None
         self._families["waiting_for_rank"].clear()
         self._put("complete", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class RunInfo:
     plan: Plan
     forecast: float | None = None  # predicted seconds of a step, for an automatic plan
     resumed_at: int = 0  # steps that were completed before
+    expected_memory: float | None = None  # bytes that an automatic plan expects this process to need
 
     @property
     def stage(self) -> int:
@@ -105,6 +107,32 @@ class EvaluationRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
         return {"kind": "evaluation", **_with_metrics(vars(self))}
+
+
+class Source(StrEnum):
+    """Tells where the state came from with which training went on after a loss."""
+
+    MEMORY = "memory"  # of the ranks that survived
+    REPLICA = "replica"  # the lost rank's state, as it was mirrored to another rank's memory
+    DISK = "disk"  # a checkpoint
+    START = "start"  # nothing was left: training begins again at step 0
+
+
+@dataclass(frozen=True)
+class RecoveryRecord:
+    """Describes how training went on after ranks were lost, as one of those that survived saw it."""
+
+    time: float  # when the first step of the new group ended, Unix time
+    generation: int  # of the new group
+    lost: list[int]  # the ranks that were lost, as they were called in the group before
+    silent_seconds: float | None  # for which they had been silent when that was noticed, if it is known
+    seconds: float  # from the moment at which the loss was known here to `time`
+    steps_repeated: int  # steps done before that have to be done again
+    source: Source
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        return {"kind": "recovery", **vars(self)}
 
 
 def _with_metrics(fields: Mapping[str, Any]) -> dict[str, Any]:

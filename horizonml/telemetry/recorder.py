@@ -11,10 +11,11 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.step import Step, Totals
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
-from horizonml.telemetry.record import EvaluationRecord, RunInfo, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, RunInfo, Source, StepRecord
 
 
 class Recorder:
@@ -28,12 +29,16 @@ class Recorder:
         timeline_every: int,
         metrics: Metrics | None = None,
         energy: EnergyMeter | None = None,
+        lifeline: Lifeline | None = None,
     ) -> None:
-        """Open the rank's file at `path` and record `info` in it. `energy` is this machine's meter."""
+        """Open the rank's file at `path` and record `info` in it.
+
+        `energy` is this machine's meter; `lifeline` is what tells the next process where this one was.
+        """
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
-        self._metrics, self.steps = metrics, 0  # steps recorded
+        self._metrics, self._lifeline, self.steps = metrics, lifeline, 0  # steps recorded
         self._rank = info.rank
         self._lines.write({**info.to_json(), "time": time.time()})
         self._cpu = cpu_seconds()
@@ -73,6 +78,8 @@ class Recorder:
         self._display.step(record)
         if self._metrics is not None:
             self._metrics.step(record, step)
+        if self._lifeline is not None:
+            self._lifeline.beat(number, record.rss_bytes)
         self.steps += 1
 
     def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
@@ -105,6 +112,31 @@ class Recorder:
         )
         if self._metrics is not None:
             self._metrics.checkpoint(number, saved, seconds)
+
+    def checkpoint_skipped(self, number: int) -> None:
+        """Record that the checkpoint due after step `number` was left out: one is still being written."""
+        self._lines.write({"kind": "checkpoint skipped", "step": number, "time": time.time()})
+        if self._metrics is not None:
+            self._metrics.checkpoint_skipped()
+
+    def recovery(
+        self,
+        generation: int,
+        lost: Sequence[int],
+        silent_seconds: float | None,
+        seconds: float,
+        steps_repeated: int,
+        source: Source,
+    ) -> None:
+        """Record that training goes on after a loss; call this when the first step of the new group has ended.
+
+        `lost` are the ranks that were lost, as they were called in the group before; `seconds` have passed since their
+        loss was known here. The metrics are told, too.
+        """
+        record = RecoveryRecord(time.time(), generation, list(lost), silent_seconds, seconds, steps_repeated, source)
+        self._lines.write(record.to_json())
+        if self._metrics is not None:
+            self._metrics.recovered(seconds, steps_repeated, source)
 
     def skip(self) -> None:
         """Exclude what happened since the last step (an evaluation, a checkpoint) from every step."""

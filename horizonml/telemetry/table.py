@@ -12,8 +12,13 @@ from typing import Literal
 
 from horizonml.engine.clock import KINDS
 from horizonml.engine.step import Way
+from horizonml.telemetry.goodput import CAUSES
+from horizonml.telemetry.record import Source
 
 DIRECTIONS: tuple[Way, ...] = ("previous", "next", "members")
+_STEP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+# The promises are among the bounds: silence is noticed within 6 s; all step again after 2, 4 or, at the most, 15 s.
+_FAULT_SECONDS = (0.25, 0.5, 1.0, 2.0, 4.0, 6.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class MetricSpec:
     labels: tuple[str, ...] = ()  # besides the rank
     values: tuple[str, ...] | None = None  # the values of its only other label; each of them counts from 0
     from_zero: bool = False  # whether it is shown before anything has happened
+    buckets: tuple[float, ...] = ()  # of a histogram: their upper bounds
 
 
 def _gauge(name: str, meaning: str, *labels: str, from_zero: bool = False) -> MetricSpec:
@@ -45,11 +51,15 @@ TABLE: Sequence[MetricSpec] = (
     _gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
     _gauge("ready", "1 while the rank is in a formed group, or has completed its job.", from_zero=True),
     _gauge("complete", "1 when the job is trained to its end.", from_zero=True),
-    _gauge("generation", "Generation of the group: counts its formations.", from_zero=True),
+    _gauge(
+        "generation",
+        "Generation of the group that this process is, or was last, a member of; a lower one than others' is stale.",
+        from_zero=True,
+    ),
+    _counter("generations", "Groups that this process has become a member of."),
     _gauge("world_size", "Ranks in the formed group; 0 while there is none.", from_zero=True),
     _gauge("world_size_wanted", "Ranks that the job was started with."),
     _gauge("waiting_for_rank", "1 for each rank whose arrival this rank waits for.", "peer"),
-    _counter("peers_lost", "How often the group broke because a rank was lost."),
     # Progress.
     _gauge("step", "Steps of the run that are done, those before a resumption included."),
     _gauge("steps_planned", "Steps of the whole run."),
@@ -70,13 +80,14 @@ TABLE: Sequence[MetricSpec] = (
     _gauge("epoch_duration_seconds", "Time of the newest epoch's training steps."),
     _gauge("evaluation_duration_seconds", "Time of the newest evaluation."),
     # Where the time goes.
-    MetricSpec("histogram", "step_duration_seconds", "Wall time of a step.", from_zero=True),
+    MetricSpec("histogram", "step_duration_seconds", "Wall time of a step.", from_zero=True, buckets=_STEP_SECONDS),
     MetricSpec(
         "histogram",
         "step_phase_seconds",
         "A step's wall time split into compute, transfer and wait, which add up.",
         ("phase",),
         KINDS,
+        buckets=_STEP_SECONDS,
     ),
     _gauge("bubble_ratio", "Share of the newest step in which the rank waited for others: the pipeline's bubble."),
     _gauge(
@@ -91,9 +102,39 @@ TABLE: Sequence[MetricSpec] = (
         DIRECTIONS,
     ),
     MetricSpec("counter", "received_bytes", "Bytes received, likewise.", ("direction",), DIRECTIONS),
+    # Faults and recovery.
+    _counter("peers_lost", "Other ranks that were lost from this rank's group."),
+    MetricSpec(
+        "histogram",
+        "loss_notice_seconds",
+        "How long lost ranks had been silent when their loss was published to the group.",
+        from_zero=True,
+        buckets=_FAULT_SECONDS,
+    ),
+    MetricSpec(
+        "histogram",
+        "recovery_seconds",
+        "From the moment at which a loss was known here to the end of the first step after it.",
+        ("source",),
+        tuple(Source),
+        buckets=_FAULT_SECONDS,
+    ),
+    _counter("steps_repeated", "Steps that were done before a loss, and had to be done again after it."),
+    _gauge("goodput_ratio", "Share of the wall time since this process's first step that faults have not taken."),
+    MetricSpec(
+        "counter",
+        "lost_seconds",
+        "Wall time that faults have taken since this process's first step.",
+        ("cause",),
+        CAUSES,
+    ),
+    _gauge("replica_age_steps", "Steps by which the copy of this rank's state in another rank's memory is behind it."),
+    _gauge("replicated", "1 if every layer of this rank is in another rank's memory, too, or else 0."),
+    _gauge("plan_memory_bytes", "Memory that an automatic plan expects this process to need."),
     # Checkpoints.
     _counter("checkpoints", "Checkpoints saved."),
     _counter("checkpoint_failures", "Checkpoints that could not be saved."),
+    _counter("checkpoints_skipped", "Checkpoints that were left out because one before was still being written."),
     _gauge("checkpoint_timestamp_seconds", "When the newest checkpoint was saved."),
     _gauge("checkpoint_step", "Step of the newest checkpoint."),
     _gauge("checkpoint_duration_seconds", "How long the newest checkpoint took."),
@@ -123,6 +164,26 @@ evaluated, no checkpoint saved) is not shown.
 _FOOT = """
 A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`. `phase` is `compute`, `transfer` or
 `wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of the same stage).
+
+`source` is where the state came from with which training went on after a loss: `memory` (of the survivors), `replica`
+(a lost rank's state, mirrored to another rank), `disk` (a checkpoint) or `start` (nothing was left: step 0). `cause` is
+`outage` (from the last step before the group broke up, or was formed anew, to the beginning of the next one) or
+`repeated` (steps that were done again). Goodput is 1 minus the share of both in the wall time since the first step of
+the process; an undisturbed run has a goodput of 1, because its evaluations and checkpoints do not count as lost. A
+process that replaces a lost one begins a new account; the survivors' accounts show what the loss has cost.
+
+No metric but `horizonml_generation` carries the generation, which would start all series anew whenever the group is
+formed. A stale process, whose group has gone on without it, is one with a lower generation than the others. Its series
+have the label `instance` in common, which tells it from a process that has replaced it as the same rank:
+
+```promql
+horizonml_step and on (namespace, instance)
+  horizonml_generation < on (namespace) group_left max by (namespace) (horizonml_generation)
+```
+
+`horizonml_replica_age_steps` is shown only where the state has a replica: the members of a stage hold each other's
+state. `horizonml_replicated` is shown only where the job asks that no rank be alone with its state.
+
 The accuracy is that of image classification; the metrics of another task are called `horizonml_training_NAME` and
 `horizonml_held_out_NAME` after their own names.
 """

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dashboards import devices, overview, time
+from dashboards import devices, faults, overview, time
 from dashboards.panel import DATASOURCE
 
 DASHBOARDS = {
     "overview": ("HorizonML: overview", overview.PANELS),
     "time": ("HorizonML: step time", time.PANELS),
+    "faults": ("HorizonML: faults", faults.PANELS),
     "devices": ("HorizonML: devices", devices.PANELS),
 }
 

@@ -93,9 +93,13 @@ PANELS = [
     Panel(
         "timeseries",
         "Memory limit",
-        "How much memory is there? The container's limit, or else the device's memory.",
+        "How much memory is there, and how much is planned for? The container's limit, or else the device's memory, "
+        "beside what an automatic plan expects each rank to need.",
         "bytes",
-        [(f"horizonml_memory_limit_bytes{{{WHO}}}", "rank {{rank}}")],
+        [
+            (f"horizonml_memory_limit_bytes{{{WHO}}}", "limit of rank {{rank}}"),
+            (f"horizonml_plan_memory_bytes{{{WHO}}}", "plan for rank {{rank}}"),
+        ],
         low=0,
     ),
     Panel(

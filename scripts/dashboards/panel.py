@@ -31,6 +31,7 @@ class Panel:
     steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)  # thresholds, for stat and bargauge
     soft: float | None = None  # the axis reaches at least this far
     stacked: bool = False
+    points: bool = False  # show every value as a point, for what happens now and then
     decimals: int | None = None
     words: dict[int, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour, for stat
     columns: dict[str, str] = field(default_factory=dict)  # label -> heading, for table
@@ -112,8 +113,8 @@ class Panel:
                 "drawStyle": "line",
                 "lineWidth": 1,
                 "fillOpacity": 60 if self.stacked else 0 if any("{{" in legend for _, legend in self.queries) else 8,
-                "showPoints": "never",
-                "spanNulls": 60_000,
+                "showPoints": "always" if self.points else "never",
+                "spanNulls": False if self.points else 60_000,
                 "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
             }
             if self.soft is not None:

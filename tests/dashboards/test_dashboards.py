@@ -35,10 +35,12 @@ WANTED = {
     "idle time": "horizonml_bubble_ratio",
     "gradient divergence": "horizonml_gradient_divergence",
     "bandwidth": "horizonml_sent_bytes_total",
+    "goodput": "horizonml_goodput_ratio",
+    "time to recover": "horizonml_recovery_seconds_sum",
+    "what a loss would cost": "horizonml_replica_age_steps",
 }
 # The rest of a histogram, and what other panels show in other words.
 NOT_SHOWN = {
-    "horizonml_step_duration_seconds_count",
     "horizonml_step_phase_seconds_bucket",
     "horizonml_epoch",
     "horizonml_epochs_planned",
@@ -87,10 +89,10 @@ def test_generated_files_are_up_to_date() -> None:
     assert result.stderr.strip() in ("", "0"), f"run `make generate`: {result.stderr}"
 
 
-def test_there_are_three_dashboards_that_link_to_each_other() -> None:
-    assert [path.stem for path in FILES] == ["devices", "overview", "time"]
+def test_there_are_four_dashboards_that_link_to_each_other() -> None:
+    assert [path.stem for path in FILES] == ["devices", "faults", "overview", "time"]
     uids = {load(path)["uid"] for path in FILES}
-    assert len(uids) == 3
+    assert len(uids) == 4
     for path in FILES:
         linked = {link["url"].rpartition("/")[2] for link in load(path)["links"]}
         assert linked == uids - {load(path)["uid"]}

@@ -25,7 +25,7 @@ from horizonml.runtime.worker import Worker
 from horizonml.telemetry import server
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Lines
-from horizonml.telemetry.record import EvaluationRecord, RunInfo, StepRecord
+from horizonml.telemetry.record import EvaluationRecord, RunInfo, Source, StepRecord
 from horizonml.telemetry.server import Server
 from tests.web import get
 
@@ -80,6 +80,7 @@ INFO = RunInfo(
         (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 9, (2, 1), (1.0, 1.0))), schedule="1f1b", micro_batches=4
     ),
     forecast=0.25,
+    expected_memory=6e8,
 )
 
 
@@ -108,7 +109,8 @@ def test_metrics_tell_what_happened() -> None:
     metrics.evaluation(EvaluationRecord(12, 2, 0.0, 0.3, 1.5, {"accuracy": 0.75}, 10))
     metrics.checkpoint(12, True, 0.4)
     metrics.checkpoint(12, False, 0.4)
-    metrics.lost_peer()
+    metrics.checkpoint_skipped()
+    metrics.lost(2, 5.2)
     metrics.slowdown(1.5)
     now = values(metrics)
     expected = {
@@ -119,6 +121,7 @@ def test_metrics_tell_what_happened() -> None:
         "horizonml_stage_info{layers=3-8,member=1,node=pi-4,stage=1,stages=2}": 1,
         "horizonml_plan_info{cuts=3,micro_batches=4,ranks=0|2,1,schedule=1f1b,send=int8}": 1,
         "horizonml_plan_step_seconds": 0.25,
+        "horizonml_plan_memory_bytes": 6e8,
         "horizonml_slowdown_ratio": 1.5,
         "horizonml_step": 12,
         "horizonml_steps_planned": 40,
@@ -141,7 +144,11 @@ def test_metrics_tell_what_happened() -> None:
         "horizonml_checkpoints_total": 1,
         "horizonml_checkpoint_failures_total": 1,
         "horizonml_checkpoint_step": 12,
-        "horizonml_peers_lost_total": 1,
+        "horizonml_checkpoints_skipped_total": 1,
+        "horizonml_peers_lost_total": 2,
+        "horizonml_loss_notice_seconds_bucket{le=4.0}": 0,
+        "horizonml_loss_notice_seconds_bucket{le=6.0}": 1,
+        "horizonml_generations_total": 1,
         "horizonml_complete": 0,
     }
     assert {key: now.get(key) for key in expected} == pytest.approx(expected)
@@ -150,6 +157,59 @@ def test_metrics_tell_what_happened() -> None:
     assert values(metrics)["horizonml_ready"] == 0
     metrics.completed()
     assert (values(metrics)["horizonml_complete"], values(metrics)["horizonml_ready"], metrics.unready) == (1, 1, None)
+
+
+def test_faults_are_counted_and_lost_time_grows_while_it_is_lost() -> None:
+    now = 100.0
+    metrics = Metrics(3, clock=lambda: now)
+    assert "horizonml_goodput_ratio" not in values(metrics)
+    metrics.formed(1, 3)
+    for number in (1, 2, 3, 4):
+        now += 0.2
+        metrics.step(record(number), STEP)
+    assert values(metrics)["horizonml_goodput_ratio"] == 1
+    now += 5
+    metrics.lost(1, None)  # a connection that broke says nothing about silence
+    during = values(metrics)
+    assert during["horizonml_lost_seconds_total{cause=outage}"] == pytest.approx(5)
+    assert during["horizonml_loss_notice_seconds_count"] == 0
+    assert during["horizonml_recovery_seconds_count{source=replica}"] == 0
+    now += 1
+    metrics.formed(2, 2)
+    now += 0.2
+    metrics.step(record(4), STEP)
+    metrics.recovered(1.2, 1, Source.REPLICA)
+    now += 2.6
+    after = values(metrics)
+    expected = {
+        "horizonml_generation": 2,
+        "horizonml_generations_total": 2,
+        "horizonml_peers_lost_total": 1,
+        "horizonml_recovery_seconds_sum{source=replica}": 1.2,
+        "horizonml_recovery_seconds_bucket{le=1.0,source=replica}": 0,
+        "horizonml_recovery_seconds_bucket{le=2.0,source=replica}": 1,
+        "horizonml_recovery_seconds_count{source=disk}": 0,
+        "horizonml_steps_repeated_total": 1,
+        "horizonml_lost_seconds_total{cause=outage}": 6,
+        "horizonml_lost_seconds_total{cause=repeated}": 0.2,
+        "horizonml_goodput_ratio": 1 - 6.2 / 9.6,
+    }
+    assert {key: after.get(key) for key in expected} == pytest.approx(expected)
+    assert values(metrics)["horizonml_lost_seconds_total{cause=outage}"] == pytest.approx(6)  # looking adds nothing
+
+
+def test_a_replica_is_shown_only_where_there_is_one() -> None:
+    metrics = Metrics(3)
+    names = ("horizonml_replicated", "horizonml_replica_age_steps")
+    assert not any(name in values(metrics) for name in names)  # nobody has asked for one
+    metrics.replica(7)
+    assert values(metrics)["horizonml_replica_age_steps"] == 7
+    assert values(metrics)["horizonml_replicated"] == 1
+    metrics.replica(None)  # other members hold it
+    assert "horizonml_replica_age_steps" not in values(metrics)
+    assert values(metrics)["horizonml_replicated"] == 1
+    metrics.replica(None, covered=False)
+    assert values(metrics)["horizonml_replicated"] == 0
 
 
 def test_the_metrics_of_any_task_are_shown_and_recorded_under_their_names() -> None:

@@ -1,0 +1,221 @@
+"""Leaves a trace of a process that trains, so that the next one can explain an end that nobody could announce.
+
+A process that the kernel kills for its memory, that somebody kills, or whose device loses its power says nothing. While
+it trains, it therefore keeps a small file in the run's folder, which it removes when it ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from horizonml.machine.host import machine_id
+from horizonml.machine.oom import killed_in_container, killed_on_machine
+from horizonml.machine.resources import memory_limit
+from horizonml.machine.signals import process_space, started_at
+from horizonml.machine.usage import peak_rss_bytes
+from horizonml.text import human_bytes
+
+_log = logging.getLogger(__name__)
+_FOLDER = ".places"  # of the run's folder; it stays where it is when `--fresh` moves the rest away
+_CGROUP = Path("/sys/fs/cgroup")
+_LOOK_SECONDS = 0.25
+_WRITE_SECONDS = 1.0
+_GROWN = 1.05  # a peak that has grown by this factor is written at once: memory may run out within a second
+_NEAR = 0.9  # of the limit, from where memory counts as the likely reason
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Holds what the file of a process says."""
+
+    pid: int
+    started: str  # when the process was started, as the kernel counts it
+    space: str  # within which the process id is unique
+    machine: str  # which changes when the machine is started anew
+    generation: int
+    step: int | None  # the newest one that has ended in this process
+    peak: int  # bytes of memory that the process has held at most
+    limit: float  # bytes that it and others in its container, or on its machine, may use
+    expected: float | None  # bytes that the plan expects it to need
+    killed_here: int | None  # processes of the container that were killed for their memory before
+    killed_anywhere: int | None  # likewise, on the machine
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        """Read a file. Raises OSError, or ValueError if it is damaged."""
+        found = json.loads(path.read_text())
+        try:
+            return cls(**found)._checked()
+        except TypeError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _checked(self) -> Trace:
+        """Return the trace itself. Raises ValueError if a field is not what it should be."""
+        numbers = (self.pid, self.generation, self.peak, self.limit)
+        others = (self.step, self.expected, self.killed_here, self.killed_anywhere)
+        texts = (self.started, self.space, self.machine)
+        if not (
+            all(isinstance(number, int | float) for number in numbers)
+            and all(number is None or isinstance(number, int | float) for number in others)
+            and all(isinstance(text, str) for text in texts)
+        ):
+            raise ValueError("a field has another type")
+        return self
+
+
+class Lifeline:
+    """Keeps the file of this process. A full or broken disk is a warning, and never disturbs training.
+
+    A thread writes the file, so that a slow disk does not hold up a step, and a peak within a long step is not missed.
+    """
+
+    def __init__(self, folder: Path, rank: int, root: Path = _CGROUP) -> None:
+        """Prepare to keep the file of this rank in the run's `folder`; the process's cgroup is mounted at `root`."""
+        self._path, self._root = _path(folder, rank), root
+        self._trace: Trace | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._warned = False
+
+    def begin(self, generation: int) -> None:
+        """Keep the file from now on, or note that the process is a member of another group now."""
+        if self._trace is not None:
+            self._trace = replace(self._trace, generation=generation)
+            return
+        self._trace = Trace(
+            pid=os.getpid(),
+            started=started_at(os.getpid()) or "",
+            space=process_space(),
+            machine=machine_id(),
+            generation=generation,
+            step=None,
+            peak=peak_rss_bytes(),
+            limit=memory_limit(self._root),
+            expected=None,
+            killed_here=killed_in_container(self._root),
+            killed_anywhere=killed_on_machine(),
+        )
+        self._write(self._trace)
+        self._thread = threading.Thread(target=self._keep, name="lifeline", daemon=True)
+        self._thread.start()
+
+    def expected(self, memory: float | None) -> None:
+        """Note the bytes of memory that the plan expects this process to need, if it says so."""
+        if self._trace is not None:
+            self._trace = replace(self._trace, expected=memory)
+
+    def beat(self, step: int, rss: int) -> None:
+        """Note that a step has ended, with so many bytes of resident memory. The file follows within a second."""
+        if self._trace is not None:
+            self._trace = replace(self._trace, step=step, peak=max(rss, self._trace.peak))
+
+    def end(self) -> None:
+        """Remove the file, because the process ends by itself."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(5.0)  # a disk that hangs must not keep the process
+        self._trace = self._thread = None
+        with suppress(OSError):  # then the next process explains an end that was none; it is a message only
+            self._path.unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        """Write the file when there is something new, until the end."""
+        written, when = self._trace, time.monotonic()
+        while not self._over.wait(_LOOK_SECONDS):
+            now = self._trace
+            if now is None or written is None:
+                return
+            now = replace(now, peak=max(now.peak, peak_rss_bytes()))
+            due = time.monotonic() - when >= _WRITE_SECONDS
+            if (due and now != written) or now.peak > _GROWN * written.peak:
+                self._write(now)
+                written, when = now, time.monotonic()
+
+    def _write(self, trace: Trace) -> None:
+        """Replace the file. It is not made durable, which would cost a slow card much: see `explain_last`."""
+        beside = self._path.with_suffix(".new")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(asdict(trace)))
+            os.replace(beside, self._path)
+        except OSError as error:
+            if not self._warned:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror or error)
+            self._warned = True
+
+
+def explain_last(folder: Path, rank: int, root: Path = _CGROUP, vmstat: Path = Path("/proc/vmstat")) -> str | None:
+    """Return why the process that was this rank before ended, if it could not say so itself. It is explained once.
+
+    Call this before `Lifeline.begin`, when this process has the rank's place in the run's folder.
+    """
+    path = _path(folder, rank)
+    try:
+        trace = Trace.read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("%s cannot be read: %s", path, error.strerror or error)
+        return None
+    except ValueError:  # what had not reached the disk when the power failed
+        _forget(path)
+        return (
+            f"the process before this one (rank {rank}) ended without a word, and {path.name} is damaged: its device "
+            "most likely lost its power"
+        )
+    if trace.started and trace.space == process_space() and started_at(trace.pid) == trace.started:
+        return None
+    _forget(path)
+    return _story(trace, rank, root, vmstat)
+
+
+def _story(trace: Trace, rank: int, root: Path, vmstat: Path) -> str:
+    """Return how a process ended, by the evidence that there is."""
+    who = f"the process before this one (rank {rank})"
+    when = "before its first step" if trace.step is None else f"at step {trace.step}"
+    facts = f"it used {human_bytes(trace.peak)} of {human_bytes(trace.limit)}"
+    if trace.expected is not None:
+        facts += f"; the plan expected {human_bytes(trace.expected)}"
+    fix = (
+        "Lower batch_size, raise parallel.micro_batches, let more ranks share the layers (parallel.strategy: pipeline "
+        "or auto), or raise the memory limit"
+    )
+    same = trace.machine == machine_id()
+    if same and _rose(trace.killed_here, killed_in_container(root)):
+        return f"the kernel ended {who} {when}, because memory ran out (exit code 137): {facts}. {fix}"
+    if same and _rose(trace.killed_anywhere, killed_on_machine(vmstat)):
+        return (
+            f"{who} ended without a word {when}, and the kernel's out-of-memory killer has ended a process on this "
+            f"machine since, most likely this one (exit code 137): {facts}. {fix}"
+        )
+    if trace.peak >= _NEAR * trace.limit:
+        return (
+            f"{who} ended without a word {when}, as the kernel's out-of-memory killer ends processes (exit code 137): "
+            f"{facts}. {fix}"
+        )
+    if not same:
+        return (
+            f"{who} ended without a word {when}, on another machine or before this one was started anew: its device "
+            f"lost its power, or was switched off ({facts})"
+        )
+    return f"{who} ended without a word {when}: it was killed, or its container was removed ({facts})"
+
+
+def _rose(before: int | None, now: int | None) -> bool:
+    return before is not None and now is not None and now > before
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"rank-{rank}.lifeline"
+
+
+def _forget(path: Path) -> None:
+    with suppress(OSError):  # it is then explained a second time
+        path.unlink(missing_ok=True)
