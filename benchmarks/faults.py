@@ -251,8 +251,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job")
     parser.add_argument("--library", choices=("horizonml", "torchrun", "torchft"), default="horizonml")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has torchft")
-    parser.add_argument("--label", help="column of the README's table (default: the library)")
-    parser.add_argument("--out", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--label", help="column of the README's table: before, or (default) the library")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/measured"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     if options.library != "horizonml" and (options.plan != "ddp" or options.fault == "mirror"):

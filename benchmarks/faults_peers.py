@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.faults_cluster import BATCH_SIZE, Cluster, free_port
+from horizonml.machine.torchvision import import_torchvision
 
 SAVE_EVERY = 28  # steps, which is an epoch of what HorizonML trains
 
@@ -99,11 +100,9 @@ class Records:
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and the optimizer of all libraries."""
-    from torchvision.models import resnet18
-
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = resnet18(num_classes=10)
+    model = import_torchvision().models.resnet18(num_classes=10)
     return model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=5e-4, fused=True)
 
 
