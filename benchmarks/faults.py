@@ -2,6 +2,7 @@
 
 - kill: kill -9 of each rank in turn; seconds until the survivors step again without it, and how many steps they repeat
 - silent: a rank is stopped by SIGSTOP, and its connections stay; seconds until noticed, and until the others step again
+- cut: a rank is cut off from the network (a namespace of its own), and no connection is closed; the same is measured
 - replace: a replacement starts 3 s after the kill; seconds from its start until all step again
 - join: a rank returns once the others step without it; how long they stand still for it
 - goodput: a kill every 30 s, each rank restarted at once; samples per second against those before and after
@@ -45,7 +46,7 @@ def stepping(options: argparse.Namespace, *settings: str) -> Iterator[Cluster]:
         folder = Path(scratch)
         made: Cluster
         if options.library == "horizonml":
-            made = HorizonML(folder, options.ranks, options.plan, [*options.set, *settings])
+            made = HorizonML(folder, options.ranks, options.plan, [*options.set, *settings], options.fault == "cut")
         else:
             peers: dict[str, Callable[..., Cluster]] = {"torchrun": Torchrun, "torchft": Torchft}
             made = peers[options.library](folder, options.ranks, options.python)
@@ -63,13 +64,13 @@ def stepping(options: argparse.Namespace, *settings: str) -> Iterator[Cluster]:
 
 
 def kill(options: argparse.Namespace, number: int) -> Round:
-    """Kill a rank, or stop it, and see the others go on."""
+    """Kill a rank, stop it, or cut it off, and see the others go on."""
     with stepping(options) as cluster:
         victim = number % options.ranks
         time.sleep(random.Random(number).uniform(0, 2))
-        silent = options.fault == "silent"
+        inject = {"kill": cluster.kill, "silent": cluster.pause, "cut": cluster.cut}[options.fault]
         before, at = max(seen.step for seen in cluster.trace(victim).steps), time.time()
-        (cluster.stop if silent else cluster.kill)(victim)
+        inject(victim)
         others = [rank for rank in cluster.ranks if rank != victim]
 
         def caught_up() -> bool:
@@ -207,7 +208,15 @@ def _latest(times: list[float | None], since: float) -> float | None:
     return max(known) - since if known and len(known) == len(times) else None
 
 
-FAULTS = {"kill": kill, "silent": kill, "replace": replace, "join": join, "goodput": goodput, "mirror": mirror}
+FAULTS = {
+    "kill": kill,
+    "silent": kill,
+    "cut": kill,
+    "replace": replace,
+    "join": join,
+    "goodput": goodput,
+    "mirror": mirror,
+}
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,12 +15,12 @@ from typing import IO, Self
 
 import psutil
 
+import horizonml.chaos.cluster as chaos
 from benchmarks.faults_read import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = """
 name: faults
-folder: {folder}
 epochs: 100000
 batch_size: {batch_size}
 model: {{name: resnet18}}
@@ -36,76 +35,52 @@ MARK = "HORIZONML_BENCHMARK"  # in the environment of all that a cluster has sta
 
 
 class Cluster(ABC):
-    """The ranks of one job, each with all processes that it starts."""
+    """The ranks of one job, by whatever library. Used as a context manager, it starts and ends them all."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.world_size = folder, world_size
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._helpers: list[subprocess.Popen[bytes]] = []  # which no fault hits
-        self._logs: list[IO[bytes]] = []
-
-    @abstractmethod
-    def command(self, rank: int) -> tuple[list[str], dict[str, str]]:
-        """The command that starts a rank, and what its environment has more."""
-
-    @abstractmethod
-    def records(self, rank: int) -> Path:
-        """The file of a rank's records."""
 
     @property
     def ranks(self) -> range:
         """All ranks."""
         return range(self.world_size)
 
+    @abstractmethod
     def __enter__(self) -> Self:
-        for rank in self.ranks:
-            self.start(rank)
-        return self
+        """Start all ranks."""
 
+    @abstractmethod
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for rank in self._processes:
-            self.kill(rank)
-        for helper in self._helpers:
-            _signal(helper, signal.SIGKILL)
-        for process in [*self._processes.values(), *self._helpers]:
-            process.wait()
-        for left in _marked(self.folder):  # what outlived the process that had started it
-            left.kill()
-        for log in self._logs:
-            log.close()
+        """End all ranks."""
 
-    def run(self, name: str, command: Sequence[str], **extra: str) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to a file of that name."""
-        self._logs.append((self.folder / f"{name}.log").open("ab"))
-        kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-        env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **extra}
-        env[MARK] = str(self.folder)
-        log = self._logs[-1]
-        return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-
-    def help(self, name: str, command: Sequence[str], **extra: str) -> None:
-        """Start a process that lives as long as the cluster, and that no fault hits."""
-        self._helpers.append(self.run(name, command, **extra))
-
+    @abstractmethod
     def start(self, rank: int) -> None:
-        """Start a rank, again if it was started before."""
-        command, extra = self.command(rank)
-        self._processes[rank] = self.run(f"rank-{rank}", command, **extra)
+        """Start a rank again."""
 
+    @abstractmethod
     def kill(self, rank: int) -> None:
         """End a rank and all that it has started, by kill -9."""
-        _signal(self._processes[rank], signal.SIGKILL)
-        self._processes[rank].wait()
 
-    def stop(self, rank: int) -> None:
+    @abstractmethod
+    def pause(self, rank: int) -> None:
         """Stop a rank and all that it has started, by SIGSTOP: it is silent, and its connections stay."""
-        _signal(self._processes[rank], signal.SIGSTOP)
 
+    @abstractmethod
     def alive(self, rank: int) -> bool:
         """Whether a rank runs."""
-        return self._processes[rank].poll() is None
+
+    @abstractmethod
+    def records(self, rank: int) -> Path:
+        """The file of a rank's records."""
+
+    @abstractmethod
+    def log(self, rank: int) -> Path:
+        """The file of what a rank prints."""
+
+    def cut(self, rank: int) -> None:
+        """Cut a rank off from the network, without a trace."""
+        raise SystemExit("only HorizonML's ranks have networks that can be cut here")
 
     def trace(self, rank: int) -> Trace:
         """What a rank has recorded by now."""
@@ -117,28 +92,112 @@ class Cluster(ABC):
 
     def said(self, rank: int) -> str:
         """The last lines that a rank has printed."""
-        text = (self.folder / f"rank-{rank}.log").read_text(encoding="utf-8", errors="replace")
+        text = self.log(rank).read_text(encoding="utf-8", errors="replace")
         return "\n".join(text.splitlines()[-8:])
 
 
 class HorizonML(Cluster):
     """`horizonml train` by one plan, with its rendezvous service."""
 
-    def __init__(self, folder: Path, world_size: int, plan: str, settings: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, world_size: int, plan: str, settings: Sequence[str] = (), isolated: bool = False
+    ) -> None:
         super().__init__(folder, world_size)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job.yaml").write_text(JOB.format(folder=folder / "run", batch_size=BATCH_SIZE, plan=plan))
-        self._settings = [part for setting in settings for part in ("--set", setting)]
-        port = free_port()
-        self._address = f"127.0.0.1:{port}"
-        self.help("rendezvous", [sys.executable, "-m", "horizonml", "rendezvous", "--port", str(port)])
+        job = folder / "job.yaml"
+        job.write_text(JOB.format(batch_size=BATCH_SIZE, plan=plan))
+        options = [part for setting in settings for part in ("--set", setting)]
+        self._ranks = chaos.Cluster(job, world_size, folder, options=options, isolated=isolated)
 
-    def command(self, rank: int) -> tuple[list[str], dict[str, str]]:
-        train = [sys.executable, "-m", "horizonml", "train", str(self.folder / "job.yaml"), *self._settings]
-        return train, {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "HORIZONML_RENDEZVOUS": self._address}
+    def __enter__(self) -> Self:
+        self._ranks.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ranks.stop()
+
+    def start(self, rank: int) -> None:
+        self._ranks.start_rank(rank)
+
+    def kill(self, rank: int) -> None:
+        self._ranks.kill(rank)
+
+    def pause(self, rank: int) -> None:
+        self._ranks.pause(rank)
+
+    def cut(self, rank: int) -> None:
+        self._ranks.partition(rank)
+
+    def alive(self, rank: int) -> bool:
+        return rank in self._ranks.alive
 
     def records(self, rank: int) -> Path:
-        return self.folder / "run" / f"rank-{rank}.jsonl"
+        return self._ranks.run_folder / f"rank-{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self._ranks.log(rank)
+
+
+class Processes(Cluster):
+    """Ranks that are commands, whatever they run."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        super().__init__(folder, world_size)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._helpers: list[subprocess.Popen[bytes]] = []
+        self._logs: list[IO[bytes]] = []
+
+    @abstractmethod
+    def command(self, rank: int) -> tuple[list[str], dict[str, str]]:
+        """The command that starts a rank, and what its environment has more."""
+
+    def __enter__(self) -> Self:
+        for rank in self.ranks:
+            self.start(rank)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in [*self._processes.values(), *self._helpers]:
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        for left in _marked(self.folder):  # what outlived the process that had started it
+            left.kill()
+        for log in self._logs:
+            log.close()
+
+    def help(self, name: str, command: Sequence[str], **extra: str) -> None:
+        """Start a process that lives as long as the cluster, and that no fault hits."""
+        self._helpers.append(self._run(name, command, **extra))
+
+    def start(self, rank: int) -> None:
+        command, extra = self.command(rank)
+        self._processes[rank] = self._run(f"rank-{rank}", command, **extra)
+
+    def kill(self, rank: int) -> None:
+        _signal(self._processes[rank], signal.SIGKILL)
+        self._processes[rank].wait()
+
+    def pause(self, rank: int) -> None:
+        _signal(self._processes[rank], signal.SIGSTOP)
+
+    def alive(self, rank: int) -> bool:
+        return self._processes[rank].poll() is None
+
+    def records(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def _run(self, name: str, command: Sequence[str], **extra: str) -> subprocess.Popen[bytes]:
+        """Start a process whose output goes to a file of that name."""
+        kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+        env = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **extra}
+        env[MARK] = str(self.folder)
+        log = (self.folder / f"{name}.log").open("ab")
+        self._logs.append(log)
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 class NeverHappened(Exception):

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.faults_cluster import BATCH_SIZE, Cluster, free_port
+from benchmarks.faults_cluster import BATCH_SIZE, Processes, free_port
 from horizonml.machine.torchvision import import_torchvision
 
 SAVE_EVERY = 28  # steps, which is an epoch of what HorizonML trains
 
 
-class Torchrun(Cluster):
+class Torchrun(Processes):
     """torch DDP, with an elastic agent for each rank."""
 
     def __init__(self, folder: Path, world_size: int, python: str) -> None:
@@ -52,11 +52,8 @@ class Torchrun(Cluster):
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
         }
 
-    def records(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.jsonl"
 
-
-class Torchft(Cluster):
+class Torchft(Processes):
     """torchft's DDP, with a manager for each rank."""
 
     def __init__(self, folder: Path, world_size: int, python: str) -> None:
@@ -71,9 +68,6 @@ class Torchft(Cluster):
     def command(self, rank: int) -> tuple[list[str], dict[str, str]]:
         script = [self._python, "-m", "benchmarks.faults_peers", "torchft", str(self.folder), str(rank)]
         return script, {"TORCHFT_LIGHTHOUSE": self._lighthouse}
-
-    def records(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.jsonl"
 
 
 class Records:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from horizonml.chaos.accounting import read_records
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """The trace in a rank's file, as far as it is written; lines that a kill cut short are left out."""
     trace, generation, world_size = Trace(), 0, 0
-    for record in _records(path):
+    for record in read_records(path):
         if record["kind"] == "run":
             generation, world_size = record["generation"], record["world_size"]
             trace.formed.append((record["time"], world_size))
@@ -53,17 +54,6 @@ def read_trace(path: Path) -> Trace:
         elif record["kind"] == "end" and record["outcome"] == "failed":
             trace.broken.append(record["time"])
     return trace
-
-
-def _records(path: Path) -> Iterable[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
 
 
 def repeated_steps(traces: Sequence[Trace]) -> int:
