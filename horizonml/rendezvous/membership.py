@@ -14,7 +14,7 @@ from horizonml.rendezvous.checks import parse
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, first_line
 from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Leave, read_ended
+from horizonml.rendezvous.messages import Departure, Ended, Farewell, Leave, Lost, read_ended
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Membership:
     _joins: list[int]
     _store: Store
     _heartbeat: Heartbeat
+    lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
     @property
     def world_size(self) -> int:
@@ -75,7 +76,9 @@ class Membership:
                     break
                 time.sleep(min(0.1, left))
             if not lost:
-                quiet = [rank for rank, join in others.items() if peek(store, f"beat/{join}") == before[rank]]
+                # Who has left meets the others again.
+                there = [(rank, join) for rank, join in others.items() if peek(store, f"gone/{join}") is None]
+                quiet = [rank for rank, join in there if peek(store, f"beat/{join}") == before[rank]]
                 lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
         except RuntimeError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
@@ -88,7 +91,8 @@ class Membership:
         if self.ended is not None and self.ended.evicted:
             return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         over = peek(store, f"over/{self.generation}")
-        known = {one.rank: str(one) for one in read_ended(over).lost} if over is not None else {}
+        self.lost = read_ended(over).lost if over is not None else ()
+        known = {one.rank: str(one) for one in self.lost}
         ends_job = False
         for rank, join in others.items():
             gone, member = peek(store, f"gone/{join}"), self.members[rank]

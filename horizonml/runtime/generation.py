@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,62 +19,28 @@ from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import machine_info, shared_machine, versions
 from horizonml.machine.resources import available_cores, memory_limit
-from horizonml.machine.signals import StopRequest
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, Measured, describe_data, make_plan, model_for
+from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.life import Last, Life
 from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.rebuild import Last, rebuild
+from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
-from horizonml.state.mirror import Mirror, owners
 from horizonml.state.move import holders, move, senders
-from horizonml.state.recover import Recovery, agree_on_state
-from horizonml.state.runfolder import RunFolder
+from horizonml.state.recover import agree_on_state
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
-from horizonml.telemetry.lifeline import Lifeline
-from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
-from horizonml.telemetry.record import RunInfo
+from horizonml.telemetry.record import RunInfo, Source
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
-
-_ASSUMED_BANDWIDTH = 100e6  # bytes per second of a link that was not measured: about a gigabit
-
-
-@dataclass
-class Life:
-    """What a rank keeps from one group to the next."""
-
-    job: Job
-    rank: int  # as it was started
-    world_size: int  # as the job was started
-    metrics: Metrics
-    stop: StopRequest
-    folder: RunFolder
-    fresh: bool  # whether the run is to start over
-    lifeline: Lifeline
-    idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
-    state: TrainState | None = None
-    info: ImageInfo | None = None  # of the data that the state is for
-    agreed: Agreed | None = None
-    planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
-    measured: Measured | None = None
-    measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
-    threads: int | None = None
-    last: Last | None = None  # the group before
-    # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
-    moved_away: bool = False
-    begun: bool = False
-    steps: int = 0  # done by this process
-    newest_checkpoint: int | None = None
 
 
 @dataclass
@@ -104,7 +70,9 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        in_memory = found is not None and self._recover(found, agreed.plan, info)
+        source = None
+        if found is not None:
+            source = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
@@ -117,15 +85,21 @@ class Generation:
                 if moved:
                     self.say(moved)
                 else:
-                    self._take_up(session, checkpoints, first, in_memory)
+                    source = self._take_up(session, checkpoints, first, source)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
+                if life.outage is not None and source is not None:
+                    recorder.after(life.outage, self.number, source, life.state.step)
+                life.outage = None
                 outcome = self._train(session, data, checkpoints, recorder, detector)
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
-                self._hand_over(life.state, plan, leaves=outcome is Outcome.STOPPED)
+                hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
             if outcome is not Outcome.RE_PLAN:
                 return outcome
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
+
+    def _place(self) -> Place:
+        return Place(self.group, self.started_as, self.say)
 
     def _agree_on_begin(self) -> bool:
         """Return whether no rank of this group has trained this run before; move a run before away, if that is asked.
@@ -159,34 +133,6 @@ class Generation:
         life.threads = threads
         torch.set_num_threads(threads)
 
-    def _recover(self, found: Recovery, plan: Plan, info: ImageInfo) -> bool:
-        """Bring the state that ranks have in memory to the plan; return whether that has been possible."""
-        life, group, state = self.life, self.group, self.life.state
-        assert state is not None
-        if found.missing:
-            rebuilt = rebuild(life.job, info, state, life.last, found, group, self.started_as)
-            if isinstance(rebuilt, str):
-                self.say(f"the state of step {found.step} is not complete without the lost ranks: {rebuilt}")
-                state.keep([])
-                return False
-            self.say(f"rebuilt the layers of a lost rank by repeating its work up to step {found.step}")
-            found = rebuilt
-        move(state, senders(found.holders, plan), group)
-        state.step = found.step
-        return True
-
-    def _hand_over(self, state: TrainState, plan: Plan, leaves: bool) -> None:
-        """Bring the layers that only leaving ranks hold to ranks that stay; all ranks call this."""
-        group = self.group
-        leaving = [rank for rank, gone in enumerate(group.gather_json(leaves)) if gone]
-        staying = [rank for rank in range(group.world_size) if rank not in leaving]
-        if not staying or any(stage.splits_channels for stage in plan.stages):
-            return
-        last = [
-            (layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)
-        ]
-        move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
-
     def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
         """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
 
@@ -194,10 +140,10 @@ class Generation:
         """
         life, group = self.life, self.group
         kept = life.agreed if life.planned_for == self.started_as else None
-        known = group.gather_json(kept.to_json() if kept is not None else None)
-        agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
+        kept_by = group.gather_json(kept.to_json() if kept is not None else None)
+        agreed = next((Agreed.from_json(value) for value in kept_by if value is not None), None)
         if agreed is None:
-            measured = self._known()
+            measured = known(life, self.started_as)
             agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
             if agreed.measured is not None and agreed.measured is not measured:
                 life.measured, life.measured_for = agreed.measured, self.started_as
@@ -205,13 +151,6 @@ class Generation:
             agreed = kept  # which, on rank 0, also knows the problem
         life.agreed, life.planned_for = agreed, self.started_as
         return agreed
-
-    def _known(self) -> Measured | None:
-        """Return what an earlier group has measured, if that includes all ranks of this one."""
-        life = self.life
-        if life.measured is None or not set(self.started_as) <= set(life.measured_for):
-            return None
-        return life.measured.among([life.measured_for.index(rank) for rank in self.started_as])
 
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
@@ -230,27 +169,21 @@ class Generation:
         folder = job.run_folder / "checkpoints"
         return Checkpoints(folder, self.group, job.checkpoint.keep, compatible_with(job, info), self.names)
 
-    def _take_up(self, session: Session, checkpoints: Checkpoints | None, first: bool, in_memory: bool) -> None:
+    def _take_up(
+        self, session: Session, checkpoints: Checkpoints | None, first: bool, source: Source | None
+    ) -> Source | None:
         """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
 
-        A state that is `in_memory` is there already.
+        `source` says where it has been taken from already, if it has. Return where it was taken from, None if the run
+        begins with this group.
         """
-        life, state, found = self.life, session.state, None
-        if checkpoints is not None and in_memory:
-            known = self.group.gather_json(life.newest_checkpoint)
-            checkpoints.newest = max((step for step in known if step is not None), default=None)
-        elif checkpoints is not None:
-            if first and not life.job.checkpoint.resume:
-                checkpoints.set_aside()
-            else:
-                found = checkpoints.resume(state, session.plan)
-        elif not in_memory and not first:
-            raise PeerLost(
-                "steps are lost with a rank that alone held some layers, because checkpoint.enabled is false: with "
-                "checkpoints the others would go on"
-            )
-        if found is None and state.step and not in_memory:
-            state.restart()
+        life, state = self.life, session.state
+        if source is not None and checkpoints is not None:
+            known_steps = self.group.gather_json(life.newest_checkpoint)
+            checkpoints.newest = max((step for step in known_steps if step is not None), default=None)
+        if source is None:
+            found = self._from_disk(session, checkpoints, first)
+            source = None if first else Source.DISK if found else Source.START
         life.begun = True
         # All members of a stage begin with the same state, bit for bit.
         for rank, name in share_state(state, session.plan, self.group):
@@ -258,8 +191,26 @@ class Generation:
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
             )
-        if not first and found is None and not in_memory:
+        return source
+
+    def _from_disk(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> bool:
+        """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
+        state, found = session.state, None
+        if checkpoints is None:
+            if not first:
+                raise PeerLost(
+                    "the lost rank alone held some of the layers, and no copy of them is left; with checkpoints "
+                    "(checkpoint.enabled: true) the others would go on from the newest one"
+                )
+        elif first and not self.life.job.checkpoint.resume:
+            checkpoints.set_aside()
+        else:
+            found = checkpoints.resume(state, session.plan)
+        if found is None and state.step:
+            state.restart()
+        if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
+        return found is not None
 
     def _train(
         self,
@@ -271,7 +222,7 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
-        mirror = self._mirror(session)
+        mirror = mirror_for(life, session, self.started_as)
         life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
@@ -281,20 +232,6 @@ class Generation:
             life.steps += recorder.steps
             recorder.close(ended_as)
             life.newest_checkpoint = checkpoints.newest if checkpoints is not None else None
-
-    def _mirror(self, session: Session) -> Mirror | None:
-        """Return what copies the state of ranks to each other's memory, if the plan needs that."""
-        recovery = self.life.job.recovery
-        if not recovery.mirror or not owners(session.plan):
-            return None
-        measured = self._known()
-        network = measured.network if measured is not None else None
-        rank = self.group.rank
-
-        def speed(to: int) -> float:
-            return network.between(rank, to).bandwidth if network is not None else _ASSUMED_BANDWIDTH
-
-        return Mirror(session.plan, session.state, self.group, speed, recovery.mirror_budget, recovery.log_bytes)
 
     def _move(self, state: TrainState, plan: Plan, detector: StragglerDetector, model: Model) -> tuple[Plan, str]:
         """Bring layers to where a better plan has them; return that plan, and what to say of it."""

@@ -18,6 +18,7 @@ from horizonml.engine.replay import Messages, replay
 from horizonml.errors import HorizonError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
+from horizonml.runtime.life import Last
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.mirror import Mirror, Rebuild, rebuilds
 from horizonml.state.optim import learning_rate
@@ -25,15 +26,6 @@ from horizonml.state.recover import Recovery
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
-
-
-@dataclass(frozen=True)
-class Last:
-    """Describes the group before, to those who were its members."""
-
-    generation: int
-    members: list[int]  # the ranks as they were started
-    mirror: Mirror
 
 
 def rebuild(

@@ -111,6 +111,7 @@ class _Loop:
         )
         if self.mirror is not None:
             self.mirror.after_step()
+            self.recorder.replica(self.mirror.age, covered=self.mirror.age is not None or not self.mirror.is_owner)
         self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step

@@ -150,6 +150,11 @@ class Mirror:
         self.log.pause()
 
     @property
+    def is_owner(self) -> bool:
+        """Return whether no other rank holds this rank's state because of the plan."""
+        return self._group.rank in self.owners
+
+    @property
     def age(self) -> int | None:
         """Return how many steps old the newest replica of this rank's state is, or None if there is none."""
         rank = self._group.rank
