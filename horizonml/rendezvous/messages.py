@@ -113,7 +113,38 @@ class Resume:
         return {"id": self.number, "resume": self.fingerprint.to_json(), "beside": list(self.beside)}
 
 
-Event = Join | Withdraw | Leave | Resume
+@dataclass(frozen=True)
+class Ask:
+    """A process whose environment names no rank asks for a number; `number` names the question."""
+
+    number: int
+    host_id: str
+    pid: int
+    digest: str  # of the job
+    world_size: int  # with which it would begin
+    most: int  # ranks that may take part
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        values = asdict(self)
+        return {"id": values.pop("number"), "ask": values}
+
+    @classmethod
+    def from_json(cls, number: int, value: object) -> Ask:
+        """Return what `to_json` was made of. Raises ValueError."""
+        if not isinstance(value, dict):
+            raise ValueError(f"a question must be an object, not {shown(value)}")
+        return cls(
+            number,
+            text(value, "host_id"),
+            whole(value, "pid", 1, (1 << 32) - 1),
+            text(value, "digest"),
+            whole(value, "world_size", 1, MOST_RANKS),
+            whole(value, "most", 1, MOST_RANKS),
+        )
+
+
+Event = Join | Withdraw | Leave | Resume | Ask
 
 
 class UnreadableJoin(ValueError):
@@ -130,6 +161,8 @@ def read_event(message: bytes) -> Event:
     number = whole(values, "id", 0, _MOST_JOIN)
     if "leave" in values:
         return Leave(number, Farewell.from_json(values["leave"]))
+    if "ask" in values:
+        return Ask.from_json(number, values["ask"])
     if "withdraw" in values:
         return Withdraw(number)
     if "resume" in values:

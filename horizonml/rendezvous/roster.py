@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from horizonml.rendezvous.checks import MOST_RANKS
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Formed, Lost, Verdict
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, Lost, Refused, Verdict
 from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, STUCK_SECONDS, NewestGeneration
+from horizonml.rendezvous.numbers import Given, Numbers
 from horizonml.rendezvous.refusals import Refusals
 
 LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
@@ -25,6 +26,7 @@ _MOST_FENCED = 4 * MOST_RANKS
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
 _ABSENT_SECONDS = 1.0  # a member whose heartbeat has not moved for this long is not awaited when the others are back
 _DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
+_BEGIN_SECONDS = 10.0  # after its last join a first meeting begins with fewer ranks than the world has, where it may
 _MAJORITY_SECONDS = 4.0  # after its last join a majority goes on that was formed by a service before this one
 
 
@@ -37,6 +39,7 @@ class Roster:
         self._members: Members = {}
         self._newest = NewestGeneration()
         self._refusals = Refusals(self._members)
+        self._numbers = Numbers()
         self._fenced: dict[int, None] = {}  # joins that were declared lost
         self._farewells: dict[int, Farewell] = {}  # which the service has not published yet
         self._endings: dict[int, Ended] = {}  # likewise
@@ -101,6 +104,20 @@ class Roster:
             lost = Lost(rank, hostname, f"left: {farewell.reason}", 0.0)
             self._end(str(lost), [lost], now)
         return True
+
+    def give_number(self, ask: Ask, now: float) -> Given | Refused | None:
+        """Return a rank number for a process, or why there is none, or None as long as that is not clear."""
+        if now < self._settled or self._newest.unreported(now):
+            return None
+        members = [member.fingerprint for member in self._members.values()]
+        held = {one.rank: (one.host_id, one.pid) for one in members}
+        held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
+        rank = self._numbers.give(ask, held, (), now)
+        if rank is None:
+            limit = f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
+            return Refused([ask.number], limit)
+        world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
+        return Given(rank, world_size)
 
     def withdraw(self, number: int) -> bool:
         """Let a rank go if it still waits, and return whether it does; a member of a formed group stays one."""
@@ -250,7 +267,9 @@ class Roster:
 
     def _end(self, reason: str, lost: Iterable[Lost], now: float) -> None:
         """Declare the newest generation over, or add to whom it has lost."""
-        self._endings[self.generation] = self._newest.end(reason, lost, now)
+        before = self._newest.ended
+        if (ended := self._newest.end(reason, lost, now)) != before:
+            self._endings[self.generation] = ended
 
     def _awaited(self, now: float) -> set[int]:
         """Return the members of the newest generation that live and have not come back yet."""
@@ -273,17 +292,21 @@ class Roster:
 
     def _short_of_first(self, party: Members, now: float) -> str | None:
         """Return why a party may not begin."""
-        members = [member.fingerprint for member in party.values()]
-        if len(members) < members[0].world_size:
-            return f"waiting for rank {_listed(set(range(members[0].world_size)) - ranks_of(party))} to join"
+        one, count = next(iter(party.values())).fingerprint, len(party)
+        if count < one.world_size:
+            absent = sorted(set(range(one.world_size)) - ranks_of(party))[: one.world_size - count]
+            words = f"waiting for rank {_listed(absent)} to join"
+            if not 0 < one.begin_with <= count:
+                return words
+            left = _BEGIN_SECONDS - (now - max(member.joined for member in party.values()))
+            if left > 0:
+                return f"{words}, for {left:.0f} s at most (parallel.min_workers)"
         return None if now >= self._settled else "waiting for a group that may run here already"
 
     def _short_of_next(self, party: Members, last: int, now: float) -> str | None:
         """Return why the survivors of a generation may not go on yet, with whoever has joined them."""
         survivors = {n: member for n, member in party.items() if member.fingerprint.generation == last}
         one = next(iter(survivors.values())).fingerprint
-        if len(party) >= one.world_size:
-            return None
         known = last == self.generation
         gone = (self._newest.ranks if known else frozenset(range(one.world_size))) - ranks_of(party)
         if len(party) < one.min_world_size:
@@ -292,11 +315,13 @@ class Roster:
                 f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
             )
         seen = known and self._newest.here
+        if not seen and len(party) >= one.world_size:
+            return None
         if not seen and 2 * len(survivors) <= one.group_size:
             return (  # this service did not see that group form: only its majority may go on
                 f"fewer than half of the group before are here; waiting for rank {_listed(gone)} to join"
             )
-        if not gone or (not seen and len(survivors) == one.group_size):
+        if not gone or len(party) >= one.group_size:
             return None
         patience = one.replace_timeout if seen else max(one.replace_timeout, _MAJORITY_SECONDS)
         left = patience - (now - max(member.joined for member in survivors.values()))

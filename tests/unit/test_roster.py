@@ -1,9 +1,11 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
 
 
@@ -513,3 +515,76 @@ def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alon
     assert refused.joins == [9]
     assert "world size 6" in refused.reason
     assert roster.running() == [1, 2, 3]
+
+
+def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_one_comes() -> None:
+    roster = Roster()
+    gather(roster, *(rank(number, 4, begin_with=2) for number in (0, 2)))
+    assert alive(roster, 1, 2, start=0.0, end=5.0) == []
+    assert roster.short(5.0) == "waiting for rank 1, 3 to join, for 5 s at most (parallel.min_workers)"
+    roster.join(3, rank(3, 4, begin_with=2), 5.0)
+    assert alive(roster, 1, 2, 3, start=5.25, end=14.75) == []
+    (verdict,) = alive(roster, 1, 2, 3, start=15.0, end=15.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 2, 3]
+    # One rank is too few, however long it waits.
+    roster = Roster()
+    gather(roster, rank(0, 4, begin_with=2))
+    assert alive(roster, 1, start=0.0, end=60.0) == []
+
+
+def test_a_world_grows_beyond_its_beginning() -> None:
+    roster = Roster()
+    wide = {"max_world_size": 5}
+    (verdict,) = gather(roster, *(rank(number, **wide) for number in (0, 1, 4)))  # three ranks, of whatever numbers
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 4]
+    roster.join(9, rank(3, **wide), 1.0)
+    alive(roster, 1, 2, 3, 9, start=1.0, end=2.0)
+    assert roster.newcomers() == [3]
+    for number in (1, 2, 3):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 2.0)
+    come_back(roster, 0, 1, 4, generation=1, size=3, at=2.0, first=11, **wide)
+    (verdict,) = alive(roster, 9, 11, 12, 13, start=2.25, end=2.25)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 3, 4]
+
+
+def question(number: int, host: str = "m9", pid: int = 7, **changes: Any) -> Ask:
+    return replace(Ask(number, host, pid, "d1", 5, 4), **changes)
+
+
+def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert roster.give_number(question(1), 0.0) == Given(3, 3)  # the world size is that of the run
+    assert roster.give_number(question(2), 1.0) == Given(3, 3)  # the same process asks again
+    nobody = roster.give_number(question(3, pid=8), 1.0)
+    assert isinstance(nobody, Refused)
+    assert "at most 4 ranks (parallel.max_workers)" in nobody.reason
+    assert roster.give_number(question(4, pid=8), 62.0) == Given(3, 3)  # the first process has not come
+    alive(roster, 1, 3, start=62.0, end=62.0)
+    assert roster.give_number(question(5, pid=9), 62.0) == Given(1, 3)  # rank 1 is lost
+    # Where nobody is yet, the question itself says what the world size is.
+    roster = Roster()
+    assert [roster.give_number(question(n, pid=n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
+
+
+def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
+    roster = Roster(settled=4.0)
+    assert roster.give_number(question(1), 3.0) is None
+    roster.resume(11, survivor(0, generation=2), [0, 1, 2], 3.5)
+    assert roster.give_number(question(1), 5.0) is None
+    for number, one in ((12, 1), (13, 2)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 5.0)
+    assert roster.give_number(question(1), 5.0) == Given(3, 3)
+
+
+def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> None:
+    roster = Roster(settled=4.0)
+    for number, one in ((11, 0), (12, 1)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
+    alive(roster, 11, 12, start=1.0, end=20.75)
+    assert roster.endings() == {}
+    alive(roster, 11, 12, start=21.0, end=21.0)
+    assert roster.endings()[2].reason == "rank 2 has not reported to the rendezvous service"
