@@ -167,7 +167,14 @@ class Service:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
         roster = self._roster
-        status = Status(roster.missing(), roster.running(), roster.newcomers(), roster.refused(now), roster.short(now))
+        status = Status(
+            roster.missing(),
+            roster.running(),
+            roster.newcomers(now),
+            roster.refused(now),
+            roster.short(now),
+            roster.held_back(now),
+        )
         self._store.set("status", json.dumps(status.to_json()))
 
     def _tell(self, verdict: Verdict) -> None:
