@@ -83,7 +83,7 @@ class Conversation(threading.Thread):
                 beats, beaten = beats + 1, now
                 store.set(f"beat/{number}", str(beats))
                 status = read_status(peek(store, "status"))
-                self.missing, self.waiting_for = status.missing, _in_words(status)
+                self.missing, self.waiting_for = status.missing, _in_words(status, number)
             time.sleep(0.05)
         verdict = read_verdict(message, number)
         if isinstance(verdict, Refused):
@@ -103,8 +103,11 @@ class Conversation(threading.Thread):
         return Membership(rank, formed.generation, formed.members, formed.joins, store, heartbeat)
 
 
-def _in_words(status: Status) -> str:
-    """Return what a rank waits for, for people."""
-    return (status.short or "waiting for the group to form") + "".join(
-        f" (refused meanwhile: {reason})" for reason in status.refused
-    )
+def _in_words(status: Status, number: int) -> str:
+    """Return what the rank of this join waits for, for people."""
+    own = next((one for one in status.held if one.number == number), None)
+    if own is not None:
+        return f"{own.reason}; {own.left:.0f} s are left"
+    words = status.short or "waiting for the group to form"
+    words += "".join(f" ({one.reason}; {one.left:.0f} s are left)" for one in status.held[:1])
+    return words + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)

@@ -43,6 +43,7 @@ class Heartbeat(threading.Thread):
         self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
+        self._said: set[int] = set()  # joins that are held back, as was said
         self.store = connect()
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()
@@ -92,6 +93,10 @@ class Heartbeat(threading.Thread):
         ended = peek(self.store, f"over/{generation}") if self.ended is None else None
         if self._lead:
             self.newcomers = status.newcomers
+            for held in status.held:
+                if held.number not in self._said:
+                    self._said.add(held.number)
+                    _log.warning("%s", held.reason)
         if ended is not None:
             self._tell(replace(read_ended(ended), evicted=peek(self.store, f"gone/{number}") is not None))
         elif self.ended is None and status.running is not None and number not in status.running:

@@ -7,6 +7,7 @@ as JSON objects through the store (see `mailbox`). So does the end of a generati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -113,7 +114,38 @@ class Resume:
         return {"id": self.number, "resume": self.fingerprint.to_json(), "beside": list(self.beside)}
 
 
-Event = Join | Withdraw | Leave | Resume
+@dataclass(frozen=True)
+class Ask:
+    """A process whose environment names no rank asks for a number; `number` names the question."""
+
+    number: int
+    host_id: str
+    pid: int
+    digest: str  # of the job
+    world_size: int  # with which it would begin
+    most: int  # ranks that may take part
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        values = asdict(self)
+        return {"id": values.pop("number"), "ask": values}
+
+    @classmethod
+    def from_json(cls, number: int, value: object) -> Ask:
+        """Return what `to_json` was made of. Raises ValueError."""
+        if not isinstance(value, dict):
+            raise ValueError(f"a question must be an object, not {shown(value)}")
+        return cls(
+            number,
+            text(value, "host_id"),
+            whole(value, "pid", 1, (1 << 32) - 1),
+            text(value, "digest"),
+            whole(value, "world_size", 1, MOST_RANKS),
+            whole(value, "most", 1, MOST_RANKS),
+        )
+
+
+Event = Join | Withdraw | Leave | Resume | Ask
 
 
 class UnreadableJoin(ValueError):
@@ -130,6 +162,8 @@ def read_event(message: bytes) -> Event:
     number = whole(values, "id", 0, _MOST_JOIN)
     if "leave" in values:
         return Leave(number, Farewell.from_json(values["leave"]))
+    if "ask" in values:
+        return Ask.from_json(number, values["ask"])
     if "withdraw" in values:
         return Withdraw(number)
     if "resume" in values:
@@ -232,6 +266,15 @@ def _read_lost(value: object) -> Lost:
 
 
 @dataclass(frozen=True)
+class HeldBack:
+    """A join that is not taken in for some time."""
+
+    number: int
+    reason: str
+    left: float  # seconds
+
+
+@dataclass(frozen=True)
 class Status:
     """What the service says to everyone, four times a second."""
 
@@ -240,6 +283,7 @@ class Status:
     newcomers: Sequence[int] = ()  # ranks that wait to be taken in by the group that runs
     refused: Sequence[str] = ()  # why ranks were refused lately
     short: str = ""  # why those who are here do not begin, where missing ranks do not say it
+    held: Sequence[HeldBack] = ()  # who has to wait, because the processes before it died too soon
 
     def to_json(self) -> Fields:
         """Return plain JSON values."""
@@ -248,6 +292,7 @@ class Status:
             **{name: list(values) for name, values in lists.items()},
             "refused": list(self.refused),
             "short": self.short,
+            "held": [asdict(one) for one in self.held],
         }
 
 
@@ -264,6 +309,7 @@ def read_status(message: bytes | None) -> Status:
         _ranks_among(values.get("newcomers")),
         [printable(str(reason)) for reason in refused[-1:]] if isinstance(refused, list) else [],
         printable(str(values.get("short", ""))),
+        _held_among(values.get("held")),
     )
 
 
@@ -271,3 +317,14 @@ def _ranks_among(value: object) -> list[int]:
     """Return the ranks in a list, and leave out whatever else it holds."""
     found = value if isinstance(value, list) else []
     return [rank for rank in found[:MOST_RANKS] if type(rank) is int and 0 <= rank < MOST_RANKS]
+
+
+def _held_among(value: object) -> list[HeldBack]:
+    """Return who is held back, and leave out whatever else there is."""
+    found = []
+    for one in value[:MOST_RANKS] if isinstance(value, list) else []:
+        with suppress(ValueError):
+            if isinstance(one, dict):
+                number, left = whole(one, "number", 0, _MOST_JOIN), seconds(one, "left")
+                found.append(HeldBack(number, printable(str(one.get("reason", ""))), left))
+    return found

@@ -63,6 +63,10 @@ class NewestGeneration:
         """Return the ranks that have said that they come back, or whose report is awaited."""
         return {rank for rank, until in self._back.items() if now < until}
 
+    def unreported(self, now: float) -> bool:
+        """Return whether members that met at a service before this one have still to report to it."""
+        return not self.here and not self.closed and bool(self.expected(now))
+
     def overdue(self, now: float) -> list[int]:
         """Return the ranks that have not come in time, once."""
         late = [rank for rank, until in self._back.items() if now >= until]

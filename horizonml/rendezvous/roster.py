@@ -13,19 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from horizonml.rendezvous.checks import MOST_RANKS
+from horizonml.rendezvous.crashes import KILLED, Crashes
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Formed, Lost, Verdict
-from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, STUCK_SECONDS, NewestGeneration
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, HeldBack, Lost, Refused, Verdict
+from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, NewestGeneration
+from horizonml.rendezvous.numbers import Given, Numbers
+from horizonml.rendezvous.readiness import ABSENT_SECONDS, short_of
 from horizonml.rendezvous.refusals import Refusals
 
 LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
 _MOST_FENCED = 4 * MOST_RANKS
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
-_ABSENT_SECONDS = 1.0  # a member whose heartbeat has not moved for this long is not awaited when the others are back
+_MOST_HELD_SHOWN = 50
 _DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
-_MAJORITY_SECONDS = 4.0  # after its last join a majority goes on that was formed by a service before this one
 
 
 class Roster:
@@ -37,6 +39,8 @@ class Roster:
         self._members: Members = {}
         self._newest = NewestGeneration()
         self._refusals = Refusals(self._members)
+        self._numbers = Numbers()
+        self._crashes = Crashes()
         self._fenced: dict[int, None] = {}  # joins that were declared lost
         self._farewells: dict[int, Farewell] = {}  # which the service has not published yet
         self._endings: dict[int, Ended] = {}  # likewise
@@ -57,6 +61,7 @@ class Roster:
             self._end(f"rank {fingerprint.rank} on {fingerprint.hostname} has left the group and joins anew", (), now)
         if comes_back:
             self._newest.came(fingerprint.rank)
+        self._crashes.joined(fingerprint, now)
         self._members[number] = Member(fingerprint, joined=now, moved=now)
 
     def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> None:
@@ -98,9 +103,24 @@ class Roster:
         elif farewell.departure is Departure.LOST_PEER:
             self._end(f"rank {rank} on {hostname} {farewell.reason}", (), now)
         elif farewell.departure.blames:
+            self._crashes.died(member.fingerprint, farewell.reason, now)
             lost = Lost(rank, hostname, f"left: {farewell.reason}", 0.0)
             self._end(str(lost), [lost], now)
         return True
+
+    def give_number(self, ask: Ask, now: float) -> Given | Refused | None:
+        """Return a rank number for a process, or why there is none, or None as long as that is not clear."""
+        if now < self._settled or self._newest.unreported(now):
+            return None
+        members = [member.fingerprint for member in self._members.values()]
+        held = {one.rank: (one.host_id, one.pid) for one in members}
+        held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
+        rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), now)
+        if rank is None:
+            limit = f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
+            return Refused([ask.number], limit)
+        world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
+        return Given(rank, world_size)
 
     def withdraw(self, number: int) -> bool:
         """Let a rank go if it still waits, and return whether it does; a member of a formed group stays one."""
@@ -127,6 +147,8 @@ class Roster:
     def decide(self, now: float) -> list[Verdict]:
         """Return what has become clear since the last call."""
         self._forget(now)
+        for member in formed(self._members).values():
+            self._crashes.ran(member.fingerprint, now)
         verdicts: list[Verdict] = [
             *self._refusals.of_latecomers(now),
             *self._refusals.of_duplicates(self.generation, now),
@@ -168,7 +190,16 @@ class Roster:
         """Return the joins of the group that runs."""
         return list(formed(self._members)) if self._newest.ended is None else []
 
-    def newcomers(self) -> list[int]:
+    def held_back(self, now: float) -> list[HeldBack]:
+        """Return who has come but is not taken in yet, because the processes before it died too soon."""
+        return [
+            HeldBack(number, words, left)
+            for number, member in waiting(self._members).items()
+            if (left := self._crashes.left(member.fingerprint, now))
+            for words in [self._crashes.words(member.fingerprint)]
+        ][:_MOST_HELD_SHOWN]
+
+    def newcomers(self, now: float) -> list[int]:
         """Return the ranks that wait and could take part in the group that runs without them."""
         running = [self._members[number] for number in self.running()]
         inside = {member.fingerprint.rank for member in running}.union(*(member.beside for member in running))
@@ -177,6 +208,7 @@ class Roster:
             for member in waiting(self._members).values()
             if running
             and member.fingerprint.rank not in inside
+            and not self._crashes.left(member.fingerprint, now)
             and member.fingerprint.group_key == running[0].fingerprint.group_key
         )
 
@@ -200,14 +232,19 @@ class Roster:
         def survivors(party: Members) -> bool:
             return any(member.fingerprint.generation == self.generation > 0 for member in party.values())
 
-        alive = {number: one for number, one in self._members.items() if one.silent(now) <= _DOUBT_SECONDS}
-        return sorted(parties(alive), key=lambda party: not survivors(party))
+        ready = {
+            number: one
+            for number, one in self._members.items()
+            if one.silent(now) <= _DOUBT_SECONDS and not self._crashes.left(one.fingerprint, now)
+        }
+        return sorted(parties(ready), key=lambda party: not survivors(party))
 
     def _supersede(self, older: int, newer: Fingerprint, now: float) -> None:
         """Let a member go whose process joins again, by itself or started anew under the same number of process."""
         rank, hostname = newer.rank, newer.hostname
         del self._members[older]
         if newer.generation != self.generation:
+            self._crashes.died(newer, KILLED, now)
             lost = Lost(rank, hostname, "was started anew", 0.0)
             self._end(str(lost), [lost], now)
         elif not self._newest.closed:
@@ -232,9 +269,11 @@ class Roster:
     def _lose(self, number: int, now: float) -> None:
         """Drop a rank that is gone; what a member still does for its generation is fenced off."""
         member = self._members.pop(number)
+        if member.silent(now) > _BEAT_SECONDS:
+            self._crashes.died(member.fingerprint, KILLED, now)
         if not member.formed:
             return
-        awake = member.silent(now) < _ABSENT_SECONDS
+        awake = member.silent(now) < ABSENT_SECONDS
         words = "has not come back to meet the others again" if awake else "gives no sign of life"
         silent = 0.0 if awake else member.silent(now)
         lost = Lost(member.fingerprint.rank, member.fingerprint.hostname, words, silent)
@@ -250,57 +289,13 @@ class Roster:
 
     def _end(self, reason: str, lost: Iterable[Lost], now: float) -> None:
         """Declare the newest generation over, or add to whom it has lost."""
-        self._endings[self.generation] = self._newest.end(reason, lost, now)
-
-    def _awaited(self, now: float) -> set[int]:
-        """Return the members of the newest generation that live and have not come back yet."""
-        closed_at = self._newest.closed_at
-        patient = closed_at is None or now - closed_at < STUCK_SECONDS
-        members = formed(self._members).values()
-        alive = {member.fingerprint.rank for member in members if member.silent(now) < _ABSENT_SECONDS and patient}
-        return alive | self._newest.expected(now)
+        before = self._newest.ended
+        if (ended := self._newest.end(reason, lost, now)) != before:
+            self._endings[self.generation] = ended
 
     def _short(self, party: Members, now: float) -> str | None:
         """Return why a party may not form a group yet, in words, or None if it may."""
-        present = ranks_of(party)
-        if awaited := self._awaited(now) - present:
-            return f"waiting for rank {_listed(awaited)} to meet the others again"
-        members = [member.fingerprint for member in party.values()]
-        last = max(member.generation for member in members)
-        if last == 0:
-            return self._short_of_first(party, now)
-        return self._short_of_next(party, last, now)
-
-    def _short_of_first(self, party: Members, now: float) -> str | None:
-        """Return why a party may not begin."""
-        members = [member.fingerprint for member in party.values()]
-        if len(members) < members[0].world_size:
-            return f"waiting for rank {_listed(set(range(members[0].world_size)) - ranks_of(party))} to join"
-        return None if now >= self._settled else "waiting for a group that may run here already"
-
-    def _short_of_next(self, party: Members, last: int, now: float) -> str | None:
-        """Return why the survivors of a generation may not go on yet, with whoever has joined them."""
-        survivors = {n: member for n, member in party.items() if member.fingerprint.generation == last}
-        one = next(iter(survivors.values())).fingerprint
-        if len(party) >= one.world_size:
-            return None
-        known = last == self.generation
-        gone = (self._newest.ranks if known else frozenset(range(one.world_size))) - ranks_of(party)
-        if len(party) < one.min_world_size:
-            return (
-                f"{len(party)} of the {one.min_world_size} ranks that the job needs are here "
-                f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
-            )
-        seen = known and self._newest.here
-        if not seen and 2 * len(survivors) <= one.group_size:
-            return (  # this service did not see that group form: only its majority may go on
-                f"fewer than half of the group before are here; waiting for rank {_listed(gone)} to join"
-            )
-        if not gone or (not seen and len(survivors) == one.group_size):
-            return None
-        patience = one.replace_timeout if seen else max(one.replace_timeout, _MAJORITY_SECONDS)
-        left = patience - (now - max(member.joined for member in survivors.values()))
-        return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
+        return short_of(party, self._members, self._newest, self._settled, now)
 
     def _form(self, party: Members, now: float) -> Formed:
         """Make a party the group that runs, and return the verdict."""
@@ -314,10 +309,3 @@ class Roster:
         for member in party.values():
             member.formed = True
         return Formed(generation, joins, [party[number].fingerprint for number in joins])
-
-
-def _listed(ranks: Iterable[int], most: int = 20) -> str:
-    """Return ranks for people."""
-    found = sorted(ranks)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(map(str, found[:most])) + more

@@ -6,9 +6,11 @@ authentication: keep its port inside a trusted network. Values are JSON, never p
 rank draws at random, so that it stays the same when the service is started anew.
 
     rank     -> events        a queue: join with a fingerprint, withdraw while waiting, leave with a reason, or resume
-                              (a member of a group that runs already, which a new service must learn of)
+                              (a member of a group that runs already, which a new service must learn of), or ask for a
+                              rank number
     rank     -> beat/<id>     counts up while the rank lives
     service  -> verdict/<id>  the group and its generation, or why not
+    service  -> number/<id>   the rank number that was asked for, or why there is none
     service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
     service  -> gone/<id>     why a rank left, or was declared lost: a reason for people, and what kind of reason it is
     service  -> over/<n>      that generation n is over, why, and whom it has lost
@@ -20,8 +22,10 @@ import json
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
@@ -29,6 +33,7 @@ from torch.distributed import Store, TCPStore
 from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.mailbox import peek, take
 from horizonml.rendezvous.messages import (
+    Ask,
     Event,
     Formed,
     Join,
@@ -48,6 +53,7 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _LOOK_SECONDS = 0.25  # how often heartbeats are looked at
 _MOST_EVENTS = 200  # read before heartbeats and verdicts have their turn
 _MOST_DIGITS = 18  # of a heartbeat
+_MOST_ASKS, _ASK_SECONDS = 4096, 120.0  # questions for rank numbers that wait, and for how long
 _AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
 
@@ -66,6 +72,7 @@ class Service:
         )
         self._store: Store = self._server
         self._roster = Roster(time.monotonic() + settle)
+        self._asks: deque[tuple[Ask, float]] = deque(maxlen=_MOST_ASKS)  # and when they came
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
@@ -81,6 +88,7 @@ class Service:
                     self._read_beats(now)
                     beats_due = now + _LOOK_SECONDS
                     self._announce(now)
+                    self._answer(now)
             except RuntimeError as error:
                 # The store still serves the ranks: only this process's own connection to it was dropped.
                 _log.warning("connecting to the store again (%s)", printable(str(error), 200))
@@ -110,6 +118,8 @@ class Service:
             case Leave(number, farewell):
                 if self._roster.leave(number, farewell, now):
                     self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+            case Ask():
+                self._asks.append((event, now))
             case Withdraw(number):
                 if self._roster.withdraw(number):
                     self._tell(Refused([number], "it has withdrawn"))
@@ -130,6 +140,17 @@ class Service:
             if beat is not None and len(beat) <= _MOST_DIGITS and beat.isdigit():
                 self._roster.beat(number, int(beat), now)
 
+    def _answer(self, now: float) -> None:
+        """Give rank numbers to those who have asked for one."""
+        for _ in range(len(self._asks)):
+            ask, came = self._asks.popleft()
+            given = self._roster.give_number(ask, now)
+            if given is not None:
+                values = given.to_json() if isinstance(given, Refused) else asdict(given)
+                self._store.set(f"number/{ask.number}", json.dumps(values))
+            elif now - came < _ASK_SECONDS:
+                self._asks.append((ask, came))
+
     def _announce(self, now: float) -> None:
         """Post what has been decided, and the status."""
         verdicts = self._roster.decide(now)
@@ -146,7 +167,14 @@ class Service:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
         roster = self._roster
-        status = Status(roster.missing(), roster.running(), roster.newcomers(), roster.refused(now), roster.short(now))
+        status = Status(
+            roster.missing(),
+            roster.running(),
+            roster.newcomers(now),
+            roster.refused(now),
+            roster.short(now),
+            roster.held_back(now),
+        )
         self._store.set("status", json.dumps(status.to_json()))
 
     def _tell(self, verdict: Verdict) -> None:

@@ -28,6 +28,20 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.recorder import Outage
 
 
+def settings_for(job: Job) -> RendezvousSettings:
+    """Return what a rank of a job joins for."""
+    parallel = job.parallel
+    return RendezvousSettings(
+        job.name,
+        job.digest(),
+        job.rendezvous.timeout,
+        job.rendezvous.replace_timeout,
+        parallel.min_world_size(),
+        parallel.max_workers or 0,
+        parallel.min_workers or 0,
+    )
+
+
 class Worker:
     """One rank of a job, through all the groups it is a member of."""
 
@@ -72,19 +86,12 @@ class Worker:
         self._life = life
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
-        if identity.world_size == 1:
+        if self._address is None:
             return self._train(life, None)
         membership, fruitless = None, 0
-        settings = RendezvousSettings(
-            job.name,
-            job.digest(),
-            job.rendezvous.timeout,
-            job.rendezvous.replace_timeout,
-            job.parallel.min_world_size(),
-        )
+        settings = settings_for(job)
         while not self._stop.wanted:
             before = life.steps
-            assert self._address is not None
             old = membership
             try:
                 membership = meet(identity, settings, self._address, self, membership, lambda: self._stop.wanted)

@@ -10,11 +10,13 @@ import pytest
 from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.messages import (
+    Ask,
     Departure,
     Ended,
     Event,
     Farewell,
     Formed,
+    HeldBack,
     Join,
     Leave,
     Lost,
@@ -63,6 +65,8 @@ def test_a_fingerprint_survives_the_way_through_json() -> None:
         ({"machine": ["m"]}, "machine must be at most 255 printable characters, not list"),
         ({"pid": 0}, "pid must be"),
         ({"min_world_size": 0}, "min_world_size must be"),
+        ({"max_world_size": -1}, "max_world_size must be"),
+        ({"begin_with": MOST_RANKS + 1}, "begin_with must be"),
     ],
 )
 def test_what_no_rank_says_of_itself_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -109,6 +113,7 @@ def test_texts_from_the_network_are_shown_on_one_line() -> None:
     [
         Join(7, rank(0)),
         Withdraw(7),
+        Ask(7, "m1/10.0.0.1", 42, "d1", 3, 5),
         Leave(7, Farewell("lost a peer", Departure.LOST_PEER)),
         Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
     ],
@@ -122,6 +127,8 @@ def test_an_event_survives_the_way_through_the_store(event: Event) -> None:
     [
         ({"join": rank(0).to_json()}, "id must be a whole number"),
         ({"id": -1, "withdraw": True}, "id must be a whole number"),
+        ({"id": 7, "ask": 3}, "a question must be an object, not 3"),
+        ({"id": 7, "ask": {"host_id": "m", "pid": 0}}, "pid must be"),
         ({"id": 7, "resume": []}, "a fingerprint must be an object, not list"),
         ({"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
         ({"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
@@ -175,9 +182,9 @@ def test_an_end_that_a_stranger_wrote_is_refused(lost: object) -> None:
 
 
 def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
-    status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1")
+    status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1", [HeldBack(9, "it dies", 8.5)])
     assert read_status(json.dumps(status.to_json()).encode()) == status
-    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3}
+    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3, "held": [3, {}]}
     assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [])
     for message in (None, b"[" * 60_000, b"x" * (1 << 20)):
         assert read_status(message).running is None

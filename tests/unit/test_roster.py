@@ -1,9 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from horizonml.rendezvous.crashes import Crashes
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
 
 
@@ -174,7 +177,7 @@ def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
     roster.join(6, rank(1, pid=200), 18.0)
     beat(roster, 4, 5, count=1800, at=18.0)
     assert roster.decide(18.1) == []
-    assert roster.newcomers() == [1]
+    assert roster.newcomers(18.1) == [1]
     for number in (4, 5):
         roster.leave(number, Farewell("meets again", Departure.AGAIN), 18.2)
     assert roster.decide(18.3) == []  # the newcomer waits until both are back
@@ -182,7 +185,7 @@ def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
     assert roster.endings() == {1: roster_over(1)}  # nobody has told anyone that generation 2 was over: all agreed
     again = formed(roster, survivor(0, generation=2, size=2), survivor(2, generation=2, size=2), at=18.5, first=7)
     assert (again.generation, [member.rank for member in again.members]) == (3, [0, 1, 2])
-    assert roster.newcomers() == []
+    assert roster.newcomers(100.0) == []
 
 
 def roster_over(lost: int) -> Ended:
@@ -342,7 +345,7 @@ def test_what_was_declared_lost_is_fenced_off() -> None:
     alive(roster, 11, 12, start=59.0, end=60.0)
     roster.join(20, waking(1), 60.0)
     alive(roster, 11, 12, 20, start=60.25, end=61.0)
-    assert roster.newcomers() == [1]
+    assert roster.newcomers(100.0) == [1]
     # Once another process has its number, it is refused.
     roster.withdraw(20)
     roster.join(21, rank(1, pid=300), 61.0)
@@ -376,7 +379,7 @@ def test_a_rank_of_another_world_is_no_newcomer() -> None:
     roster.join(4, rank(3, world_size=5), 1.0)
     beat(roster, 1, 2, 3, count=1, at=1.0)
     assert roster.decide(1.0) == []
-    assert roster.newcomers() == []
+    assert roster.newcomers(100.0) == []
 
 
 def long_after(roster: Roster, *joins: int, start: int) -> list[Formed | Refused]:
@@ -473,7 +476,7 @@ def test_a_new_roster_learns_of_the_group_that_runs() -> None:
     strangers = [rank(number, machine=f"other{number}") for number in range(3)]
     assert gather(roster, *strangers, at=0.0) == []  # a group may run here already
     roster.resume(11, running(0), [0, 2], 1.0)
-    assert roster.newcomers() == [1]  # rank 2 has not reported yet, but it runs
+    assert roster.newcomers(100.0) == [1]  # rank 2 has not reported yet, but it runs
     roster.resume(12, running(2), [0, 2], 1.0)
     roster.resume(12, running(2), [0, 2], 1.2)  # twice is once
     beat(roster, 1, 2, 3, 11, 12, count=1, at=2.0)
@@ -513,3 +516,130 @@ def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alon
     assert refused.joins == [9]
     assert "world size 6" in refused.reason
     assert roster.running() == [1, 2, 3]
+
+
+def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_one_comes() -> None:
+    roster = Roster()
+    gather(roster, *(rank(number, 4, begin_with=2) for number in (0, 2)))
+    assert alive(roster, 1, 2, start=0.0, end=5.0) == []
+    assert roster.short(5.0) == "waiting for rank 1, 3 to join, for 5 s at most (parallel.min_workers)"
+    roster.join(3, rank(3, 4, begin_with=2), 5.0)
+    assert alive(roster, 1, 2, 3, start=5.25, end=14.75) == []
+    (verdict,) = alive(roster, 1, 2, 3, start=15.0, end=15.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 2, 3]
+    # One rank is too few, however long it waits.
+    roster = Roster()
+    gather(roster, rank(0, 4, begin_with=2))
+    assert alive(roster, 1, start=0.0, end=60.0) == []
+
+
+def test_a_world_grows_beyond_its_beginning() -> None:
+    roster = Roster()
+    wide = {"max_world_size": 5}
+    (verdict,) = gather(roster, *(rank(number, **wide) for number in (0, 1, 4)))  # three ranks, of whatever numbers
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 4]
+    roster.join(9, rank(3, **wide), 1.0)
+    alive(roster, 1, 2, 3, 9, start=1.0, end=2.0)
+    assert roster.newcomers(100.0) == [3]
+    for number in (1, 2, 3):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 2.0)
+    come_back(roster, 0, 1, 4, generation=1, size=3, at=2.0, first=11, **wide)
+    (verdict,) = alive(roster, 9, 11, 12, 13, start=2.25, end=2.25)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 3, 4]
+
+
+def question(number: int, host: str = "m9", pid: int = 7, **changes: Any) -> Ask:
+    return replace(Ask(number, host, pid, "d1", 5, 4), **changes)
+
+
+def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert roster.give_number(question(1), 0.0) == Given(3, 3)  # the world size is that of the run
+    assert roster.give_number(question(2), 1.0) == Given(3, 3)  # the same process asks again
+    nobody = roster.give_number(question(3, pid=8), 1.0)
+    assert isinstance(nobody, Refused)
+    assert "at most 4 ranks (parallel.max_workers)" in nobody.reason
+    assert roster.give_number(question(4, pid=8), 62.0) == Given(3, 3)  # the first process has not come
+    alive(roster, 1, 3, start=62.0, end=62.0)
+    assert roster.give_number(question(5, pid=9), 62.0) == Given(1, 3)  # rank 1 is lost
+    # Where nobody is yet, the question itself says what the world size is.
+    roster = Roster()
+    assert [roster.give_number(question(n, pid=n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
+
+
+def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
+    roster = Roster(settled=4.0)
+    assert roster.give_number(question(1), 3.0) is None
+    roster.resume(11, survivor(0, generation=2), [0, 1, 2], 3.5)
+    assert roster.give_number(question(1), 5.0) is None
+    for number, one in ((12, 1), (13, 2)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 5.0)
+    assert roster.give_number(question(1), 5.0) == Given(3, 3)
+
+
+def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> None:
+    roster = Roster(settled=4.0)
+    for number, one in ((11, 0), (12, 1)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
+    alive(roster, 11, 12, start=1.0, end=20.75)
+    assert roster.endings() == {}
+    alive(roster, 11, 12, start=21.0, end=21.0)
+    assert roster.endings()[2].reason == "rank 2 has not reported to the rendezvous service"
+
+
+def test_a_rank_that_dies_soon_after_each_start_waits_ever_longer() -> None:
+    crashes, now, waits = Crashes(), 0.0, []
+    for pid in range(1, 11):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "has run out of memory", now + 5)
+        crashes.died(rank(2, pid=pid), "killed", now + 5)  # told twice
+        waits.append(crashes.left(rank(2, pid=pid), now + 5))
+        now += 5 + waits[-1]
+    assert waits == [0, 0, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert crashes.words(rank(2)) == (
+        "rank 2 on host2 has ended 10 times within 30 s of joining, last: has run out of memory; it is taken in again "
+        "after 300 s"
+    )
+    assert crashes.left(rank(1), now) == crashes.left(rank(2, digest="d2"), now) == 0
+    # A process that runs for a minute clears its rank, and so does one that dies only after a while.
+    crashes.joined(rank(2, pid=90), now)
+    crashes.ran(rank(2, pid=90), now + 60)
+    crashes.died(rank(2, pid=90), "killed", now + 61)
+    assert crashes.left(rank(2, pid=90), now + 61) == 0
+    for pid, lasted in ((91, 5), (92, 5), (93, 40), (94, 5), (95, 5)):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "killed", now + lasted)
+        assert crashes.left(rank(2, pid=pid), now + lasted) == 0
+
+
+def test_a_process_that_joins_again_and_again_without_dying_is_no_crash_loop() -> None:
+    crashes = Crashes()
+    for second in range(10):
+        crashes.joined(rank(2, generation=second), second)
+    crashes.died(rank(2, generation=9), "killed", 29.0)
+    assert crashes.closed("d1", 29.0) == set()
+
+
+def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    for pid in (201, 202, 203):  # rank 2 is killed at each start, before the others have begun with it
+        roster.join(pid, rank(2, pid=pid), 8.0 * (pid - 201))
+        roster.withdraw(1)  # so that the group is not complete
+        alive(roster, 2, start=8.0 * (pid - 201), end=8.0 * (pid - 201) + 7.75)
+    roster.join(3, rank(0), 24.0)
+    roster.join(204, rank(2, pid=204), 24.0)
+    assert alive(roster, 2, 3, 204, start=24.0, end=28.0) == []
+    assert roster.present() == [0, 1, 2]
+    (held,) = roster.held_back(28.0)
+    assert held.number == 204
+    assert "rank 2 on host2 has ended 3 times" in held.reason
+    assert "last: it was killed or lost its power" in held.reason
+    assert roster.give_number(question(1, digest="d1"), 28.0) == Given(3, 3)
+    verdicts = alive(roster, 2, 3, 204, start=28.25, end=36.0)
+    assert [verdict.joins for verdict in verdicts] == [[3, 2, 204]]
+    assert roster.held_back(36.0) == []
