@@ -61,8 +61,8 @@ def test_a_process_that_was_killed_near_its_limit_is_explained_once(killed: Trac
     assert explain_last(tmp_path, 2, root) == (
         "the process before this one (rank 2) ended without a word at step 1234, as the kernel's out-of-memory killer "
         "ends processes (exit code 137): it used 612.0 MiB of 640.0 MiB; the plan expected 590.0 MiB. Lower "
-        "batch_size, raise parallel.micro_batches, let more ranks share the layers (parallel.strategy: pipeline or auto), or raise "
-        "the memory limit"
+        "batch_size, raise parallel.micro_batches, let more ranks share the layers (parallel.strategy: pipeline or "
+        "auto), or raise the memory limit"
     )
     assert explain_last(tmp_path, 2, root) is None
     assert explain_last(tmp_path, 1, root) is None  # another rank
