@@ -69,8 +69,8 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         if reason == "CreateContainerConfigError":
             return Condition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
         if reason == "CrashLoopBackOff" or "terminated" in state:
-            problem = f"{name}: {_ending(pod, ended, last_words)}"
-            return Condition(PodState.ENDED, problem, reason or None, _fix(pod, ended))
+            why = f"{name}: {_ending(pod, ended, last_words)}"
+            return Condition(PodState.ENDED, why, reason or None, _fix(pod, ended))
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
