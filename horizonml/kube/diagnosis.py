@@ -41,6 +41,7 @@ class Condition:
     state: PodState
     problem: str | None = None
     detail: str | None = None  # Kubernetes' own word, where it says more than the state
+    fix: str | None = None  # what to do about the problem, where other pods may need the same
 
     @property
     def phase(self) -> str:
@@ -68,14 +69,15 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         if reason == "CreateContainerConfigError":
             return Condition(PodState.MISCONFIGURED, f"{name}: {waiting.get('message', reason)}")
         if reason == "CrashLoopBackOff" or "terminated" in state:
-            return Condition(PodState.ENDED, f"{name}: {_ending(pod, ended, last_words)}", reason or None)
+            why = f"{name}: {_ending(pod, ended, last_words)}"
+            return Condition(PodState.ENDED, why, reason or None, _fix(pod, ended))
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
             problem = f"{name}: restarted {times}; the last time {why}" if again else None
-            return Condition(PodState.READY if ready else PodState.RUNNING, problem)
+            return Condition(PodState.READY if ready else PodState.RUNNING, problem, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
             return Condition(PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
@@ -90,17 +92,37 @@ def _ending(pod: Object, ended: Object, last_words: str) -> str:
     code, reason = ended.get("exitCode"), ended.get("reason")
     at = f" at {ended['finishedAt']}" if "finishedAt" in ended else ""
     facts = ", ".join(part for part in (reason if reason != "Error" else None, f"exit code {code}") if part)
-    if reason == "OOMKilled" or code == 128 + signal.SIGKILL:
-        limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory", "none")
+    if _was_out_of_memory(ended):
+        limit = _memory_limit(pod)
+        had = f"limit {limit}" if limit is not None else "no limit but the node's memory"
         sure = "ran" if reason == "OOMKilled" else "most likely ran"
-        return (
-            f"it {sure} out of memory{at} ({facts}; limit {limit}); raise it (--memory), use more workers with "
-            "strategy pipeline, or a smaller batch"
-        )
+        return f"it {sure} out of memory{at} ({facts}; {had})"
     number = ended.get("signal") or (code - 128 if isinstance(code, int) and code > 128 else None)
     if number:
         return f"it was killed{at} ({facts}) by {explain_signal(number)}"
     return f"it ended{at} ({facts})" + (f": {last_words}" if last_words else "; see its log")
+
+
+def _was_out_of_memory(ended: Object) -> bool:
+    """Return whether the kernel has ended a container for its memory, surely or most likely."""
+    return ended.get("reason") == "OOMKilled" or ended.get("exitCode") == 128 + signal.SIGKILL
+
+
+def _memory_limit(pod: Object) -> str | None:
+    """Return the memory limit of a worker as its manifest has it, or None without one."""
+    limit = pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get("memory")
+    return None if limit is None else str(limit)
+
+
+def _fix(pod: Object, ended: Object) -> str | None:
+    """Return what to do about a container that has ended, where that does not depend on the pod."""
+    if not _was_out_of_memory(ended):
+        return None
+    raised = "raise the limit with --memory" if _memory_limit(pod) is not None else "use nodes with more memory"
+    return (
+        f"{raised}, use more workers with strategy pipeline or auto, or lower batch_size; `horizonml plan JOB` shows "
+        "what every rank needs, and the workers' logs say how much they used"
+    )
 
 
 def _not_scheduled(pod: Object, message: str, nodes: Sequence[Object], pods: Sequence[Object]) -> str:

@@ -9,6 +9,7 @@ from enum import Enum, auto
 from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.kube.diagnosis import Condition, PodState
+from horizonml.text import human_bytes
 
 PHASES = ("compute", "transfer", "wait")
 Samples = dict[str, float]
@@ -43,6 +44,7 @@ class RankStatus:
     transfer: float | None = None
     wait: float | None = None
     generation: int | None = None
+    plan_memory: float | None = None  # bytes that an automatic plan expects the rank to need
     activity: Activity = Activity.UNKNOWN
 
     def to_json(self) -> dict[str, str | int | float | None]:
@@ -91,6 +93,7 @@ def rank_status(
         transfer=transfer,
         wait=wait,
         generation=whole("generation"),
+        plan_memory=after.get("horizonml_plan_memory_bytes"),
         activity=activity,
     )
 
@@ -110,8 +113,16 @@ def _activity(condition: Condition, metrics: Samples) -> tuple[Activity, str]:
 
 
 def problems(rows: Iterable[RankStatus], conditions: Mapping[int, Condition]) -> list[str]:
-    """Return what is wrong, one line each."""
-    found = [entry.problem for _, entry in sorted(conditions.items()) if entry.problem]
+    """Return what is wrong, one line each, with what to do about it once, at the last line that it is for."""
+    rows = list(rows)
+    planned = {entry.rank: entry.plan_memory for entry in rows}
+    wrong = [(rank, entry.problem, entry.fix) for rank, entry in sorted(conditions.items()) if entry.problem]
+    last = {fix: rank for rank, _, fix in wrong}
+    found = []
+    for rank, problem, fix in wrong:
+        expected = planned.get(rank) if fix is not None else None
+        needs = f"; the plan expects it to need {human_bytes(expected)}" if expected is not None else ""
+        found.append(problem + needs + (f"; {fix}" if fix is not None and last[fix] == rank else ""))
     generations = {entry.generation for entry in rows if entry.activity is Activity.TRAINING}
     if len(generations) > 1:
         found.append(f"ranks are in different generations {sorted(map(str, generations))}: they are just forming again")

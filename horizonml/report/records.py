@@ -14,6 +14,7 @@ from horizonml.engine.clock import Kind
 from horizonml.errors import HorizonError
 from horizonml.machine.host import MachineInfo
 from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.record import Source
 
 _WARM_UP = 3  # the first steps pay for caches and connections
 
@@ -134,6 +135,20 @@ class EvaluationLine(BaseModel):
     accuracy: float | None = None
 
 
+class RecoveryLine(BaseModel):
+    """How training went on after ranks were lost, as a rank that survived recorded it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float
+    generation: int
+    lost: list[int]
+    silent_seconds: float | None = None
+    seconds: float
+    steps_repeated: int
+    source: Source
+
+
 class SpanLine(NamedTuple):
     """What a rank did at a time, in seconds of its own clock."""
 
@@ -167,6 +182,7 @@ class RankRecords:
     timed: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)
     timelines: list[TimelineLine] = field(default_factory=list)
+    recoveries: list[RecoveryLine] = field(default_factory=list)  # of all attempts, in the order of time
 
     @property
     def settled(self) -> list[StepLine]:
@@ -230,6 +246,7 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
     steps: dict[int, tuple[StepLine, RunRecord]] = {}  # a step that was lost and done again counts once
     evaluations: list[EvaluationLine] = []
     timelines: list[tuple[TimelineLine, RunRecord]] = []
+    recoveries: list[RecoveryLine] = []
     for record in _read_records(path):
         match record:
             case RunRecord():
@@ -241,18 +258,21 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
                 evaluations.append(record)
             case TimelineLine():
                 timelines.append((record, last))
+            case RecoveryLine():
+                recoveries.append(record)
     ordered = [steps[number] for number in sorted(steps)]
     timed = [step for step, about in ordered if about.setting == run.setting]
     spans = [line for line, about in timelines if about.setting == run.setting]
-    return RankRecords(run, [step for step, _ in ordered], timed, _newest(evaluations), spans), last
+    return RankRecords(run, [step for step, _ in ordered], timed, _newest(evaluations), spans, recoveries), last
 
 
-Record = RunRecord | StepLine | EvaluationLine | TimelineLine
+Record = RunRecord | StepLine | EvaluationLine | TimelineLine | RecoveryLine
 _KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
     "step": StepLine,
     "evaluation": EvaluationLine,
     "timeline": TimelineLine,
+    "recovery": RecoveryLine,
 }
 
 

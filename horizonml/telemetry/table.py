@@ -176,7 +176,7 @@ No metric but `horizonml_generation` carries the generation, which would start a
 formed. A stale process, whose group has gone on without it, is one with a lower generation than the others. Its series
 have the label `instance` in common, which tells it from a process that has replaced it as the same rank:
 
-```promql
+```text
 horizonml_step and on (namespace, instance)
   horizonml_generation < on (namespace) group_left max by (namespace) (horizonml_generation)
 ```

@@ -152,15 +152,15 @@ PANELS = [
         without="No rank was lost",
     ),
     Panel(
-        "bargauge",
+        "stat",
         "Promises kept",
-        "Are losses noticed and got over in time? The share of losses noticed within 6 s of silence, and of recoveries "
-        "within 4 s and within 15 s, over the time shown.",
+        "Are losses noticed and got over in time? The share of losses that were noticed within 6 s of silence, and of "
+        "those after which a rank trained again within 4 s and within 15 s, over the time shown.",
         "percentunit",
         [
-            (within("loss_notice_seconds", "6.0"), "noticed within 6 s"),
-            (within("recovery_seconds", "4.0"), "trains again within 4 s"),
-            (within("recovery_seconds", "15.0"), "trains again within 15 s"),
+            (within("loss_notice_seconds", "6.0"), "noticed in 6 s"),
+            (within("recovery_seconds", "4.0"), "over in 4 s"),
+            (within("recovery_seconds", "15.0"), "over in 15 s"),
         ],
         low=0,
         high=1,

@@ -31,7 +31,7 @@ class Panel:
     steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)  # thresholds, for stat and bargauge
     soft: float | None = None  # the axis reaches at least this far
     stacked: bool = False
-    points: bool = False  # show every value as a point, for what happens now and then
+    points: bool = False  # values as points, for what happens now and then
     decimals: int | None = None
     words: dict[int, tuple[str, str]] = field(default_factory=dict)  # value -> text and colour, for stat
     columns: dict[str, str] = field(default_factory=dict)  # label -> heading, for table
@@ -110,13 +110,15 @@ class Panel:
         reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
         if self.kind == "timeseries":
             custom: dict[str, Any] = {
-                "drawStyle": "line",
+                "drawStyle": "points" if self.points else "line",
                 "lineWidth": 1,
                 "fillOpacity": 60 if self.stacked else 0 if any("{{" in legend for _, legend in self.queries) else 8,
                 "showPoints": "always" if self.points else "never",
-                "spanNulls": False if self.points else 60_000,
+                "spanNulls": 60_000,
                 "stacking": {"mode": "normal" if self.stacked else "none", "group": "A"},
             }
+            if self.points:
+                custom["pointSize"] = 8
             if self.soft is not None:
                 custom["axisSoftMax"] = self.soft
             legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}

@@ -114,6 +114,7 @@ def test_other_reasons_say_what_to_do() -> None:
     killed = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     memory = condition(pod(**container(state=killed[0], lastState=killed[1])), "", [], [])
     assert "it ran out of memory (OOMKilled, exit code 137; limit 1Gi)" in str(memory.problem)
+    assert "raise the limit with --memory, use more workers" in str(memory.fix)
     wrong = {"waiting": {"reason": "CrashLoopBackOff"}}, {"terminated": {"exitCode": 2}}
     crash = condition(pod(**container(state=wrong[0], lastState=wrong[1])), "optimizer.lr: -1", [], [])
     problem = "worker-3: it ended (exit code 2): optimizer.lr: -1"
@@ -131,7 +132,7 @@ def test_other_reasons_say_what_to_do() -> None:
             1,
             {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-05-04T10:00:00Z"},
             "worker-3: restarted once; the last time it ran out of memory at 2026-05-04T10:00:00Z (OOMKilled, exit "
-            "code 137; limit 1Gi); raise it (--memory)",
+            "code 137; limit 1Gi)",
         ),
         (2, {"exitCode": 137, "reason": "Error"}, "worker-3: restarted 2 times; the last time it most likely ran out"),
         (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
@@ -197,6 +198,23 @@ def test_rows_tell_what_ranks_do() -> None:
     silent = rank_status(3, None, Condition(PodState.PENDING), {}, {}, 1.0)
     assert (silent.phase, silent.step, silent.loss) == ("Pending", None, None)
     assert problems([found], {3: Condition(PodState.PENDING, "no disk")}) == ["no disk"]
+
+
+def test_workers_that_ran_out_of_memory_are_told_what_to_do_about_it_once() -> None:
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    killed = container(state={"running": {}}, lastState=ended, again=1)
+    free = pod("worker-4", **killed)
+    del free["spec"]["containers"][0]["resources"]["limits"]
+    pods = {2: pod("worker-2", **killed), 3: pod("worker-3", **killed), 4: free}
+    conditions = {rank: condition(one, "", [], []) for rank, one in pods.items()}
+    rows = [RankStatus(3, "pi-1", "Training", plan_memory=1.25 * 2**30)]
+    first, second, third = problems(rows, conditions)
+    story = "restarted once; the last time it ran out of memory (OOMKilled, exit code 137; "
+    assert first == f"worker-2: {story}limit 1Gi)"
+    assert second.startswith(
+        f"worker-3: {story}limit 1Gi); the plan expects it to need 1.2 GiB; raise the limit with --memory, use more"
+    )
+    assert third.startswith(f"worker-4: {story}no limit but the node's memory); use nodes with more memory, use more")
 
 
 def cluster(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
