@@ -176,7 +176,7 @@ class Campaign:
     def _inject(self, kind: Fault, rank: int, begin: float) -> None:
         """Do one fault, and undo it when its time is over or the rank's process has ended."""
         process, at = self._cluster.processes[rank], time.time()
-        seconds = min(kind.seconds(self._dice), self._settings.every / 2)
+        seconds = min(kind.seconds(self._dice), self._settings.every / (1 if kind.deadly else 2))
         with ExitStack() as undo:
             undo.callback(kind.end, self._cluster, rank)
             kind.begin(self._cluster, rank)
