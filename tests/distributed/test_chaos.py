@@ -22,7 +22,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 def test_a_job_that_is_killed_and_paused_goes_on_and_its_goodput_is_measured(folder: Path) -> None:
     done = horizonml(
-        folder, "chaos", "job.yaml", "--faults", "kill,pause", "--every", "5s", "--for", "10s", "--reference", "2s",
+        folder, "chaos", "job.yaml", "--faults", "kill,pause", "--every", "10s", "--for", "20s", "--reference", "2s",
         "--restart-after", "500ms", "--out", "out", "--set", "checkpoint.every_steps=20", HORIZONML_TEST=str(folder),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
