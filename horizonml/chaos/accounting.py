@@ -48,6 +48,7 @@ class Injected:
     time: float  # Unix time at which it took effect
     until: float  # when it was undone; as `time` for one that is over at once
     detail: str = ""  # in words
+    struck: bool = True  # whether it did anything to the rank
 
 
 @dataclass(frozen=True)

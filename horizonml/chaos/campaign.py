@@ -176,7 +176,7 @@ class Campaign:
     def _inject(self, kind: Fault, rank: int, begin: float) -> None:
         """Do one fault, and undo it when its time is over or the rank's process has ended."""
         process, at = self._cluster.processes[rank], time.time()
-        seconds = min(kind.seconds(self._dice), self._settings.every / 2)
+        seconds = min(kind.seconds(self._dice), self._settings.every / (1 if kind.deadly else 2))
         with ExitStack() as undo:
             undo.callback(kind.end, self._cluster, rank)
             kind.begin(self._cluster, rank)
@@ -187,9 +187,10 @@ class Campaign:
         if seconds and kind.deadly and process.poll() is not None:
             at = self._ledger.given_up(rank, at) or ended - 2 * _LOOK_SECONDS
         detail = f"{ended - at:.1f} s" if ended - at > _LOOK_SECONDS * 2 else ""
-        if kind.deadly and process.poll() is None:
-            detail = f"did not strike: the rank needed no more in {ended - at:.0f} s"
-        self._faults.append(Injected(kind.name, rank, at, max(at, ended), detail))
+        struck = process.poll() is not None or not kind.deadly
+        if not struck:
+            detail = f"did not strike in {ended - at:.0f} s"
+        self._faults.append(Injected(kind.name, rank, at, max(at, ended), detail, struck))
 
     def _tell(self, fault: Injected, begin: float) -> None:
         """Say what came of a fault."""

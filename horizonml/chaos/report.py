@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from horizonml.chaos.accounting import Aftermath
+from horizonml.chaos.accounting import Aftermath, Injected
 from horizonml.chaos.campaign import Result
 from horizonml.files import write_atomically
 from horizonml.text import count, human_seconds, percent
@@ -23,6 +23,7 @@ _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
     "time": lambda found: found.fault.time,
     "until": lambda found: found.fault.until,
     "detail": lambda found: found.fault.detail,
+    "struck": lambda found: found.fault.struck,
     "seconds_to_notice": lambda found: found.noticed,
     "seconds_to_step": lambda found: found.stepped,
     "seconds_to_whole": lambda found: found.whole,
@@ -34,8 +35,8 @@ _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
 def kinds_table(result: Result) -> list[list[str]]:
     """Return a row for each kind of fault: medians, and the worst in brackets."""
     rows = []
-    for kind in dict.fromkeys(found.fault.kind for found in result.aftermaths):
-        some = [found for found in result.aftermaths if found.fault.kind == kind]
+    for kind in dict.fromkeys(_kind(found.fault) for found in result.aftermaths):
+        some = [found for found in result.aftermaths if _kind(found.fault) == kind]
         repeated = [found.repeated for found in some]
         rows.append(
             [
@@ -50,6 +51,11 @@ def kinds_table(result: Result) -> list[list[str]]:
     return rows
 
 
+def _kind(fault: Injected) -> str:
+    """Return the kind of a fault in words."""
+    return fault.kind if fault.struck else f"{fault.kind} (did not strike)"
+
+
 def _typical(values: Sequence[float | None]) -> str:
     """Return the median and the largest of the values that there are."""
     known = [value for value in values if value is not None]
@@ -62,7 +68,7 @@ def _typical(values: Sequence[float | None]) -> str:
 def facts(result: Result) -> list[tuple[str, str]]:
     """Return what there is to say of the whole campaign, as names and values."""
     ledger, settings = result.ledger, result.settings
-    kinds = [fault.kind for fault in result.faults]
+    kinds = [_kind(fault) for fault in result.faults]
     by_kind = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     difference = ledger.loss_difference()
     unasked = _unasked(result)
@@ -87,7 +93,7 @@ def _reference(result: Result) -> str:
 
 def _unasked(result: Result) -> int:
     """Return how many processes ended although no fault had ended them."""
-    deadly = sum(fault.kind == "oom" and not fault.detail.startswith("did not") for fault in result.faults)
+    deadly = sum(fault.kind == "oom" and fault.struck for fault in result.faults)
     return max(0, sum(not end.killed for end in result.exits) - deadly)
 
 

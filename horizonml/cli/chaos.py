@@ -55,6 +55,7 @@ def chaos(
 
     For example, a kill or a pause every ten seconds for a minute:
 
+    \b
         horizonml chaos digits --faults kill,pause --every 10s --for 1m --ranks 3
 
     A rank that dies is started again. The result is the goodput, which is the share of the samples that the same ranks
@@ -183,7 +184,7 @@ def _show(result: Result) -> None:
         print()
         print_table("Medians, and the worst in brackets", report.KINDS_HEADER, report.kinds_table(result))
     print()
-    print_table("", ("", ""), report.facts(result), (0, 1))
+    print_table("", ("in all", "measured"), report.facts(result), (0, 1))
     print()
     files = report.write(result)
     if result.points and result.faulted.seconds:
