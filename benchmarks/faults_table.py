@@ -98,6 +98,29 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def bounds(folder: Path) -> str:
+    """What bounds each goodput: a line for each library that was measured."""
+    lines = []
+    for label, title in COLUMNS.items():
+        path = folder / f"{label}-goodput-ddp.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        one = result["rounds"][0]
+        during, calm = one["during"], one["before"]
+        usual = calm["step_seconds"][str(result["ranks"])]
+        sizes = [
+            f"{value / usual:.2f} times as long with {size} ranks" for size, value in during["step_seconds"].items()
+        ]
+        again = one["repeated"] / max(1, one["steps"] + one["repeated"])
+        lines.append(
+            f"- {title}: no step ended for {one['stalled']:.1%} of the time (without faults: "
+            f"{calm['stalled'] / calm['seconds']:.1%}), {again:.1%} of the steps were repeated ones, and the median "
+            f"step took {', '.join(sizes)} (as {usual * 1e3:.0f} ms without faults)."
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Replace the table in the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,7 +129,7 @@ def main() -> None:
     readme = HERE / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    made = table(options.results)
+    made = f"{table(options.results)}\n\n{bounds(options.results)}".strip()
     readme.write_text(f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}")
     print(made)
 

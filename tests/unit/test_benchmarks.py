@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults import summary
 from benchmarks.faults_read import gaps, read_trace, repeated_steps, window
+from benchmarks.faults_table import table
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
@@ -72,3 +74,14 @@ def test_a_window_counts_samples_once_and_says_where_its_time_went(survivor: Pat
     assert found.repeated == 4
     assert found.step_seconds == {4: pytest.approx(0.1), 3: pytest.approx(0.1)}
     assert found.stalled == pytest.approx((3.0 - 1.0 - 0.1) + (4.0 - 3.5 - 0.1))
+
+
+def test_the_table_says_how_many_rounds_never_went_on(tmp_path: Path) -> None:
+    for label, times in {"before": [None, None], "horizonml": [1.0, None, 3.0]}.items():
+        rounds = [{"rank": number, "again": time, "repeated": 1} for number, time in enumerate(times)]
+        path = tmp_path / f"{label}-kill-ddp.json"
+        path.write_text(json.dumps({"rounds": rounds, "summary": summary(rounds)}))
+    made = table(tmp_path)
+    assert "| | **HorizonML** | HorizonML before |" in made
+    assert "step again | 2.0 s (3.0), never (1 of 3) | never |" in made
+    assert "steps repeated | 1 (1) | 1 (1) |" in made
