@@ -157,9 +157,9 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
         traces = cluster.traces()
     parts = [(begin, faulted), (faulted, calm), (after, after + options.reference)]
     before, during, later = (window(traces, *part) for part in parts)
-    reference = (before.samples_per_second + later.samples_per_second) / 2
+    reference = (before.worked_per_second + later.worked_per_second) / 2
     return {
-        "goodput": during.samples_per_second / reference,
+        "goodput": during.gained_per_second / reference,
         "kills": kills,
         "restarts": restarts,
         "repeated": during.repeated,
@@ -180,7 +180,7 @@ def mirror(options: argparse.Namespace, number: int) -> Round:
             begin = time.time()
             time.sleep(options.reference + 1.5)
             seen = window([cluster.trace(0)], begin, begin + options.reference)
-        found["with" if on else "without"] = BATCH_SIZE / seen.samples_per_second
+        found["with" if on else "without"] = BATCH_SIZE / seen.worked_per_second
     return {**found, "cost": found["with"] / found["without"] - 1}
 
 

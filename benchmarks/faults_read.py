@@ -81,8 +81,9 @@ class Window:
     """How fast training went for a while, and where its time went."""
 
     seconds: float
-    samples_per_second: float  # of steps that were not taken before
-    steps: int
+    gained_per_second: float  # samples of steps that were not taken before
+    worked_per_second: float  # samples of all steps, those that were repeated too
+    steps: int  # that were not taken before
     repeated: int
     stalled: float  # seconds of the window in which no step ended for more than three usual steps
     step_seconds: dict[int, float]  # median by the number of ranks
@@ -107,5 +108,6 @@ def window(traces: Sequence[Trace], begin: float, end: float) -> Window:
     usual = medians[max(medians)] if medians else 0.0
     edges = [begin, *(time for time, _ in times), end]
     stalls = [b - a - usual for a, b in pairwise(edges) if b - a > 3 * usual]
-    done = sum(seen.batch for seen in new)
-    return Window(end - begin, done / (end - begin), len(new), repeated_steps(inside), sum(stalls), medians)
+    seconds, gained = end - begin, sum(seen.batch for seen in new)
+    worked = sum({(seen.generation, seen.step): seen.batch for trace in inside for seen in trace.steps}.values())
+    return Window(seconds, gained / seconds, worked / seconds, len(new), repeated_steps(inside), sum(stalls), medians)

@@ -70,7 +70,8 @@ def test_gaps_are_those_that_touch_the_window() -> None:
 def test_a_window_counts_samples_once_and_says_where_its_time_went(survivor: Path) -> None:
     found = window([read_trace(survivor)], 0.55, 4.0)  # steps 6 to 10, then 7 to 12
     assert found.steps == 7
-    assert found.samples_per_second == pytest.approx(7 * 64 / 3.45)
+    assert found.gained_per_second == pytest.approx(7 * 64 / 3.45)
+    assert found.worked_per_second == pytest.approx(11 * 64 / 3.45)
     assert found.repeated == 4
     assert found.step_seconds == {4: pytest.approx(0.1), 3: pytest.approx(0.1)}
     assert found.stalled == pytest.approx((3.0 - 1.0 - 0.1) + (4.0 - 3.5 - 0.1))
