@@ -139,7 +139,7 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
         faulted, kills, restarts = time.time(), 0, 0
         while time.time() < faulted + options.seconds:
             time.sleep(0.1)
-            if time.time() > faulted + kills * options.every:
+            if kills * options.every < min(time.time() - faulted, options.seconds):
                 cluster.kill(kills % options.ranks)
                 kills += 1
             for rank in cluster.ranks:
