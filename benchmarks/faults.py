@@ -79,6 +79,8 @@ def kill(options: argparse.Namespace, number: int) -> Round:
             return all(trace.again(at) and trace.steps[-1].step > before for trace in traces)
 
         problem = _in_vain("the others step again", caught_up, options.deadline)
+        if problem is not None:
+            print(f"rank {others[0]} said:\n{cluster.said(others[0])}", flush=True)
         time.sleep(1.5)  # records reach the disk within a second
         traces = [cluster.trace(rank) for rank in others]
         return {
@@ -231,7 +233,7 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 def show(rounds: list[Round]) -> str:
     """A table of the rounds, then medians and maxima."""
-    keys = [key for key in {key: None for one in rounds for key in one} if key not in ("before", "during", "after")]
+    keys = [key for key in {key: None for one in rounds for key in one} if not isinstance(rounds[0].get(key), dict)]
     lines = ["  ".join(f"{key:>18}" for key in keys)]
     lines += ["  ".join(f"{_text(one.get(key)):>18}" for key in keys) for one in rounds]
     found = summary(rounds)
@@ -269,11 +271,13 @@ def main() -> None:
     rounds = []
     for number in range(options.rounds or (1 if options.fault == "goodput" else 5)):
         rounds.append(FAULTS[options.fault](options, number))
-        print(f"round {number + 1}: " + ", ".join(f"{k} {_text(v)}" for k, v in rounds[-1].items()), flush=True)
+        told = [f"{key} {_text(value)}" for key, value in rounds[-1].items() if not isinstance(value, dict)]
+        print(f"round {number + 1}: " + ", ".join(told), flush=True)
     print("\n" + show(rounds))
     label = options.label or options.library
     about = {"fault": options.fault, "plan": options.plan, "ranks": options.ranks, "label": label}
-    result = {**about, "machine": machine(), "summary": summary(rounds), "rounds": rounds}
+    about |= {"deadline": options.deadline, "machine": machine()}
+    result = {**about, "summary": summary(rounds), "rounds": rounds}
     path = options.out / f"{label}-{options.fault}-{options.plan}.json"
     write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
     print(f"written to {path}")

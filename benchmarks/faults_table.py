@@ -24,16 +24,16 @@ Result = dict[str, Any]
 
 
 def seconds(key: str) -> Callable[[Result], str]:
-    """Median and maximum of a time, and how many rounds never came to it."""
+    """Median and maximum of a time, and how many rounds did not come to it."""
 
     def cell(result: Result) -> str:
         found, rounds = result["summary"].get(key), len(result["rounds"])
         vain = rounds - (found["of"] if found else 0)
-        never = f"never{f' ({vain} of {rounds})' if found else ''}" if vain else ""
+        never = f"not in {result['deadline']:.0f} s" + (f" ({vain} of {rounds})" if found else "")
         if found is None:
             return never
         most = f" ({found['max']:.1f})" if found["of"] > 1 else ""
-        return f"{found['median']:.1f} s{most}" + (f", {never}" if never else "")
+        return f"{found['median']:.1f} s{most}" + (f", {never}" if vain else "")
 
     return cell
 

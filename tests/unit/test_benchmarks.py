@@ -77,12 +77,12 @@ def test_a_window_counts_samples_once_and_says_where_its_time_went(survivor: Pat
     assert found.stalled == pytest.approx((3.0 - 1.0 - 0.1) + (4.0 - 3.5 - 0.1))
 
 
-def test_the_table_says_how_many_rounds_never_went_on(tmp_path: Path) -> None:
+def test_the_table_says_how_many_rounds_did_not_go_on(tmp_path: Path) -> None:
     for label, times in {"before": [None, None], "horizonml": [1.0, None, 3.0]}.items():
         rounds = [{"rank": number, "again": time, "repeated": 1} for number, time in enumerate(times)]
         path = tmp_path / f"{label}-kill-ddp.json"
-        path.write_text(json.dumps({"rounds": rounds, "summary": summary(rounds)}))
+        path.write_text(json.dumps({"deadline": 60.0, "rounds": rounds, "summary": summary(rounds)}))
     made = table(tmp_path)
     assert "| | **HorizonML** | HorizonML before |" in made
-    assert "step again | 2.0 s (3.0), never (1 of 3) | never |" in made
+    assert "step again | 2.0 s (3.0), not in 60 s (1 of 3) | not in 60 s |" in made
     assert "steps repeated | 1 (1) | 1 (1) |" in made
