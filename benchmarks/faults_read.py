@@ -86,15 +86,15 @@ class Window:
     steps: int  # that were not taken before
     repeated: int
     stalled: float  # seconds of the window in which no step ended for more than three usual steps
-    step_seconds: dict[int, float]  # median by the number of ranks
+    step_seconds: dict[int, float]  # median by the number of ranks, where there are enough steps for one
 
     def to_json(self) -> dict[str, Any]:
         """Return the window as a JSON object."""
         return {**vars(self), "step_seconds": {str(size): value for size, value in self.step_seconds.items()}}
 
 
-def window(traces: Sequence[Trace], begin: float, end: float) -> Window:
-    """What the ranks have done between two times."""
+def window(traces: Sequence[Trace], begin: float, end: float, enough: int = 20) -> Window:
+    """What the ranks have done between two times; fewer than `enough` steps are not enough for a median."""
     inside = [Trace([seen for seen in trace.steps if begin <= seen.time < end]) for trace in traces]
     before = max((seen.step for trace in traces for seen in trace.steps if seen.time < begin), default=0)
     new = [seen for seen in progress(inside) if seen.step > before]
@@ -106,6 +106,7 @@ def window(traces: Sequence[Trace], begin: float, end: float) -> Window:
                 by_size[b.world_size].append(b.time - a.time)
     medians = {size: statistics.median(values) for size, values in sorted(by_size.items())}
     usual = medians[max(medians)] if medians else 0.0
+    medians = {size: median for size, median in medians.items() if len(by_size[size]) >= enough}
     edges = [begin, *(time for time, _ in times), end]
     stalls = [b - a - usual for a, b in pairwise(edges) if b - a > 3 * usual]
     seconds, gained = end - begin, sum(seen.batch for seen in new)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,36 @@ ROWS: list[tuple[str, str, str, Callable[[Result], str]]] = [
     ("silent loss (cut cable): the others step again", "cut", "ddp", seconds("again")),
     ("replacement, 3 s after the kill: all step again", "replace", "ddp", seconds("all")),
     ("a rank returns: longest gap between the others' steps", "join", "ddp", stall),
+    ("one more rank joins: longest gap between the others' steps", "grow", "ddp", stall),
     ("kill every 30 s, each restarted: goodput", "goodput", "ddp", kills),
     *((f"mirroring without faults, {plan}: cost", "mirror", plan, percent("cost")) for plan in ("hybrid", "pipeline")),
 ]
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and maximum of each number, over the rounds that have it."""
+    found: dict[str, Any] = {}
+    for key in {key: None for one in rounds for key in one}:
+        values = [one[key] for one in rounds if isinstance(one.get(key), int | float) and key != "rank"]
+        if values:
+            found[key] = {"median": statistics.median(values), "max": max(values), "of": len(values)}
+    return found
+
+
+def show(rounds: list[dict[str, Any]]) -> str:
+    """A table of the rounds, then medians and maxima."""
+    keys = [key for key in {key: None for one in rounds for key in one} if not isinstance(rounds[0].get(key), dict)]
+    lines = ["  ".join(f"{key:>18}" for key in keys)]
+    lines += ["  ".join(f"{text(one.get(key)):>18}" for key in keys) for one in rounds]
+    found = summary(rounds)
+    for what in ("median", "max"):
+        cells = [text(found[key][what]) if key in found else what if key == "rank" else "" for key in keys]
+        lines.append("  ".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)
+
+
+def text(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def table(folder: Path) -> str:
