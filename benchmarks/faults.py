@@ -5,6 +5,7 @@
 - cut: a rank is cut off from the network (a namespace of its own), and no connection is closed; the same is measured
 - replace: a replacement starts 3 s after the kill; seconds from its start until all step again
 - join: a rank returns once the others step without it; how long they stand still for it
+- grow: the same for one more rank than the job began with
 - goodput: a kill every 30 s, each rank restarted at once; samples per second against those before and after
 - mirror: the cost of mirroring state to another rank's memory while nothing is lost, switched on and off in turn
 
@@ -30,6 +31,7 @@ from typing import Any
 from benchmarks.faults_cluster import BATCH_SIZE, Cluster, HorizonML, NeverHappened, wait_for
 from benchmarks.faults_peers import Torchft, Torchrun
 from benchmarks.faults_read import gaps, repeated_steps, window
+from benchmarks.faults_table import show, summary, text
 from benchmarks.harness import machine
 from horizonml.files import write_atomically
 
@@ -79,6 +81,8 @@ def kill(options: argparse.Namespace, number: int) -> Round:
             return all(trace.again(at) and trace.steps[-1].step > before for trace in traces)
 
         problem = _in_vain("the others step again", caught_up, options.deadline)
+        if problem is not None:
+            print(f"rank {others[0]} said:\n{cluster.said(others[0])}", flush=True)
         time.sleep(1.5)  # records reach the disk within a second
         traces = [cluster.trace(rank) for rank in others]
         return {
@@ -98,7 +102,7 @@ def replace(options: argparse.Namespace, number: int) -> Round:
         time.sleep(REPLACED_AFTER)
         at = time.time()
         cluster.start(victim)
-        return {"rank": victim, **_all_step(cluster, at, options)}
+        return {"rank": victim, **_all_step(cluster, at, options.ranks, options)}
 
 
 def join(options: argparse.Namespace, number: int) -> Round:
@@ -114,20 +118,35 @@ def join(options: argparse.Namespace, number: int) -> Round:
         if problem is not None:
             return {"rank": joining, "problem": problem}
         time.sleep(options.calm)
-        at = time.time()
-        cluster.start(joining)
-        found = _all_step(cluster, at, options)
-        time.sleep(2.0)
-        times = [[seen.time for seen in cluster.trace(rank).steps] for rank in others]
-        end = at + (found["all"] or options.deadline) + 1
-        calm = [gap for one in times for gap in gaps(one, at - options.calm + 1, at)]
-        return {
-            "rank": joining,
-            **found,
-            "longest gap": max(gap for one in times for gap in gaps(one, at, end)),
-            "longest gap before": max(calm),
-            "median step": statistics.median(calm),
-        }
+        return {"rank": joining, **_stall(cluster, others, lambda: cluster.start(joining), options.ranks, options)}
+
+
+def grow(options: argparse.Namespace, number: int) -> Round:
+    """Let one more rank join than the job began with, and see how long the others stand still for it."""
+    del number
+    with stepping(options, f"parallel.max_workers={options.ranks + 1}") as cluster:
+        time.sleep(options.calm)
+        others = list(cluster.ranks)
+        return {"rank": options.ranks, **_stall(cluster, others, cluster.add, options.ranks + 1, options)}
+
+
+def _stall(
+    cluster: Cluster, others: list[int], enter: Callable[[], None], members: int, options: argparse.Namespace
+) -> Round:
+    """Let a rank enter, and see how long the others stand still for it."""
+    at = time.time()
+    enter()
+    found = _all_step(cluster, at, members, options)
+    time.sleep(2.0)
+    times = [[seen.time for seen in cluster.trace(rank).steps] for rank in others]
+    end = at + (found["all"] or options.deadline) + 1
+    calm = [gap for one in times for gap in gaps(one, at - options.calm + 1, at)]
+    return {
+        **found,
+        "longest gap": max(gap for one in times for gap in gaps(one, at, end)),
+        "longest gap before": max(calm),
+        "median step": statistics.median(calm),
+    }
 
 
 def goodput(options: argparse.Namespace, number: int) -> Round:
@@ -139,7 +158,7 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
         faulted, kills, restarts = time.time(), 0, 0
         while time.time() < faulted + options.seconds:
             time.sleep(0.1)
-            if time.time() > faulted + kills * options.every:
+            if kills * options.every < min(time.time() - faulted, options.seconds):
                 cluster.kill(kills % options.ranks)
                 kills += 1
             for rank in cluster.ranks:
@@ -157,9 +176,9 @@ def goodput(options: argparse.Namespace, number: int) -> Round:
         traces = cluster.traces()
     parts = [(begin, faulted), (faulted, calm), (after, after + options.reference)]
     before, during, later = (window(traces, *part) for part in parts)
-    reference = (before.samples_per_second + later.samples_per_second) / 2
+    reference = (before.worked_per_second + later.worked_per_second) / 2
     return {
-        "goodput": during.samples_per_second / reference,
+        "goodput": during.gained_per_second / reference,
         "kills": kills,
         "restarts": restarts,
         "repeated": during.repeated,
@@ -180,17 +199,18 @@ def mirror(options: argparse.Namespace, number: int) -> Round:
             begin = time.time()
             time.sleep(options.reference + 1.5)
             seen = window([cluster.trace(0)], begin, begin + options.reference)
-        found["with" if on else "without"] = BATCH_SIZE / seen.samples_per_second
+        found["with" if on else "without"] = BATCH_SIZE / seen.worked_per_second
     return {**found, "cost": found["with"] / found["without"] - 1}
 
 
-def _all_step(cluster: Cluster, since: float, options: argparse.Namespace) -> Round:
-    def done() -> bool:
-        return all(trace.again(since, options.ranks) for trace in cluster.traces())
+def _all_step(cluster: Cluster, since: float, members: int, options: argparse.Namespace) -> Round:
+    """Wait until all ranks step in a group of so many, and say how long that took."""
 
-    problem = _in_vain("all step again", done, options.deadline)
-    return {"all": _latest([trace.again(since, options.ranks) for trace in cluster.traces()], since),
-            "problem": problem}  # fmt: skip
+    def times() -> list[float | None]:
+        return [cluster.trace(rank).again(since, members) for rank in range(members)]
+
+    problem = _in_vain("all step again", lambda: None not in times(), options.deadline)
+    return {"all": _latest(times(), since), "problem": problem}
 
 
 def _in_vain(what: str, condition: Callable[[], bool], deadline: float) -> str | None:
@@ -219,32 +239,6 @@ FAULTS = {
 }
 
 
-def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Median and maximum of each number, over the rounds that have it."""
-    found: dict[str, Any] = {}
-    for key in {key: None for one in rounds for key in one}:
-        values = [one[key] for one in rounds if isinstance(one.get(key), int | float) and key != "rank"]
-        if values:
-            found[key] = {"median": statistics.median(values), "max": max(values), "of": len(values)}
-    return found
-
-
-def show(rounds: list[Round]) -> str:
-    """A table of the rounds, then medians and maxima."""
-    keys = [key for key in {key: None for one in rounds for key in one} if key not in ("before", "during", "after")]
-    lines = ["  ".join(f"{key:>18}" for key in keys)]
-    lines += ["  ".join(f"{_text(one.get(key)):>18}" for key in keys) for one in rounds]
-    found = summary(rounds)
-    for what in ("median", "max"):
-        cells = [_text(found[key][what]) if key in found else what if key == "rank" else "" for key in keys]
-        lines.append("  ".join(f"{cell:>18}" for cell in cells))
-    return "\n".join(lines)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
-
-
 def main() -> None:
     """Measure one fault, print it and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -256,7 +250,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1200.0, help="of faults (goodput)")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between kills (goodput)")
     parser.add_argument("--reference", type=float, default=30.0, help="seconds without faults (goodput, mirror)")
-    parser.add_argument("--calm", type=float, default=8.0, help="seconds of calm before a rank returns (join)")
+    parser.add_argument("--calm", type=float, default=8.0, help="seconds of calm before a rank comes (join, grow)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job")
     parser.add_argument("--library", choices=("horizonml", "torchrun", "torchft"), default="horizonml")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has torchft")
@@ -264,16 +258,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/measured"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
-    if options.library != "horizonml" and (options.plan != "ddp" or options.fault == "mirror"):
-        parser.error(f"{options.library} has data parallelism only, and no mirror")
+    if options.library != "horizonml" and (options.plan != "ddp" or options.fault in ("grow", "mirror")):
+        parser.error(f"{options.library} has data parallelism only here, and neither grows nor mirrors")
     rounds = []
     for number in range(options.rounds or (1 if options.fault == "goodput" else 5)):
         rounds.append(FAULTS[options.fault](options, number))
-        print(f"round {number + 1}: " + ", ".join(f"{k} {_text(v)}" for k, v in rounds[-1].items()), flush=True)
+        told = [f"{key} {text(value)}" for key, value in rounds[-1].items() if not isinstance(value, dict)]
+        print(f"round {number + 1}: " + ", ".join(told), flush=True)
     print("\n" + show(rounds))
     label = options.label or options.library
     about = {"fault": options.fault, "plan": options.plan, "ranks": options.ranks, "label": label}
-    result = {**about, "machine": machine(), "summary": summary(rounds), "rounds": rounds}
+    about |= {"deadline": options.deadline, "machine": machine()}
+    result = {**about, "summary": summary(rounds), "rounds": rounds}
     path = options.out / f"{label}-{options.fault}-{options.plan}.json"
     write_atomically(path, (json.dumps(result, indent=1) + "\n").encode())
     print(f"written to {path}")

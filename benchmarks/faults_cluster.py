@@ -78,6 +78,10 @@ class Cluster(ABC):
     def log(self, rank: int) -> Path:
         """The file of what a rank prints."""
 
+    def add(self) -> None:
+        """Start one more rank than there were at first."""
+        raise SystemExit("only HorizonML's clusters grow here")
+
     def cut(self, rank: int) -> None:
         """Cut a rank off from the network, without a trace."""
         raise SystemExit("only HorizonML's ranks have networks that can be cut here")
@@ -107,12 +111,16 @@ class HorizonML(Cluster):
         job.write_text(JOB.format(batch_size=BATCH_SIZE, plan=plan))
         options = [part for setting in settings for part in ("--set", setting)]
         self._ranks = chaos.Cluster(job, world_size, folder, options=options, isolated=isolated)
+        self._added: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self._ranks.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._added is not None:
+            self._added.kill()
+            self._added.wait()
         self._ranks.stop()
 
     def start(self, rank: int) -> None:
@@ -123,6 +131,13 @@ class HorizonML(Cluster):
 
     def pause(self, rank: int) -> None:
         self._ranks.pause(rank)
+
+    def add(self) -> None:
+        rank = self._ranks.process(0)
+        env = {key: value for key, value in rank.environ().items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        command = [*rank.cmdline(), "--join", env["HORIZONML_RENDEZVOUS"]]
+        with self.log(self.world_size).open("ab") as log:
+            self._added = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def cut(self, rank: int) -> None:
         self._ranks.partition(rank)

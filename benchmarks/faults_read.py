@@ -81,19 +81,20 @@ class Window:
     """How fast training went for a while, and where its time went."""
 
     seconds: float
-    samples_per_second: float  # of steps that were not taken before
-    steps: int
+    gained_per_second: float  # samples of steps that were not taken before
+    worked_per_second: float  # samples of all steps, those that were repeated too
+    steps: int  # that were not taken before
     repeated: int
     stalled: float  # seconds of the window in which no step ended for more than three usual steps
-    step_seconds: dict[int, float]  # median by the number of ranks
+    step_seconds: dict[int, float]  # median by the number of ranks, where there are enough steps for one
 
     def to_json(self) -> dict[str, Any]:
         """Return the window as a JSON object."""
         return {**vars(self), "step_seconds": {str(size): value for size, value in self.step_seconds.items()}}
 
 
-def window(traces: Sequence[Trace], begin: float, end: float) -> Window:
-    """What the ranks have done between two times."""
+def window(traces: Sequence[Trace], begin: float, end: float, enough: int = 20) -> Window:
+    """What the ranks have done between two times; fewer than `enough` steps are not enough for a median."""
     inside = [Trace([seen for seen in trace.steps if begin <= seen.time < end]) for trace in traces]
     before = max((seen.step for trace in traces for seen in trace.steps if seen.time < begin), default=0)
     new = [seen for seen in progress(inside) if seen.step > before]
@@ -105,7 +106,9 @@ def window(traces: Sequence[Trace], begin: float, end: float) -> Window:
                 by_size[b.world_size].append(b.time - a.time)
     medians = {size: statistics.median(values) for size, values in sorted(by_size.items())}
     usual = medians[max(medians)] if medians else 0.0
+    medians = {size: median for size, median in medians.items() if len(by_size[size]) >= enough}
     edges = [begin, *(time for time, _ in times), end]
     stalls = [b - a - usual for a, b in pairwise(edges) if b - a > 3 * usual]
-    done = sum(seen.batch for seen in new)
-    return Window(end - begin, done / (end - begin), len(new), repeated_steps(inside), sum(stalls), medians)
+    seconds, gained = end - begin, sum(seen.batch for seen in new)
+    worked = sum({(seen.generation, seen.step): seen.batch for trace in inside for seen in trace.steps}.values())
+    return Window(seconds, gained / seconds, worked / seconds, len(new), repeated_steps(inside), sum(stalls), medians)

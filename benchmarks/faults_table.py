@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,16 @@ Result = dict[str, Any]
 
 
 def seconds(key: str) -> Callable[[Result], str]:
-    """Median and maximum of a time, and how many rounds never came to it."""
+    """Median and maximum of a time, and how many rounds did not come to it."""
 
     def cell(result: Result) -> str:
         found, rounds = result["summary"].get(key), len(result["rounds"])
         vain = rounds - (found["of"] if found else 0)
-        never = f"never{f' ({vain} of {rounds})' if found else ''}" if vain else ""
+        never = f"not in {result['deadline']:.0f} s" + (f" ({vain} of {rounds})" if found else "")
         if found is None:
             return never
         most = f" ({found['max']:.1f})" if found["of"] > 1 else ""
-        return f"{found['median']:.1f} s{most}" + (f", {never}" if never else "")
+        return f"{found['median']:.1f} s{most}" + (f", {never}" if vain else "")
 
     return cell
 
@@ -80,9 +81,36 @@ ROWS: list[tuple[str, str, str, Callable[[Result], str]]] = [
     ("silent loss (cut cable): the others step again", "cut", "ddp", seconds("again")),
     ("replacement, 3 s after the kill: all step again", "replace", "ddp", seconds("all")),
     ("a rank returns: longest gap between the others' steps", "join", "ddp", stall),
+    ("one more rank joins: longest gap between the others' steps", "grow", "ddp", stall),
     ("kill every 30 s, each restarted: goodput", "goodput", "ddp", kills),
     *((f"mirroring without faults, {plan}: cost", "mirror", plan, percent("cost")) for plan in ("hybrid", "pipeline")),
 ]
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and maximum of each number, over the rounds that have it."""
+    found: dict[str, Any] = {}
+    for key in {key: None for one in rounds for key in one}:
+        values = [one[key] for one in rounds if isinstance(one.get(key), int | float) and key != "rank"]
+        if values:
+            found[key] = {"median": statistics.median(values), "max": max(values), "of": len(values)}
+    return found
+
+
+def show(rounds: list[dict[str, Any]]) -> str:
+    """A table of the rounds, then medians and maxima."""
+    keys = [key for key in {key: None for one in rounds for key in one} if not isinstance(rounds[0].get(key), dict)]
+    lines = ["  ".join(f"{key:>18}" for key in keys)]
+    lines += ["  ".join(f"{text(one.get(key)):>18}" for key in keys) for one in rounds]
+    found = summary(rounds)
+    for what in ("median", "max"):
+        cells = [text(found[key][what]) if key in found else what if key == "rank" else "" for key in keys]
+        lines.append("  ".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)
+
+
+def text(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def table(folder: Path) -> str:
@@ -98,6 +126,29 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def bounds(folder: Path) -> str:
+    """What bounds each goodput: a line for each library that was measured."""
+    lines = []
+    for label, title in COLUMNS.items():
+        path = folder / f"{label}-goodput-ddp.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        one = result["rounds"][0]
+        during, calm = one["during"], one["before"]
+        usual = calm["step_seconds"][str(result["ranks"])]
+        sizes = [
+            f"{value / usual:.2f} times as long with {size} ranks" for size, value in during["step_seconds"].items()
+        ]
+        again = one["repeated"] / max(1, one["steps"] + one["repeated"])
+        lines.append(
+            f"- {title}: no step ended for {one['stalled']:.1%} of the time (without faults: "
+            f"{calm['stalled'] / calm['seconds']:.1%}), {again:.1%} of the steps were repeated ones, and the median "
+            f"step took {', '.join(sizes)} (as {usual * 1e3:.0f} ms without faults)."
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Replace the table in the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,7 +157,7 @@ def main() -> None:
     readme = HERE / "README.md"
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    made = table(options.results)
+    made = f"{table(options.results)}\n\n{bounds(options.results)}".strip()
     readme.write_text(f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{after}")
     print(made)
 

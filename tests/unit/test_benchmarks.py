@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults_read import gaps, read_trace, repeated_steps, window
+from benchmarks.faults_table import summary, table
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
@@ -66,9 +67,21 @@ def test_gaps_are_those_that_touch_the_window() -> None:
 
 
 def test_a_window_counts_samples_once_and_says_where_its_time_went(survivor: Path) -> None:
-    found = window([read_trace(survivor)], 0.55, 4.0)  # steps 6 to 10, then 7 to 12
+    found = window([read_trace(survivor)], 0.55, 4.0, enough=5)  # steps 6 to 10, then 7 to 12
     assert found.steps == 7
-    assert found.samples_per_second == pytest.approx(7 * 64 / 3.45)
+    assert found.gained_per_second == pytest.approx(7 * 64 / 3.45)
+    assert found.worked_per_second == pytest.approx(11 * 64 / 3.45)
     assert found.repeated == 4
-    assert found.step_seconds == {4: pytest.approx(0.1), 3: pytest.approx(0.1)}
+    assert found.step_seconds == {3: pytest.approx(0.1)}  # there are but four gaps of four ranks
     assert found.stalled == pytest.approx((3.0 - 1.0 - 0.1) + (4.0 - 3.5 - 0.1))
+
+
+def test_the_table_says_how_many_rounds_did_not_go_on(tmp_path: Path) -> None:
+    for label, times in {"before": [None, None], "horizonml": [1.0, None, 3.0]}.items():
+        rounds = [{"rank": number, "again": time, "repeated": 1} for number, time in enumerate(times)]
+        path = tmp_path / f"{label}-kill-ddp.json"
+        path.write_text(json.dumps({"deadline": 60.0, "rounds": rounds, "summary": summary(rounds)}))
+    made = table(tmp_path)
+    assert "| | **HorizonML** | HorizonML before |" in made
+    assert "step again | 2.0 s (3.0), not in 60 s (1 of 3) | not in 60 s |" in made
+    assert "steps repeated | 1 (1) | 1 (1) |" in made
