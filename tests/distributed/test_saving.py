@@ -23,7 +23,7 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
-from horizonml.plan.plan import Plan, Stage
+from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
@@ -36,7 +36,7 @@ from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 LAYERS = 15
 PLANS = {
     "ddp": Plan((Stage(0, LAYERS, (0, 1), (1.0, 1.0)),)),
-    "tensor": Plan((Stage(0, LAYERS, (0, 1), (1.0, 1.0), sync="channels"),)),
+    "tensor": Plan((Stage(0, LAYERS, (0, 1), (1.0, 1.0), sync=Sync.CHANNELS),)),
     "hybrid": Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
 }
 
@@ -169,7 +169,6 @@ def awake(rank: int, world_size: int, store: Store, folder: Path) -> dict[str, A
         stale.begin(session.state, PLANS["ddp"], {"by": "old"})
         if rank == 0:
             assert card.reached.wait(30)
-            SlowCard.original(os.open(folder, os.O_RDONLY))
         old.barrier()
         hidden = [path.name.rpartition("-")[0] for path in folder.glob(".step-*")]
         os.fsync = SlowCard.original  # for the newer group; the old one's thread is in its call
@@ -263,7 +262,8 @@ def hashing(rank: int, world_size: int, store: Store, folder: Path, save: bool) 
     original = hashlib.file_digest
 
     def counting(file: Any, digest: str) -> Any:
-        hashed.append("/".join(Path(file.name).parts[-3:]) if isinstance(file.name, str) else opened_as(file.name))
+        path = Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+        hashed.append(f"{path.parent.name.strip('.').partition('-g')[0]}/{path.name}")
         return original(file, digest)
 
     hashlib.file_digest = counting  # type: ignore[assignment]
@@ -279,34 +279,25 @@ def hashing(rank: int, world_size: int, store: Store, folder: Path, save: bool) 
     finally:
         hashlib.file_digest = original
         group.close()
-    return [
-        name if "step" not in name else name.partition("-g")[0].replace(".step", "step") + "/" + name.rpartition("/")[2]
-        for name in hashed
-    ]
-
-
-def opened_as(descriptor: int) -> str:
-    return "/".join(Path(os.readlink(f"/proc/self/fd/{descriptor}")).parts[-3:])
+    return hashed
 
 
 def test_every_shard_is_hashed_once_and_old_checkpoints_are_not(pool: Pool, tmp_path: Path) -> None:
-    print(pool.run(3, hashing, tmp_path, True))
-    (tmp_path / "1" / "step-00000002" / "stage-1.safetensors").unlink()  # and so it is received again
-    print(pool.run(3, hashing, tmp_path, False))
-    raise AssertionError
+    shards = [[f"step-0000000{step}/stage-{stage}.safetensors" for stage in range(2)] for step in (1, 2)]
+    # Both disks have both shards. What a rank wrote is hashed when it is written, what it received when it is there.
+    both = [*shards[0], *shards[1]]
+    assert [sorted(files) for files in pool.run(3, hashing, tmp_path, True)] == [both, both, []]
+    (tmp_path / "1" / "step-00000002" / "stage-1.safetensors").unlink()  # so that it is received again
+    assert [sorted(files) for files in pool.run(3, hashing, tmp_path, False)] == [shards[1], shards[1], []]
 
 
 HELD_UP = """
-import os, sys, threading, time
+import sys, threading, time
 from pathlib import Path
 from horizonml.comm.group import Group
 from horizonml.state.checkpoint import Checkpoints
 from tests.distributed.test_saving import PLANS, trained
-from horizonml.plan.plan import Plan, Stage
-
-class Held:
-    def __init__(self, call):
-        self.call, self.reached = call, threading.Event()
+from horizonml.plan.plan import Plan, Stage, Sync
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 group, plan = Group(None, 0, 1, 30.0), Plan((Stage(0, 15, (0,), (1.0,)),))
@@ -314,7 +305,7 @@ session = trained(plan, group, 1)
 checkpoints = Checkpoints(folder, group, 2, {})
 assert checkpoints.save(session.state, plan, {}) == []
 session.state.step = 2
-reached, rename = threading.Event(), Path.rename
+reached = threading.Event()
 
 def held_up(path, target):
     reached.set()

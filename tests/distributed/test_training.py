@@ -455,3 +455,14 @@ def test_records_are_complete_and_true(pool: Pool, tmp_path: Path) -> None:
         assert [line["step"] for line in timelines] == [4, 8, 12, 16, 20]
         kinds = {(kind, what) for kind, what, *_ in timelines[0]["spans"]}
         assert {("compute", "forward"), ("compute", "backward"), ("compute", "update")} <= kinds
+
+
+def test_checkpoints_in_the_background_are_recorded_with_their_pauses(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, run, job(tmp_path, workers=2, checkpoint={"background": True}))
+    for rank in range(2):
+        lines = [line for line in read_lines(tmp_path / f"rank-{rank}.jsonl") if line["kind"] == "checkpoint"]
+        assert all(line["saved"] and line["seconds"] > 0 for line in lines)
+        # Some may have been left out because the one before was still being written.
+        assert [line["step"] for line in lines if not line["writing_seconds"]] == [21]
+        assert 5 in {line["step"] for line in lines} <= {5, 10, 15, 20, 21}
+    assert steps(tmp_path / "checkpoints")[0].name == "step-00000021"

@@ -36,9 +36,9 @@ def test_a_group_that_is_over_may_neither_begin_nor_write(tmp_path: Path) -> Non
     old.begin()
     old.check()
     new.begin()
-    with pytest.raises(CheckpointError, match="generation 3 has begun in .*, and generation 1, which is over"):
+    with pytest.raises(CheckpointError, match=r"generation 3 has begun in .*, and generation 1, which is over"):
         old.check()
-    with pytest.raises(PeerLost, match="generation 3 has begun in .*, and generation 2, which is over"):
+    with pytest.raises(PeerLost, match=r"generation 3 has begun in .*, and generation 2, which is over"):
         late.begin()
     with pytest.raises(PeerLost):  # a second group of the same number
         fence(folder, Term(0, 3)).begin()
