@@ -130,6 +130,7 @@ class Group:
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
         self._over = threading.Event()  # set once the group has been broken off
+        self._twins: list[Group] = []
 
     def _arrive(self) -> None:
         """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
@@ -161,6 +162,28 @@ class Group:
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
         finally:
             self._sockets |= _open_sockets() - before
+
+    def twin(self, name: str, timeout: float) -> Group:
+        """Return a group of the same ranks with connections of its own, for a thread that works beside this group's.
+
+        Collectives of one process group must come in the same order on all ranks, which two threads cannot promise.
+        The twin is broken off together with this group; who asked for it closes it. All ranks call this in the same
+        order. Raises PeerLost.
+        """
+        store = PrefixStore(f"{name}-{len(self._twins)}", self._store) if self._store is not None else None
+        hosts = self.hosts if self._hosts_known else None
+        self._twins.append(Group(store, self.rank, self.world_size, timeout, hosts))
+        return self._twins[-1]
+
+    @property
+    def timeout(self) -> float:
+        """Return the seconds that the group waits for a message."""
+        return self._timeout
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the group has been broken off."""
+        return self._over.is_set()
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are known to share a machine."""
@@ -316,7 +339,12 @@ class Group:
         same peer would wait for one another until the timeout. Any thread may call this.
         """
         self._over.set()
-        service = getattr(getattr(self._store, "underlying_store", self._store), "port", None)
+        for twin in self._twins:
+            twin.abort()
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        service = getattr(store, "port", None)
         while self._sockets:
             descriptor, inode = self._sockets.pop()
             # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.

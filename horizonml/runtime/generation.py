@@ -167,7 +167,8 @@ class Generation:
         if not job.checkpoint.enabled:
             return None
         folder = job.run_folder / "checkpoints"
-        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible_with(job, info), self.names)
+        compatible = compatible_with(job, info)
+        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
 
     def _take_up(
         self, session: Session, checkpoints: Checkpoints | None, first: bool, source: Source | None

@@ -66,6 +66,7 @@ class _Loop:
         self.sampler = Sampler(self.data.info.train, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
         self.total = self.per_epoch * self.job.epochs
+        self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
         # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
         self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
@@ -74,16 +75,17 @@ class _Loop:
         """Run the training; see `train`."""
         if self.state.step >= self.total:
             return Outcome.ALREADY_COMPLETE
-        every = self.job.checkpoint.every_steps or self.per_epoch
         while self.state.step < self.total:
             step = self._step()
             done = self.state.step
+            self._note_saved(self.checkpoints)
             if done % self.per_epoch == 0:
                 self._evaluate(done)
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
             replan = self._has_better_plan(step, done) and done < self.total
             saving = stopping and (step.totals.stop or not self.keeps_state)
-            if self.checkpoints is not None and (done % every == 0 or done == self.total or saving or replan):
+            due = done % self.every == 0 and not (stopping and not saving)
+            if self.checkpoints is not None and (due or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
                 if self.unsaved and not step.totals.stop and not self.keeps_state:
                     stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
@@ -137,20 +139,33 @@ class _Loop:
         return better
 
     def _save(self, checkpoints: Checkpoints, done: int, stopping: bool) -> None:
-        """Save a checkpoint. Raises CheckpointError if that fails and no later one will be saved."""
-        complete = done == self.total
+        """Save a checkpoint: the last one while all wait, others while training goes on, and never two at once.
+
+        Raises CheckpointError if it is not saved and no later one will be.
+        """
+        complete, due = done == self.total, done % self.every == 0
         details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
-        started, before = time.perf_counter(), checkpoints.newest
-        problems = checkpoints.save(self.state, self.session.plan, {"job": self.job.model_dump(), **details})
-        self.recorder.checkpoint(done, not problems, time.perf_counter() - started)
+        details = {"job": self.job.model_dump(), **details}
+        problems: list[str] = []
+        if self.job.checkpoint.background and due and not complete and not stopping:
+            checkpoints.begin(self.state, self.session.plan, details)
+        else:
+            problems = checkpoints.save(self.state, self.session.plan, details)
+        self._note_saved(checkpoints)
         self.session.clock.pause()
         self.recorder.skip()
-        self.unsaved = bool(problems)
         if problems and (complete or (stopping and self.stop.wanted)):
-            kept = "no checkpoint is there" if before is None else f"the newest checkpoint is that of step {before}"
+            newest = checkpoints.newest
+            kept = "no checkpoint is there" if newest is None else f"the newest checkpoint is that of step {newest}"
             raise CheckpointError(
                 f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
             )
+
+    def _note_saved(self, checkpoints: Checkpoints | None) -> None:
+        """Record what became of checkpoints that were written until now."""
+        for one in checkpoints.finished() if checkpoints is not None else []:
+            self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
+            self.unsaved = bool(one.problems)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

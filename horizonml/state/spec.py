@@ -61,6 +61,9 @@ class CheckpointSpec(Spec):
     keep: int = Field(2, ge=1, description="How many checkpoints to keep.")
     resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
     enabled: bool = Field(True, description="Whether to save checkpoints at all.")
+    background: bool = Field(
+        True, description="Write them while training goes on, from a copy in memory; false waits and needs no copy."
+    )
 
 
 class RecoverySpec(Spec):

@@ -120,13 +120,23 @@ class Recorder:
             found = f"{told} as planned, compared with the others" if told else "all are as fast as planned again"
             self._display.message(f"step {number}: {found}")
 
-    def checkpoint(self, number: int, saved: bool, seconds: float) -> None:
-        """Record that a checkpoint was saved after step `number`, or that saving it failed."""
+    def checkpoint(self, number: int, saved: bool, seconds: float, writing: float = 0.0) -> None:
+        """Record that a checkpoint was saved after step `number`, or that saving it failed.
+
+        Training waited for `seconds`; for the seconds of `writing`, it went on.
+        """
         self._lines.write(
-            {"kind": "checkpoint", "step": number, "time": time.time(), "saved": saved, "seconds": seconds}
+            {
+                "kind": "checkpoint",
+                "step": number,
+                "time": time.time(),
+                "saved": saved,
+                "seconds": seconds,
+                "writing_seconds": writing,
+            }
         )
         if self._metrics is not None:
-            self._metrics.checkpoint(number, saved, seconds)
+            self._metrics.checkpoint(number, saved, seconds + writing)
 
     def replica(self, age_steps: int | None, covered: bool) -> None:
         """Show how old the copy of this rank's state is in another rank's memory; see `Metrics.replica`."""
