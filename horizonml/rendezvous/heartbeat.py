@@ -10,20 +10,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed import Store
 
 from horizonml.machine.network import can_connect
 from horizonml.rendezvous.checks import printable
+from horizonml.rendezvous.line import Line
 from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Ended, Resume, read_ended, read_status
+from horizonml.rendezvous.messages import Ended, Resume, Status, read_ended, read_status
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25
 _CONNECT_SECONDS = 1.0
+_ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery
 
 OnEnd = Callable[[Ended], object]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """What the service says at one beat."""
+
+    status: Status
+    ended: Ended | None  # how the generation has ended, unless that was known
 
 
 class Heartbeat(threading.Thread):
@@ -44,7 +54,7 @@ class Heartbeat(threading.Thread):
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
         self._said: set[int] = set()  # joins that are held back, as was said
-        self.store = connect()
+        self.line = Line(connect)
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()
         self.ended: Ended | None = None
@@ -64,45 +74,60 @@ class Heartbeat(threading.Thread):
             self._callbacks.clear()
 
     def run(self) -> None:
-        connected = True
+        connected, failed = True, 0
         while not self.stop.is_set():
             try:
                 if not connected:
                     # A store's client never connects again: there must be a new one, and a service to connect it to.
                     if can_connect(*self._address, timeout=_CONNECT_SECONDS) is not None:
-                        self.stop.wait(_CONNECT_SECONDS)
+                        self.stop.wait(BEAT_SECONDS)
                         continue
-                    self.store, connected = self._connect(), True
+                    self.line.close()
+                    self.line = Line(self._connect)
+                self._beats += 1
+                heard = self.line.ask(self._beat, _ANSWER_SECONDS)
+                if not connected:
+                    connected = True
                     _log.warning("the rendezvous service is back")
-                self._beat()
+                self._act(heard)
             except (RuntimeError, ValueError) as error:
-                if connected:
+                if connected and not self.stop.is_set():
                     _log.warning(
-                        "the rendezvous service is gone; training goes on without it until it is back (%s)",
+                        "the rendezvous service does not answer; training goes on without it until it is back (%s)",
                         first_line(error),
                     )
-                connected = False
-            self.stop.wait(BEAT_SECONDS)
+                # A listener that stays mute costs a thread each time, so it is tried ever less often.
+                connected, failed = False, failed + 1
+            else:
+                failed = 0
+            self.stop.wait(BEAT_SECONDS * 2 ** min(failed, 6))
 
-    def _beat(self) -> None:
-        self._beats += 1
+    def _beat(self, store: Store) -> _Heard:
+        """Beat, and return what the service says; in the line's thread."""
         number, generation = self._resume.number, self._resume.fingerprint.generation
-        self.store.set(f"beat/{number}", str(self._beats))
-        status = read_status(peek(self.store, "status"))
+        store.set(f"beat/{number}", str(self._beats))
+        status = read_status(peek(store, "status"))
         # The service publishes the end of a generation before the status that no longer names its members.
-        ended = peek(self.store, f"over/{generation}") if self.ended is None else None
+        message = peek(store, f"over/{generation}") if self.ended is None else None
+        if message is None:
+            return _Heard(status, None)
+        return _Heard(status, replace(read_ended(message), evicted=peek(store, f"gone/{number}") is not None))
+
+    def _act(self, heard: _Heard) -> None:
+        """Do what follows from what the service says."""
+        status, number = heard.status, self._resume.number
         if self._lead:
             self.newcomers = status.newcomers
             for held in status.held:
                 if held.number not in self._said:
                     self._said.add(held.number)
                     _log.warning("%s", held.reason)
-        if ended is not None:
-            self._tell(replace(read_ended(ended), evicted=peek(self.store, f"gone/{number}") is not None))
+        if heard.ended is not None:
+            self._tell(heard.ended)
         elif self.ended is None and status.running is not None and number not in status.running:
             with self._telling:
                 if not self.stop.is_set():
-                    post(self.store, self._resume.to_json())
+                    self.line.ask(lambda store: post(store, self._resume.to_json()), _ANSWER_SECONDS)
 
     def _tell(self, ended: Ended) -> None:
         """Let everyone know who has asked to."""

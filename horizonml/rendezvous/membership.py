@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -16,6 +17,8 @@ from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, first_line
 from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.messages import Departure, Ended, Farewell, Leave, Lost, read_ended
 
+T = TypeVar("T")
+_ANSWER_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -64,22 +67,27 @@ class Membership:
 
         If it does not within `patience` seconds, those are named whose heartbeats have stopped meanwhile.
         """
-        store = self._heartbeat.store
         others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
         until = time.monotonic() + patience
         try:
-            before = {rank: peek(store, f"beat/{join}") for rank, join in others.items()}
+            before = self._ask(lambda store: _beats(store, others))
             while True:
-                lost, ends_job = self._published(store, others)
+                lost, ends_job = self._ask(lambda store: self._published(store, others))
                 left = until - time.monotonic()
                 if lost or left <= 0:
                     break
                 time.sleep(min(0.1, left))
             if not lost:
+<<<<<<< HEAD
                 # Who has left meets the others again.
                 there = [(rank, join) for rank, join in others.items() if peek(store, f"gone/{join}") is None]
                 quiet = [rank for rank, join in there if peek(store, f"beat/{join}") == before[rank]]
                 lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
+=======
+                after = self._ask(lambda store: _beats(store, others))
+                quiet = [member for rank, member in enumerate(self.members) if before.get(rank, b"") == after.get(rank)]
+                lost = [f"{_place(member)} gives no sign of life" for member in quiet]
+>>>>>>> issue13-R
         except RuntimeError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except ValueError as problem:
@@ -108,9 +116,20 @@ class Membership:
         """Tell the service that this rank leaves, and why."""
         self._heartbeat.end()
         try:
-            post(self._heartbeat.store, Leave(self._joins[self.rank], Farewell(reason, departure)).to_json())
+            farewell = Leave(self._joins[self.rank], Farewell(reason, departure)).to_json()
+            self._ask(lambda store: post(store, farewell))
         except RuntimeError as error:
             _log.debug("could not say goodbye: %s", error)
+        self._heartbeat.line.close()
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        """Return the service's answer. Raises RuntimeError if there is none soon."""
+        return self._heartbeat.line.ask(question, _ANSWER_SECONDS)
+
+
+def _beats(store: Store, joins: dict[int, int]) -> dict[int, bytes | None]:
+    """Return where the heartbeats of these joins stand, by the rank in the group."""
+    return {rank: peek(store, f"beat/{join}") for rank, join in joins.items()}
 
 
 def _place(member: Fingerprint) -> str:

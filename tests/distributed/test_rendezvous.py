@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -283,6 +283,35 @@ def test_a_process_that_is_stopped_is_published_and_learns_of_it_when_it_wakes(p
     (evicted,) = results[1]["ended"]
     assert evicted.evicted
     assert "this rank gave no sign of life for too long" in results[1]["named"]
+
+
+def outlive_the_service(rank: int, world_size: int, store: Store, port: int, pid: int) -> dict[str, Any]:
+    """Rank 0 stops the service for longer than a rank may be silent; nobody is lost, and no call hangs."""
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    named = None
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(LOST_SECONDS + 1.0)
+        named = str(membership.name_lost(PeerLost("a wait was broken off")))
+        os.kill(pid, signal.SIGCONT)
+        watched = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+        number = membership._joins[0]
+        before = peek(watched, f"beat/{number}")
+        wait_for(lambda: peek(watched, f"beat/{number}") != before, "a heartbeat")
+        time.sleep(1.0)  # in which the service would have declared somebody lost
+        store.set("awake", "")
+    store.wait(["awake"], timedelta(seconds=60))
+    ended = membership.ended
+    membership.leave("done", Departure.DONE)
+    return {"ended": ended, "named": named}
+
+
+def test_a_service_that_was_stopped_takes_nobody_for_lost(pool: Pool, start: Callable[..., Any]) -> None:
+    process = start("rendezvous", "--port", "0")
+    port = int(process.stdout.readline().rpartition(":")[2])
+    results = pool.run(2, outlive_the_service, port, process.pid)
+    assert [result["ended"] for result in results] == [None, None]
+    assert "the rendezvous service does not answer either (no answer within 2.0 s)" in results[0]["named"]
 
 
 def be_busy(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:

@@ -185,6 +185,6 @@ def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
     status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1", [HeldBack(9, "it dies", 8.5)])
     assert read_status(json.dumps(status.to_json()).encode()) == status
     rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3, "held": [3, {}]}
-    assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [])
+    assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [], "", [])
     for message in (None, b"[" * 60_000, b"x" * (1 << 20)):
         assert read_status(message).running is None
