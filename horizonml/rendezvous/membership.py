@@ -78,20 +78,18 @@ class Membership:
                     break
                 time.sleep(min(0.1, left))
             if not lost:
-<<<<<<< HEAD
-                # Who has left meets the others again.
-                there = [(rank, join) for rank, join in others.items() if peek(store, f"gone/{join}") is None]
-                quiet = [rank for rank, join in there if peek(store, f"beat/{join}") == before[rank]]
-                lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
-=======
                 after = self._ask(lambda store: _beats(store, others))
-                quiet = [member for rank, member in enumerate(self.members) if before.get(rank, b"") == after.get(rank)]
-                lost = [f"{_place(member)} gives no sign of life" for member in quiet]
->>>>>>> issue13-R
+                # Who has left has lost a peer, too, and meets the others again.
+                left_too = self._ask(lambda store: [r for r, join in others.items() if peek(store, f"gone/{join}")])
+                quiet = [rank for rank in others if before.get(rank) == after.get(rank) and rank not in left_too]
+                lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
         except RuntimeError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except ValueError as problem:
             return PeerLost(f"{error}; what the rendezvous service says of the others is damaged ({problem})")
+        finally:
+            if self._heartbeat.stop.is_set():  # this rank has left, and this was its last question
+                self._heartbeat.line.close()
         return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
 
     def _published(self, store: Store, others: dict[int, int]) -> tuple[list[str], bool]:
@@ -120,7 +118,8 @@ class Membership:
             self._ask(lambda store: post(store, farewell))
         except RuntimeError as error:
             _log.debug("could not say goodbye: %s", error)
-        self._heartbeat.line.close()
+        if departure is not Departure.LOST_PEER:  # or `name_lost` still has a question
+            self._heartbeat.line.close()
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         """Return the service's answer. Raises RuntimeError if there is none soon."""
