@@ -43,12 +43,22 @@ def train(
             help="As a rank, go on serving metrics when the job is done, until SIGTERM.",
         ),
     ] = False,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="HORIZONML_JOIN",
+            help="Become one more rank of the run that meets at this rendezvous service, with a number that the "
+            "service gives; parallel.max_workers limits how many there may be.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a job.
 
-    Started by torchrun, Compose, Kubernetes, mpirun or srun, this process is one rank of the job. Started by hand, it
-    runs the rendezvous service and all ranks on this machine. The run goes on from its newest checkpoint, if there is
-    one. Ctrl-C saves a checkpoint and stops.
+    Started by torchrun, Compose, Kubernetes, mpirun or srun, this process is one rank of the job; with --join, it is
+    one more rank of a run. Started by hand, it runs the rendezvous service and all ranks on this machine. The run goes
+    on from its newest checkpoint, if there is one. Ctrl-C saves a checkpoint and stops.
     """
     from horizonml.rendezvous.identity import identify
 
@@ -57,7 +67,7 @@ def train(
         from horizonml.job.planfile import read_plan
 
         job = read_plan(job, plan_file)
-    identity = identify(os.environ)
+    identity = join or identify(os.environ, job.parallel.max_workers)
     metrics_at = _metrics_address(metrics)
     if identity is None:
         from horizonml.runtime.launch import train_here

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
+from horizonml.comm.log import MessageLog
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class Work(Protocol):
 
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
-    "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files"
+    "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files",
+    "mirror",
 )  # fmt: skip
 _MESSAGES = 1 << 27  # of each channel
 
@@ -58,6 +60,11 @@ class Channel:
         """Return the tag of one of the channel's messages, which both ends number alike."""
         assert 0 <= message < _MESSAGES, message
         return self.first + message
+
+    @property
+    def tags(self) -> range:
+        """Return all tags of the channel."""
+        return range(self.first, self.first + _MESSAGES)
 
 
 class _Collective:
@@ -117,11 +124,13 @@ class Group:
         self._store = store
         self._sockets: set[tuple[int, int]] = set()
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
+        self.log: MessageLog | None = None  # which takes note of what is sent
         self._arrive()
         self._world = self._connect("world", tuple(range(world_size)))
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
         self._over = threading.Event()  # set once the group has been broken off
+        self._twins: list[Group] = []
 
     def _arrive(self) -> None:
         """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
@@ -154,6 +163,28 @@ class Group:
         finally:
             self._sockets |= _open_sockets() - before
 
+    def twin(self, name: str, timeout: float) -> Group:
+        """Return a group of the same ranks with connections of its own, for a thread that works beside this group's.
+
+        Collectives of one process group must come in the same order on all ranks, which two threads cannot promise.
+        The twin is broken off together with this group; who asked for it closes it. All ranks call this in the same
+        order. Raises PeerLost.
+        """
+        store = PrefixStore(f"{name}-{len(self._twins)}", self._store) if self._store is not None else None
+        hosts = self.hosts if self._hosts_known else None
+        self._twins.append(Group(store, self.rank, self.world_size, timeout, hosts))
+        return self._twins[-1]
+
+    @property
+    def timeout(self) -> float:
+        """Return the seconds that the group waits for a message."""
+        return self._timeout
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the group has been broken off."""
+        return self._over.is_set()
+
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are known to share a machine."""
         return self._hosts_known and len({self.hosts[rank] for rank in ranks}) == 1
@@ -168,6 +199,8 @@ class Group:
         if peer == self.rank:
             self._outbox[tag] = tensor
             return _Done()
+        if self.log is not None:
+            self.log.add(tensor, peer, tag)
         try:
             work: Work = self._world.send([tensor], peer, tag)
         except _GLOO_ERRORS as error:
@@ -306,7 +339,12 @@ class Group:
         same peer would wait for one another until the timeout. Any thread may call this.
         """
         self._over.set()
-        service = getattr(getattr(self._store, "underlying_store", self._store), "port", None)
+        for twin in self._twins:
+            twin.abort()
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        service = getattr(store, "port", None)
         while self._sockets:
             descriptor, inode = self._sockets.pop()
             # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.

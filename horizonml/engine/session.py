@@ -20,10 +20,10 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.step import Step, Totals, Way
-from horizonml.errors import Diverged
+from horizonml.errors import Diverged, PeerLost
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Sync
-from horizonml.state.train_state import TrainState
+from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
 
 _UNCHANGED = (
@@ -70,6 +70,7 @@ class Session:
         if any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
             self._finite = TreeSum(group, everyone, finite, torch.zeros(1))
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
+        self._prepared = False  # whether only the others' consent is missing to update
 
     @property
     def is_first(self) -> bool:
@@ -96,37 +97,79 @@ class Session:
         step, and `newcomers` that it knows of ranks that want to join. Raises PeerLost; raises Diverged on every rank,
         before any parameter changes, if the loss or a gradient is not finite.
         """
+        self._prepared = False
         try:
             return self._step(batch, learning_rate, measure_divergence, stop, newcomers)
-        except BaseException:
-            for running in self.stages.values():
-                running.roll_back()
+        except PeerLost:
+            if self._prepared:
+                self._leave_open(learning_rate)
+            else:
+                self._roll_back()
             raise
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        for running in self.stages.values():
+            running.roll_back()
+
+    def _leave_open(self, learning_rate: float) -> None:
+        """Keep the gradients of a step that other ranks may have agreed on; see `TrainState.settle`."""
+        gradients: dict[str, Tensor] = {}
+        before: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            gradients |= {name: p.grad for name, p in stage.parameters.items() if p.grad is not None}
+            before |= stage.before
+        self.state.prepared = Prepared(gradients, before, learning_rate)
+
+    def replay(self, batch: Batch, learning_rate: float) -> None:
+        """Repeat a step that the other ranks have done already, from the messages that they sent in it.
+
+        The session's group has these messages; this rank must be the only member of each of its stages.
+        """
+        self._reduce(self._pass(batch, False)[0])
+        self._commit(list(self.stages), learning_rate)
+        for stage in self.stages.values():
+            stage.flush()
+
+    def _pass(self, batch: Batch, measure_divergence: bool) -> tuple[list[Action], dict[int, StageStep]]:
+        """Run all forward and backward passes of a batch; return the step's actions, and its results by stage."""
+        runs = self._begin(batch)
+        for stage in self.stages.values():
+            stage.begin_training(measure_divergence)
+        actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
+        run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
+        return actions, runs
+
+    def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
+        """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured."""
+        reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
+        return [stage.sync.finish(stage.weight) for stage in reduced]
 
     def _step(self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool) -> Step:
         self.clock.restart()
         self._totals.post()
         if self._finite is not None:
             self._finite.post()
-        runs = self._begin(batch)
-        for stage in self.stages.values():
-            stage.begin_training(measure_divergence)
-        actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
-        run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
+        actions, runs = self._pass(batch, measure_divergence)
         # Where a stage has several members, its gradients may already be travelling between them.
         alone = [stage for stage in self.stages.values() if len(stage.stage.ranks) == 1]
         finite = all(stage.not_finite() is None for stage in alone)
         self.clock.switch("wait", "others")
+        # Without sums nothing but the others' consent is missing now: who has it may already have updated.
+        self._prepared = all(len(stage.ranks) == 1 for stage in self.plan.stages)
         totals = self._agree(*self._found(runs), batch.size, stop, newcomers, finite)
         if not math.isfinite(totals.loss):
             raise Diverged(f"step {self.state.step}: the loss is {totals.loss}. {_UNCHANGED}")
         if not totals.finite:
             self._tell_diverged()
         self.clock.switch("compute", "update")
-        reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
-        divergences = [stage.sync.finish(stage.weight) for stage in reduced]
+        divergences = self._reduce(actions)
+        self._prepared = self._prepared or self._finite is not None
         if not self._sums_finite():
             self._tell_diverged()
+        self._prepared = False
         self._commit([action.stage for action in actions if action.kind is Kind.UPDATE], learning_rate)
         self.clock.switch("transfer", "send")
         for stage in self.stages.values():

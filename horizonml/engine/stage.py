@@ -127,6 +127,11 @@ class StageRuntime:
             }
         self.sync.begin(measure_divergence)
 
+    @property
+    def before(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that the step changes, as they were before it."""
+        return dict(self._before)
+
     def commit(self) -> None:
         """Keep what the step has changed."""
         if self._changing is None:

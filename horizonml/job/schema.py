@@ -18,7 +18,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
 from horizonml.spec.base import PlainName, Spec
-from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, Sgd
+from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, RecoverySpec, Sgd
 from horizonml.telemetry.spec import TelemetrySpec
 
 
@@ -40,6 +40,7 @@ class Job(Spec):
     parallel: Parallel = Field(default_factory=Parallel)
     rendezvous: RendezvousSpec = Field(default_factory=RendezvousSpec)
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    recovery: RecoverySpec = Field(default_factory=RecoverySpec)
     telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
 
     @model_validator(mode="before")

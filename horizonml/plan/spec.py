@@ -10,6 +10,7 @@ from horizonml.plan.schedules import SCHEDULES
 from horizonml.spec.base import Spec
 from horizonml.text import count
 
+MOST_WORKERS = 10_000
 Strategy = Literal["single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod"]
 if TYPE_CHECKING:
     ScheduleName = str
@@ -76,7 +77,23 @@ class Parallel(Spec):
         "be fastest; `tensor` splits the channels within layers; `horovod` is ddp whose gradients Horovod sums.",
     )
     workers: int | None = Field(
-        None, ge=1, le=10_000, description="World size. Default: what the environment says, else 5 (1 for `single`)."
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="World size. Default: what the environment says, else 5 (1 for `single`).",
+    )
+    min_workers: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="Ranks with which training begins if no others come for 10 seconds, and without which it does not "
+        "go on when some are lost. Default: it begins with all `workers`, and goes on with 1 (3 for `hybrid`).",
+    )
+    max_workers: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_WORKERS,
+        description="Ranks that may take part when further ones join (`horizonml train --join`). Default: `workers`.",
     )
     schedule: ScheduleName = Field(
         "auto",
@@ -172,14 +189,38 @@ class Parallel(Spec):
                 expected = layers[1] + 1
         return self
 
+    @model_validator(mode="after")
+    def _bounds_fit(self) -> Parallel:
+        least, most, workers = self.min_workers, self.max_workers, self.workers
+        for name, value in (("min_workers", least), ("max_workers", most)):
+            if value is None:
+                continue
+            if self.stages is not None and value != self.world_size():
+                ranks = count(self.world_size(), "rank")
+                raise ValueError(f"{name}: {value}, but stages is a plan for exactly {ranks}; leave {name} out")
+            if self.stages is None and self.strategy == "single" and value > 1:
+                raise ValueError(f"{name}: strategy single trains on 1 rank, not {value}; choose ddp or leave it out")
+            if self.stages is None and self.strategy == "hybrid" and value < 3:
+                raise ValueError(f"{name}: strategy hybrid needs at least 3 ranks, not {value}; set it to 3 or more")
+        if least is not None and workers is not None and least > workers:
+            raise ValueError(f"min_workers: {least} is more than workers, {workers}; set it to {workers} or less")
+        if most is not None and workers is not None and most < workers:
+            raise ValueError(f"max_workers: {most} is less than workers, {workers}; set it to {workers} or more")
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"min_workers: {least} is more than max_workers, {most}; make it {most} or less")
+        return self
+
     def min_world_size(self) -> int:
         """Return the least number of ranks with which the job can go on when others are lost."""
         if self.stages is not None:
             return self.world_size()
-        return 3 if self.strategy == "hybrid" else 1
+        return self.min_workers or (3 if self.strategy == "hybrid" else 1)
 
     def world_size(self) -> int:
         """Return the number of ranks that this job asks for when the environment does not set it."""
         if self.stages is not None:
             return len({rank for stage in self.stages for rank in stage.ranks})
-        return self.workers or (1 if self.strategy == "single" else 5)
+        if self.workers is not None:
+            return self.workers
+        usual = 1 if self.strategy == "single" else 5
+        return min(max(usual, self.min_workers or 1), self.max_workers or MOST_WORKERS)

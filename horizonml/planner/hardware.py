@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -62,3 +62,9 @@ class Network:
         if not self.access:
             return Link(self.latency, self.bandwidth)
         return Link(self.latency, min(self.bandwidth, self.access[one], self.access[other]))
+
+    def among(self, ranks: Sequence[int]) -> Network:
+        """Return the network between some of the ranks, which are numbered anew in this order."""
+        place = {rank: number for number, rank in enumerate(ranks)}
+        pairs = {(place[a], place[b]): link for (a, b), link in self.pairs.items() if a in place and b in place}
+        return Network(self.latency, self.bandwidth, tuple(self.access[rank] for rank in ranks if self.access), pairs)

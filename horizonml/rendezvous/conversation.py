@@ -18,10 +18,9 @@ from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Formed, Join, Refused, Resume, Status, Withdraw, read_status, read_verdict
 
-_BEAT_WAITING = 0.5
+_BEAT_WAITING = 0.25
 _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
 _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
-_SHOWN_RANKS = 20  # in a message
 
 
 class ServiceGone(RendezvousError):
@@ -84,7 +83,7 @@ class Conversation(threading.Thread):
                 beats, beaten = beats + 1, now
                 store.set(f"beat/{number}", str(beats))
                 status = read_status(peek(store, "status"))
-                self.missing, self.waiting_for = status.missing, _in_words(status)
+                self.missing, self.waiting_for = status.missing, _in_words(status, number)
             time.sleep(0.05)
         verdict = read_verdict(message, number)
         if isinstance(verdict, Refused):
@@ -104,10 +103,11 @@ class Conversation(threading.Thread):
         return Membership(rank, formed.generation, formed.members, formed.joins, store, heartbeat)
 
 
-def _in_words(status: Status) -> str:
-    """Return what a rank waits for, for people."""
-    names = ", ".join(map(str, status.missing[:_SHOWN_RANKS]))
-    if len(status.missing) > _SHOWN_RANKS:
-        names += f" and {len(status.missing) - _SHOWN_RANKS} more"
-    waiting = f"waiting for rank {names} to join" if names else "waiting for the group to form"
-    return waiting + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)
+def _in_words(status: Status, number: int) -> str:
+    """Return what the rank of this join waits for, for people."""
+    own = next((one for one in status.held if one.number == number), None)
+    if own is not None:
+        return f"{own.reason}; {own.left:.0f} s are left"
+    words = status.short or "waiting for the group to form"
+    words += "".join(f" ({one.reason}; {one.left:.0f} s are left)" for one in status.held[:1])
+    return words + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)

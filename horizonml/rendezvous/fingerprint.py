@@ -27,8 +27,10 @@ class Fingerprint:
     pid: int
     generation: int = 0  # of the group in which this process was before; 0 if there was none
     group_size: int = 0  # the world size of that group
-    replace_timeout: float = 0.0  # seconds to wait for the ranks that group has lost; 0 waits as long as it takes
+    replace_timeout: float = 0.0  # seconds to wait for replacements of the ranks that group has lost
     min_world_size: int = 1  # ranks without which training does not go on
+    max_world_size: int = 0  # ranks that may take part; 0 if no more than `world_size`
+    begin_with: int = 0  # ranks with which training may begin when no others come; 0 if it takes all
 
     def to_json(self) -> dict[str, str | int | float]:
         """Return plain JSON values."""
@@ -40,9 +42,12 @@ class Fingerprint:
         if not isinstance(value, dict):
             raise ValueError(f"a fingerprint must be an object, not {shown(value)}")
         world_size = whole(value, "world_size", 1, MOST_RANKS)
+        max_world_size = whole(value, "max_world_size", 0, MOST_RANKS)
         return cls(
-            rank=whole(value, "rank", 0, world_size - 1),
+            rank=whole(value, "rank", 0, max(world_size, max_world_size) - 1),
             world_size=world_size,
+            max_world_size=max_world_size,
+            begin_with=whole(value, "begin_with", 0, MOST_RANKS),
             pid=whole(value, "pid", 1, (1 << 32) - 1),
             generation=whole(value, "generation", 0, MOST_GENERATION),
             group_size=whole(value, "group_size", 0, MOST_RANKS),

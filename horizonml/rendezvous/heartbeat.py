@@ -1,24 +1,36 @@
-"""The sign of life that a member of a formed group gives to the rendezvous service."""
+"""The sign of life that a member of a formed group gives to the rendezvous service, and what it hears in return.
+
+It is a thread with a connection of its own, which does nothing but beat: a step that computes, a disk that blocks or a
+collective that waits does not hold it up, because all of them release the interpreter's lock. A garbage collection
+does not, but it takes seconds only beyond tens of millions of objects.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch.distributed import Store
 
 from horizonml.machine.network import can_connect
 from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Resume, read_status
+from horizonml.rendezvous.messages import Ended, Resume, read_ended, read_status
 
 _log = logging.getLogger(__name__)
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 0.25
+_CONNECT_SECONDS = 1.0
+
+OnEnd = Callable[[Ended], object]
 
 
 class Heartbeat(threading.Thread):
-    """Shows that this rank lives, also to a service that was started anew; the lead looks for newcomers, too."""
+    """Shows that this rank lives, also to a service that was started anew, and learns when its generation is over.
+
+    The lead looks for newcomers, too.
+    """
 
     def __init__(
         self, address: tuple[str, int], connect: Callable[[], Store], resume: Resume, beats: int, lead: bool
@@ -30,22 +42,35 @@ class Heartbeat(threading.Thread):
         super().__init__(name="heartbeat", daemon=True)
         self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
         self._telling = threading.Lock()
+        self._callbacks: list[OnEnd] = []
+        self._said: set[int] = set()  # joins that are held back, as was said
         self.store = connect()
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()
+        self.ended: Ended | None = None
+
+    def on_end(self, callback: OnEnd) -> None:
+        """Call this once when the generation is over; at once if it is already."""
+        with self._telling:
+            if self.ended is None:
+                self._callbacks.append(callback)
+                return
+        callback(self.ended)
 
     def end(self) -> None:
-        """Stop: once this returns, the service hears nothing more."""
+        """Stop: once this returns, the service hears nothing more, and nothing is called."""
         with self._telling:
             self.stop.set()
+            self._callbacks.clear()
 
     def run(self) -> None:
         connected = True
-        while not self.stop.wait(BEAT_SECONDS):
+        while not self.stop.is_set():
             try:
                 if not connected:
                     # A store's client never connects again: there must be a new one, and a service to connect it to.
-                    if can_connect(*self._address, timeout=BEAT_SECONDS) is not None:
+                    if can_connect(*self._address, timeout=_CONNECT_SECONDS) is not None:
+                        self.stop.wait(_CONNECT_SECONDS)
                         continue
                     self.store, connected = self._connect(), True
                     _log.warning("the rendezvous service is back")
@@ -57,18 +82,37 @@ class Heartbeat(threading.Thread):
                         first_line(error),
                     )
                 connected = False
+            self.stop.wait(BEAT_SECONDS)
 
     def _beat(self) -> None:
         self._beats += 1
-        number = self._resume.number
+        number, generation = self._resume.number, self._resume.fingerprint.generation
         self.store.set(f"beat/{number}", str(self._beats))
         status = read_status(peek(self.store, "status"))
+        # The service publishes the end of a generation before the status that no longer names its members.
+        ended = peek(self.store, f"over/{generation}") if self.ended is None else None
         if self._lead:
             self.newcomers = status.newcomers
-        if status.running is not None and number not in status.running:
+            for held in status.held:
+                if held.number not in self._said:
+                    self._said.add(held.number)
+                    _log.warning("%s", held.reason)
+        if ended is not None:
+            self._tell(replace(read_ended(ended), evicted=peek(self.store, f"gone/{number}") is not None))
+        elif self.ended is None and status.running is not None and number not in status.running:
             with self._telling:
                 if not self.stop.is_set():
                     post(self.store, self._resume.to_json())
+
+    def _tell(self, ended: Ended) -> None:
+        """Let everyone know who has asked to."""
+        with self._telling:
+            if self.stop.is_set():
+                return
+            self.ended = ended
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(ended)
 
 
 def first_line(error: BaseException) -> str:

@@ -89,13 +89,19 @@ SOURCES: tuple[Callable[[Environment], Identity | None], ...] = (
 )
 
 
-def identify(env: Environment) -> Identity | None:
-    """Return this process's identity, or None if no launcher started it. Raises IdentityError."""
-    for source in SOURCES:
-        found = source(env)
-        if found is not None:
-            return found
-    return None
+def identify(env: Environment, most: int | None = None) -> Identity | None:
+    """Return this process's identity, or None if no launcher started it. Raises IdentityError.
+
+    `most` ranks may take part (parallel.max_workers), where that is more than the world size.
+    """
+    found = next((found for source in SOURCES if (found := source(env)) is not None), None)
+    if found is not None and found.rank >= max(found.world_size, most or 0):
+        last = max(found.world_size, most or 0) - 1
+        raise IdentityError(
+            f"{found.source} says rank {found.rank} of a world of {found.world_size}: ranks go from 0 to {last} "
+            "(parallel.max_workers makes room for more)"
+        )
+    return found
 
 
 def local_rank(env: Environment) -> int:
@@ -123,8 +129,6 @@ def _pair(env: Environment, rank_name: str, size_name: str, source: str) -> Iden
     size = _number(env, size_name)
     if size < 1:
         raise IdentityError(f"{size_name} is {size}; a world has at least 1 rank")
-    if rank >= size:
-        raise IdentityError(f"{rank_name} is {rank}, but {size_name} is {size}: ranks go from 0 to {size - 1}")
     return Identity(rank, size, source)
 
 

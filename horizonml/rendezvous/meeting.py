@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from horizonml.rendezvous.conversation import Conversation, ServiceGone
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.membership import Membership
+from horizonml.rendezvous.messages import Ask
+from horizonml.rendezvous.numbers import Asking, Given
 
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 
@@ -31,8 +34,10 @@ class RendezvousSettings:
     job: str  # the job's name
     digest: str  # of the job
     timeout: float  # seconds to wait for the service and for all ranks
-    replace_timeout: float = 0.0  # seconds that survivors wait for a lost rank's replacement; 0: as long as it takes
+    replace_timeout: float = 0.0  # seconds that survivors wait for a lost rank's replacement
     min_world_size: int = 1  # ranks without which survivors do not go on
+    max_world_size: int = 0  # ranks that may take part; 0 if no more than the world size
+    begin_with: int = 0  # ranks with which a first meeting may begin when no others come; 0 if it takes all
 
 
 class Observer(Protocol):
@@ -70,6 +75,41 @@ def meet(
             time.sleep(1.0)
 
 
+def ask_rank(
+    settings: RendezvousSettings,
+    world_size: int,
+    address: tuple[str, int],
+    observer: Observer,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Identity:
+    """Let the service at `address` give this process a rank number in the run of this job that meets there.
+
+    `world_size` holds if no rank of the run is there yet. The number is kept for this process for a minute. Raises
+    RendezvousError, and Cancelled when `cancelled` says so.
+    """
+    deadline = time.monotonic() + settings.timeout
+    host, port = address
+    await_service(address, settings.timeout, deadline, observer, cancelled)
+    host_id = f"{machine_id()}/{route_to(host, port)[0]}"
+    most = max(world_size, settings.max_world_size)
+    ask = Ask(secrets.randbits(62), host_id, os.getpid(), settings.digest, world_size, most)
+    asking, reminder = Asking(ask, host, port, deadline - time.monotonic()), _Reminder(observer)
+    asking.start()
+    while asking.is_alive() and time.monotonic() < deadline:
+        asking.join(0.1)
+        if cancelled():
+            asking.give_up()
+            raise Cancelled
+        reminder.say(f"waiting for the rendezvous service at {host}:{port} to give this process a rank number")
+    asking.give_up()
+    if isinstance(asking.outcome, Given):
+        return Identity(asking.outcome.rank, asking.outcome.world_size, "the rendezvous service")
+    raise asking.outcome or RendezvousError(
+        f"gave up after {settings.timeout:.0f} s (rendezvous.timeout): {host}:{port} accepts connections but gives "
+        "this process no rank number; is it a rendezvous service of this version?"
+    )
+
+
 class _Reminder:
     """Tells an observer what is waited for: soon after it is made, and then at longer intervals."""
 
@@ -99,7 +139,7 @@ class _Meeting:
     def join(self) -> Membership:
         """Join through the service that is there now. Raises RendezvousError, Cancelled."""
         host, port = self.address
-        self._await_service()
+        await_service(self.address, self.settings.timeout, self.deadline, self.observer, self.cancelled)
         conversation = Conversation(self._fingerprint(), host, port, self.deadline)
         conversation.start()
         reminder, missing, asked = _Reminder(self.observer), None, False
@@ -121,22 +161,6 @@ class _Meeting:
                 f"{self.settings.timeout:.0f} s (rendezvous.timeout): {conversation.waiting_for}"
             )
         raise outcome
-
-    def _await_service(self) -> None:
-        """Return when something listens at the address. Raises RendezvousError, Cancelled."""
-        host, port = self.address
-        reminder = _Reminder(self.observer)
-        while (problem := can_connect(host, port, min(5.0, max(0.1, self.deadline - time.monotonic())))) is not None:
-            if self.cancelled():
-                raise Cancelled
-            if time.monotonic() >= self.deadline:
-                raise RendezvousError(
-                    f"no rendezvous service at {host}:{port} within {self.settings.timeout:.0f} s "
-                    f"(rendezvous.timeout): {problem}; start `horizonml rendezvous` there, or correct "
-                    "rendezvous.address"
-                )
-            reminder.say(f"waiting for the rendezvous service at {host}:{port}: {problem}")
-            time.sleep(min(0.5, max(0.0, self.deadline - time.monotonic())))
 
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
@@ -161,4 +185,28 @@ class _Meeting:
             group_size=self.before.world_size if self.before else 0,
             replace_timeout=self.settings.replace_timeout,
             min_world_size=self.settings.min_world_size,
+            max_world_size=self.settings.max_world_size,
+            begin_with=self.settings.begin_with,
         )
+
+
+def await_service(
+    address: tuple[str, int], timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
+) -> None:
+    """Return when something listens at the address, until a deadline in `monotonic` time.
+
+    Raises RendezvousError, Cancelled.
+    """
+    host, port = address
+    reminder = _Reminder(observer)
+    while (problem := can_connect(host, port, min(5.0, max(0.1, deadline - time.monotonic())))) is not None:
+        if cancelled():
+            raise Cancelled
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"no rendezvous service at {host}:{port} within {timeout:.0f} s "
+                f"(rendezvous.timeout): {problem}; start `horizonml rendezvous` there, or correct "
+                "rendezvous.address"
+            )
+        reminder.say(f"waiting for the rendezvous service at {host}:{port}: {problem}")
+        time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed import PrefixStore, Store
@@ -14,7 +14,7 @@ from horizonml.rendezvous.checks import parse
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, first_line
 from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Departure, Farewell, Leave
+from horizonml.rendezvous.messages import Departure, Ended, Farewell, Leave, Lost, read_ended
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Membership:
     _joins: list[int]
     _store: Store
     _heartbeat: Heartbeat
+    lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
     @property
     def world_size(self) -> int:
@@ -45,29 +46,63 @@ class Membership:
         """Return the store in which this generation's ranks exchange their addresses."""
         return PrefixStore(f"generation-{self.generation}", self._store)
 
-    def name_lost(self, error: PeerLost, patience: float = 2.5 * BEAT_SECONDS) -> PeerLost:
-        """Return the same error, naming the ranks that have left, or whose heartbeats stop for `patience` seconds."""
+    @property
+    def ended(self) -> Ended | None:
+        """Return how this generation has ended, or None as long as the service has not declared it over."""
+        return self._heartbeat.ended
+
+    def on_end(self, callback: Callable[[Ended], object]) -> None:
+        """Call this once, from the heartbeat's thread, when the service declares this generation over.
+
+        The thread beats no more while the callback runs, so it must return soon. If the generation is over already,
+        it is called at once, from this thread. After `leave` it is not called any more.
+        """
+        self._heartbeat.on_end(callback)
+
+    def name_lost(self, error: PeerLost, patience: float = 2.4 * BEAT_SECONDS) -> PeerLost:
+        """Return the same error, naming the ranks that are lost, as soon as the service knows them.
+
+        If it does not within `patience` seconds, those are named whose heartbeats have stopped meanwhile.
+        """
         store = self._heartbeat.store
+        others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
+        until = time.monotonic() + patience
         try:
-            others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
             before = {rank: peek(store, f"beat/{join}") for rank, join in others.items()}
-            time.sleep(patience)
-            lost, ends_job = [], False
-            for rank, join in others.items():
-                member = self.members[rank]
-                gone = peek(store, f"gone/{join}")
-                if gone is not None:
-                    farewell = Farewell.from_json(parse(gone))
-                    if farewell.departure is not Departure.LOST_PEER:
-                        ends_job |= farewell.departure is Departure.FAILED
-                        lost.append(f"rank {member.rank} on {member.hostname} left: {farewell.reason}")
-                elif peek(store, f"beat/{join}") == before[rank]:
-                    lost.append(f"rank {member.rank} on {member.hostname} gives no sign of life")
+            while True:
+                lost, ends_job = self._published(store, others)
+                left = until - time.monotonic()
+                if lost or left <= 0:
+                    break
+                time.sleep(min(0.1, left))
+            if not lost:
+                # Who has left meets the others again.
+                there = [(rank, join) for rank, join in others.items() if peek(store, f"gone/{join}") is None]
+                quiet = [rank for rank, join in there if peek(store, f"beat/{join}") == before[rank]]
+                lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
         except RuntimeError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except ValueError as problem:
             return PeerLost(f"{error}; what the rendezvous service says of the others is damaged ({problem})")
         return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
+
+    def _published(self, store: Store, others: dict[int, int]) -> tuple[list[str], bool]:
+        """Return whom the service knows to be lost, for people, and whether that ends the job. Raises ValueError."""
+        if self.ended is not None and self.ended.evicted:
+            return ["this rank gave no sign of life for too long, and its group goes on without it"], False
+        over = peek(store, f"over/{self.generation}")
+        self.lost = read_ended(over).lost if over is not None else ()
+        known = {one.rank: str(one) for one in self.lost}
+        ends_job = False
+        for rank, join in others.items():
+            gone, member = peek(store, f"gone/{join}"), self.members[rank]
+            if gone is None:
+                continue
+            farewell = Farewell.from_json(parse(gone))
+            ends_job |= farewell.departure is Departure.FAILED
+            if farewell.departure not in (Departure.LOST_PEER, Departure.AGAIN, Departure.SILENT):
+                known.setdefault(member.rank, f"{_place(member)} left: {farewell.reason}")
+        return [words for _, words in sorted(known.items())], ends_job
 
     def leave(self, reason: str, departure: Departure = Departure.OTHER) -> None:
         """Tell the service that this rank leaves, and why."""
@@ -76,3 +111,8 @@ class Membership:
             post(self._heartbeat.store, Leave(self._joins[self.rank], Farewell(reason, departure)).to_json())
         except RuntimeError as error:
             _log.debug("could not say goodbye: %s", error)
+
+
+def _place(member: Fingerprint) -> str:
+    """Return a rank and its machine, for people."""
+    return f"rank {member.rank} on {member.hostname}"

@@ -1,16 +1,28 @@
 """The messages of the rendezvous, checked when they are read.
 
 An event goes from a rank to the service, and a verdict, the status and a farewell from the service to ranks. All travel
-as JSON objects through the store (see `mailbox`).
+as JSON objects through the store (see `mailbox`). So does the end of a generation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, parse, printable, ranks, whole
+from horizonml.rendezvous.checks import (
+    MOST_GENERATION,
+    MOST_RANKS,
+    Fields,
+    parse,
+    printable,
+    ranks,
+    seconds,
+    shown,
+    text,
+    whole,
+)
 from horizonml.rendezvous.fingerprint import Fingerprint
 
 _MOST_JOIN = (1 << 63) - 1
@@ -22,9 +34,17 @@ _MOST_REASON = 2000  # characters
 class Departure(StrEnum):
     """Why a rank leaves its group."""
 
-    LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame
+    DONE = "done"  # it has trained to the end, or stops as agreed with the others, and does not come back
+    AGAIN = "again"  # it meets the others again, as all have agreed
+    LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame, and meets the others again
     FAILED = "failed"  # it failed for a reason that holds for all ranks
     OTHER = "other"
+    SILENT = "silent"  # it did not leave by itself: the service declared it lost
+
+    @property
+    def blames(self) -> bool:
+        """Return whether it is this rank for which its group ends."""
+        return self in (Departure.FAILED, Departure.OTHER, Departure.SILENT)
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,38 @@ class Resume:
         return {"id": self.number, "resume": self.fingerprint.to_json(), "beside": list(self.beside)}
 
 
-Event = Join | Withdraw | Leave | Resume
+@dataclass(frozen=True)
+class Ask:
+    """A process whose environment names no rank asks for a number; `number` names the question."""
+
+    number: int
+    host_id: str
+    pid: int
+    digest: str  # of the job
+    world_size: int  # with which it would begin
+    most: int  # ranks that may take part
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        values = asdict(self)
+        return {"id": values.pop("number"), "ask": values}
+
+    @classmethod
+    def from_json(cls, number: int, value: object) -> Ask:
+        """Return what `to_json` was made of. Raises ValueError."""
+        if not isinstance(value, dict):
+            raise ValueError(f"a question must be an object, not {shown(value)}")
+        return cls(
+            number,
+            text(value, "host_id"),
+            whole(value, "pid", 1, (1 << 32) - 1),
+            text(value, "digest"),
+            whole(value, "world_size", 1, MOST_RANKS),
+            whole(value, "most", 1, MOST_RANKS),
+        )
+
+
+Event = Join | Withdraw | Leave | Resume | Ask
 
 
 class UnreadableJoin(ValueError):
@@ -111,6 +162,8 @@ def read_event(message: bytes) -> Event:
     number = whole(values, "id", 0, _MOST_JOIN)
     if "leave" in values:
         return Leave(number, Farewell.from_json(values["leave"]))
+    if "ask" in values:
+        return Ask.from_json(number, values["ask"])
     if "withdraw" in values:
         return Withdraw(number)
     if "resume" in values:
@@ -165,6 +218,63 @@ def read_verdict(message: bytes, number: int) -> Verdict:
 
 
 @dataclass(frozen=True)
+class Lost:
+    """A rank that its generation has lost."""
+
+    rank: int  # as it was started
+    hostname: str
+    reason: str
+    silent: float  # seconds for which it gave no sign of life; 0 if it left with a word
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        where = f"rank {self.rank} on {self.hostname}" if self.hostname else f"rank {self.rank}"
+        return f"{where} {self.reason}" + (f" ({self.silent:.1f} s)" if self.silent else "")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the service publishes when a generation is over before its members have agreed on its end."""
+
+    reason: str
+    lost: tuple[Lost, ...] = ()  # as far as they are known
+    evicted: bool = False  # whether the reader itself was declared lost: the others go on without it
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values of what holds for all readers."""
+        return {"reason": self.reason, "lost": [asdict(one) for one in self.lost]}
+
+
+def read_ended(message: bytes) -> Ended:
+    """Return how a generation ended. Raises ValueError."""
+    values = parse(message, _MOST_STATUS)
+    lost = values.get("lost")
+    if not isinstance(lost, list) or len(lost) > MOST_RANKS:
+        raise ValueError("lost must be a list of lost ranks")
+    return Ended(printable(str(values.get("reason", ""))), tuple(_read_lost(one) for one in lost))
+
+
+def _read_lost(value: object) -> Lost:
+    if not isinstance(value, dict):
+        raise ValueError(f"a lost rank must be an object, not {shown(value)}")
+    return Lost(
+        whole(value, "rank", 0, MOST_RANKS - 1),
+        text(value, "hostname"),
+        printable(str(value.get("reason", ""))),
+        seconds(value, "silent"),
+    )
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """A join that is not taken in for some time."""
+
+    number: int
+    reason: str
+    left: float  # seconds
+
+
+@dataclass(frozen=True)
 class Status:
     """What the service says to everyone, four times a second."""
 
@@ -172,11 +282,18 @@ class Status:
     running: Sequence[int] | None = None  # the joins of the group that runs; None if the service has not said yet
     newcomers: Sequence[int] = ()  # ranks that wait to be taken in by the group that runs
     refused: Sequence[str] = ()  # why ranks were refused lately
+    short: str = ""  # why those who are here do not begin, where missing ranks do not say it
+    held: Sequence[HeldBack] = ()  # who has to wait, because the processes before it died too soon
 
     def to_json(self) -> Fields:
         """Return plain JSON values."""
         lists = {"missing": self.missing, "running": self.running or (), "newcomers": self.newcomers}
-        return {**{name: list(values) for name, values in lists.items()}, "refused": list(self.refused)}
+        return {
+            **{name: list(values) for name, values in lists.items()},
+            "refused": list(self.refused),
+            "short": self.short,
+            "held": [asdict(one) for one in self.held],
+        }
 
 
 def read_status(message: bytes | None) -> Status:
@@ -191,6 +308,8 @@ def read_status(message: bytes | None) -> Status:
         [join for join in running if type(join) is int] if isinstance(running, list) else None,
         _ranks_among(values.get("newcomers")),
         [printable(str(reason)) for reason in refused[-1:]] if isinstance(refused, list) else [],
+        printable(str(values.get("short", ""))),
+        _held_among(values.get("held")),
     )
 
 
@@ -198,3 +317,14 @@ def _ranks_among(value: object) -> list[int]:
     """Return the ranks in a list, and leave out whatever else it holds."""
     found = value if isinstance(value, list) else []
     return [rank for rank in found[:MOST_RANKS] if type(rank) is int and 0 <= rank < MOST_RANKS]
+
+
+def _held_among(value: object) -> list[HeldBack]:
+    """Return who is held back, and leave out whatever else there is."""
+    found = []
+    for one in value[:MOST_RANKS] if isinstance(value, list) else []:
+        with suppress(ValueError):
+            if isinstance(one, dict):
+                number, left = whole(one, "number", 0, _MOST_JOIN), seconds(one, "left")
+                found.append(HeldBack(number, printable(str(one.get("reason", ""))), left))
+    return found

@@ -1,47 +1,33 @@
 """Decides who is in the group: the judgement on joins, as plain data without sockets.
 
 The rendezvous service keeps one `Roster`. Ranks join with a fingerprint; when every rank of the world is there and
-they belong together, a generation is formed. A duplicate rank, a different world size, another job or other software
-is refused with words that name the rank and what differs.
+they belong together, a generation is formed. Those that do not belong together are refused (see `refusals`).
 
-Whom a refusal reaches depends on what the odd rank could be. What cannot be a rank of the job that the others wait
-for is refused alone, and they go on waiting: a rank of another job, one that differs in both the job's digest and the
-world size, or one whose place is taken by a rank that agrees with the others. Anything else is most likely a rank
-that was started wrongly. Its group can then never be complete, so all are refused at once, and every one of them
-names the rank that differs, instead of waiting until the deadline for a rank that has gone.
+A generation is over as soon as a member is silent for too long, leaves for a reason that ends the group, or joins
+anew. Its members then meet again, and the next generation forms at once when all of them that live are back, without
+those that do not.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from horizonml.rendezvous.checks import MOST_RANKS
-from horizonml.rendezvous.fingerprint import Fingerprint, GroupKey, difference
-from horizonml.rendezvous.messages import Formed, Refused, Verdict
+from horizonml.rendezvous.crashes import KILLED, Crashes
+from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, HeldBack, Lost, Refused, Verdict
+from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, NewestGeneration
+from horizonml.rendezvous.numbers import Given, Numbers
+from horizonml.rendezvous.readiness import ABSENT_SECONDS, short_of
+from horizonml.rendezvous.refusals import Refusals
 
+LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time
+_MOST_FENCED = 4 * MOST_RANKS
 _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes way for another of its number
-_GONE_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is forgotten
-_REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
-_DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused
-_NOTE_SECONDS = 120.0  # ranks that wait learn for this long who was refused beside them
-
-
-@dataclass
-class _Member:
-    """A rank that waits, or is in the newest group."""
-
-    fingerprint: Fingerprint
-    joined: float
-    moved: float  # when its heartbeat last moved
-    beat: int = -1
-    formed: bool = False
-    beside: frozenset[int] = frozenset()  # the ranks of the group it runs in, as far as it said
-
-
-Members = dict[int, _Member]
+_MOST_HELD_SHOWN = 50
+_DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
 
 
 class Roster:
@@ -49,38 +35,96 @@ class Roster:
 
     def __init__(self, settled: float = float("-inf")) -> None:
         """Hold no first meeting until `settled`, because a group that runs already may have to report first."""
-        self.generation = 0
-        self._formed_here = 0  # the generation that this roster formed last
         self._settled = settled
-        self._members: Members = {}  # in the order of their arrival
-        self._late: dict[str, tuple[float, str]] = {}  # job -> until when its ranks are refused, and why
-        self._notes: deque[tuple[float, str]] = deque(maxlen=3)
+        self._members: Members = {}
+        self._newest = NewestGeneration()
+        self._refusals = Refusals(self._members)
+        self._numbers = Numbers()
+        self._crashes = Crashes()
+        self._fenced: dict[int, None] = {}  # joins that were declared lost
+        self._farewells: dict[int, Farewell] = {}  # which the service has not published yet
+        self._endings: dict[int, Ended] = {}  # likewise
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the newest generation."""
+        return self._newest.number
 
     def join(self, number: int, fingerprint: Fingerprint, now: float) -> None:
         """Take in a rank that asks to take part; `number` names this join. Raises ValueError."""
         self._check(number)
-        self._members[number] = _Member(fingerprint, joined=now, moved=now)
+        for older, member in formed(self._members).items():
+            if member.fingerprint.same_process(fingerprint):
+                self._supersede(older, fingerprint, now)
+        comes_back = fingerprint.generation == self.generation > 0
+        if comes_back and formed(self._members) and not self._newest.closed:
+            self._end(f"rank {fingerprint.rank} on {fingerprint.hostname} has left the group and joins anew", (), now)
+        if comes_back:
+            self._newest.came(fingerprint.rank)
+        self._crashes.joined(fingerprint, now)
+        self._members[number] = Member(fingerprint, joined=now, moved=now)
 
     def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> None:
-        """Take in a member of a group that runs already: this roster is younger, or took it for gone.
+        """Take in a member of a group that runs already: this roster is younger than it.
 
-        `fingerprint.generation` is that group's, and `beside` are its ranks. Raises ValueError.
+        `fingerprint.generation` is that group's, and `beside` are its ranks. Raises ValueError if that is over.
         """
         if number in self._members or any(m.fingerprint.same_process(fingerprint) for m in self._members.values()):
             return
         self._check(number)
-        if fingerprint.generation < self.generation:
-            raise ValueError(f"rank {fingerprint.rank} reports from generation {fingerprint.generation}, which is over")
-        self.generation = fingerprint.generation
-        self._members[number] = _Member(fingerprint, now, now, formed=True, beside=frozenset(beside))
+        rank, generation = fingerprint.rank, fingerprint.generation
+        stale = generation < self.generation or (generation == self.generation and self._newest.ended is not None)
+        if stale or number in self._fenced:
+            words = f"rank {rank} reports from generation {generation}, which is over"
+            self._fence(number, Farewell(words, Departure.SILENT))
+            self._endings.setdefault(generation, Ended(words))
+            raise ValueError(words)
+        beside = frozenset(beside)
+        if generation > self.generation:
+            for older in formed(self._members):
+                self._members.pop(older)
+            self._newest.begin(generation, beside, here=False)
+            for other in beside:
+                self._newest.expect(other, now + REPORT_SECONDS)
+        self._newest.add(beside)
+        self._newest.came(rank)
+        self._members[number] = Member(fingerprint, now, now, formed=True, beside=beside)
 
-    def leave(self, number: int) -> None:
-        """Forget a rank that leaves."""
-        self._members.pop(number, None)
+    def leave(self, number: int, farewell: Farewell, now: float) -> bool:
+        """Let a rank go, and return whether it was not declared lost before."""
+        member = self._members.pop(number, None)
+        if member is None or not member.formed:
+            return number not in self._fenced
+        rank, hostname = member.fingerprint.rank, member.fingerprint.hostname
+        if farewell.departure in (Departure.AGAIN, Departure.LOST_PEER):
+            self._newest.expect(rank, now + BACK_SECONDS)
+        if farewell.departure is Departure.AGAIN:
+            self._newest.close(now)
+        elif farewell.departure is Departure.LOST_PEER:
+            self._end(f"rank {rank} on {hostname} {farewell.reason}", (), now)
+        elif farewell.departure.blames:
+            self._crashes.died(member.fingerprint, farewell.reason, now)
+            lost = Lost(rank, hostname, f"left: {farewell.reason}", 0.0)
+            self._end(str(lost), [lost], now)
+        return True
+
+    def give_number(self, ask: Ask, now: float) -> Given | Refused | None:
+        """Return a rank number for a process, or why there is none, or None as long as that is not clear."""
+        if now < self._settled or self._newest.unreported(now):
+            return None
+        members = [member.fingerprint for member in self._members.values()]
+        held = {one.rank: (one.host_id, one.pid) for one in members}
+        held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
+        rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), now)
+        if rank is None:
+            limit = f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
+            return Refused([ask.number], limit)
+        world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
+        return Given(rank, world_size)
 
     def withdraw(self, number: int) -> bool:
         """Let a rank go if it still waits, and return whether it does; a member of a formed group stays one."""
-        waits = number in self._waiting()
+        waits = number in waiting(self._members)
         if waits:
             del self._members[number]
         return waits
@@ -91,6 +135,11 @@ class Roster:
         if member is not None and member.beat != count:
             member.beat, member.moved = count, now
 
+    def slept(self, seconds: float) -> None:
+        """Take note that the service itself was away for so long: that is no rank's silence."""
+        for member in self._members.values():
+            member.moved += seconds
+
     def joins(self) -> list[int]:
         """Return the joins whose heartbeats matter."""
         return list(self._members)
@@ -98,44 +147,74 @@ class Roster:
     def decide(self, now: float) -> list[Verdict]:
         """Return what has become clear since the last call."""
         self._forget(now)
-        verdicts: list[Verdict] = [*self._refuse_latecomers(now), *self._judge_duplicates(now)]
-        if self.running():
-            return [*verdicts, *self._refuse_others()]  # there is no second group beside it
-        verdicts += self._judge_differences(now)
-        for party in self._parties():
-            each_once = len({member.fingerprint.rank for member in party.values()}) == len(party)
-            if each_once and (self._complete(party, now) or self._may_shrink(party, now)):
-                return [*verdicts, self._form(party)]
+        for member in formed(self._members).values():
+            self._crashes.ran(member.fingerprint, now)
+        verdicts: list[Verdict] = [
+            *self._refusals.of_latecomers(now),
+            *self._refusals.of_duplicates(self.generation, now),
+        ]
+        if formed(self._members) and not self._newest.closed:
+            return [*verdicts, *self._refusals.of_others()]  # there is no second group beside it
+        verdicts += self._refusals.of_differences(now)
+        for party in self._parties(now):
+            each_once = len(ranks_of(party)) == len(party)
+            if each_once and self._short(party, now) is None:
+                return [*verdicts, self._form(party, now)]
         return verdicts
+
+    def endings(self) -> dict[int, Ended]:
+        """Return the generations that are over since the last call, or of whose end more is known."""
+        endings, self._endings = self._endings, {}
+        return endings
+
+    def farewells(self) -> dict[int, Farewell]:
+        """Return what is to be said of joins that were declared lost since the last call."""
+        farewells, self._farewells = self._farewells, {}
+        return farewells
 
     def present(self) -> list[int]:
         """Return the ranks that wait for the same job: the one that most of those who wait want."""
-        return sorted({member.fingerprint.rank for party in self._parties()[:1] for member in party.values()})
+        return sorted(rank for party in parties(self._members)[:1] for rank in ranks_of(party))
 
     def missing(self) -> list[int]:
         """Return the ranks that those who are present wait for."""
-        sizes = (member.fingerprint.world_size for party in self._parties()[:1] for member in party.values())
+        sizes = (member.fingerprint.world_size for party in parties(self._members)[:1] for member in party.values())
         return sorted(set(range(max(sizes, default=0))) - set(self.present()))
+
+    def short(self, now: float) -> str:
+        """Return for people what those who are present wait for."""
+        found = self._parties(now)[:1]
+        return (self._short(found[0], now) or "") if found and not self.running() else ""
 
     def running(self) -> list[int]:
         """Return the joins of the group that runs."""
-        return [number for number, member in self._members.items() if member.formed]
+        return list(formed(self._members)) if self._newest.ended is None else []
 
-    def newcomers(self) -> list[int]:
+    def held_back(self, now: float) -> list[HeldBack]:
+        """Return who has come but is not taken in yet, because the processes before it died too soon."""
+        return [
+            HeldBack(number, words, left)
+            for number, member in waiting(self._members).items()
+            if (left := self._crashes.left(member.fingerprint, now))
+            for words in [self._crashes.words(member.fingerprint)]
+        ][:_MOST_HELD_SHOWN]
+
+    def newcomers(self, now: float) -> list[int]:
         """Return the ranks that wait and could take part in the group that runs without them."""
         running = [self._members[number] for number in self.running()]
         inside = {member.fingerprint.rank for member in running}.union(*(member.beside for member in running))
         return sorted(
             member.fingerprint.rank
-            for member in self._waiting().values()
+            for member in waiting(self._members).values()
             if running
             and member.fingerprint.rank not in inside
+            and not self._crashes.left(member.fingerprint, now)
             and member.fingerprint.group_key == running[0].fingerprint.group_key
         )
 
     def refused(self, now: float) -> list[str]:
         """Return why ranks were refused lately beside others that went on waiting."""
-        return [reason for at, reason in self._notes if now - at < _NOTE_SECONDS]
+        return self._refusals.lately(now)
 
     def _check(self, number: int) -> None:
         """Raise ValueError unless there is room for a join of this number."""
@@ -144,152 +223,89 @@ class Roster:
         if len(self._members) >= _MOST_JOINS:
             raise ValueError(f"{_MOST_JOINS} ranks wait already")
 
-    def _waiting(self) -> Members:
-        """Return those who have not been taken into a group."""
-        return {number: member for number, member in self._members.items() if not member.formed}
+    def _parties(self, now: float) -> list[Members]:
+        """Return those who wait for the same job; who was in the newest generation comes before all others.
 
-    def _parties(self) -> list[Members]:
-        """Return those who wait, sorted by what they have in common: the most first, else the earliest."""
-        parties: dict[GroupKey, Members] = {}
-        for number, member in self._waiting().items():
-            parties.setdefault(member.fingerprint.group_key, {})[number] = member
-        return sorted(parties.values(), key=len, reverse=True)
+        Who may be dead is left out: the others need not begin with it, nor be held up by it.
+        """
 
-    def _complete(self, party: Members, now: float) -> bool:
-        """Return whether all ranks of a world are there and may begin."""
-        members = [member.fingerprint for member in party.values()]
-        return len(members) == members[0].world_size and (
-            now >= self._settled or any(member.generation > 0 for member in members)
-        )
+        def survivors(party: Members) -> bool:
+            return any(member.fingerprint.generation == self.generation > 0 for member in party.values())
 
-    def _may_shrink(self, party: Members, now: float) -> bool:
-        """Return whether the survivors of a group may go on without those that do not come back."""
-        survivors = [member.fingerprint for member in party.values() if member.fingerprint.generation > 0]
-        if not survivors:
-            return False  # a first meeting needs everyone
-        last = max(survivors, key=lambda fingerprint: fingerprint.generation)
-        if last.replace_timeout <= 0 or len(party) < last.min_world_size:
-            return False
-        if last.generation != self._formed_here and 2 * len(survivors) <= last.group_size:
-            return False  # this service did not see that group form: only its majority may go on
-        return now - max(member.joined for member in party.values()) > last.replace_timeout
+        ready = {
+            number: one
+            for number, one in self._members.items()
+            if one.silent(now) <= _DOUBT_SECONDS and not self._crashes.left(one.fingerprint, now)
+        }
+        return sorted(parties(ready), key=lambda party: not survivors(party))
 
-    def _duplicates(self) -> list[tuple[int, int]]:
-        """Return pairs of joins for the same rank: first the one that runs, or came first."""
-        first: dict[int, int] = {}
-        pairs = []
-        for number in [*self.running(), *self._waiting()]:
-            rank = self._members[number].fingerprint.rank
-            if rank in first:
-                pairs.append((first[rank], number))
-            first.setdefault(rank, number)
-        return pairs
+    def _supersede(self, older: int, newer: Fingerprint, now: float) -> None:
+        """Let a member go whose process joins again, by itself or started anew under the same number of process."""
+        rank, hostname = newer.rank, newer.hostname
+        del self._members[older]
+        if newer.generation != self.generation:
+            self._crashes.died(newer, KILLED, now)
+            lost = Lost(rank, hostname, "was started anew", 0.0)
+            self._end(str(lost), [lost], now)
+        elif not self._newest.closed:
+            self._end(f"rank {rank} on {hostname} has left the group and joins anew", (), now)
 
     def _forget(self, now: float) -> None:
         """Drop ranks that are gone: replaced by themselves, or silent for too long."""
-        for older, newer in self._duplicates():
+        for older, newer in duplicates(self._members):
             if older not in self._members:
                 continue
             old = self._members[older]
-            if old.fingerprint.same_process(self._members[newer].fingerprint) or now - old.moved > _BEAT_SECONDS:
-                del self._members[older]
+            if old.fingerprint.same_process(self._members[newer].fingerprint) or old.silent(now) > _BEAT_SECONDS:
+                self._lose(older, now)
         for number, member in list(self._members.items()):
-            if now - member.moved > _GONE_SECONDS:
-                del self._members[number]
+            if member.silent(now) > LOST_SECONDS:
+                self._lose(number, now)
+        late = self._newest.overdue(now)
+        if late and not self._newest.closed:
+            lost = [Lost(rank, "", "has not reported to the rendezvous service", 0.0) for rank in late]
+            self._end("; ".join(map(str, lost)), lost, now)
 
-    def _refuse_latecomers(self, now: float) -> list[Refused]:
-        """Refuse the ranks of a group that has just been refused."""
-        self._late = {job: entry for job, entry in self._late.items() if now < entry[0]}
-        return [
-            self._refuse(late, reason)
-            for job, (_, reason) in self._late.items()
-            if (late := [number for number, member in self._waiting().items() if member.fingerprint.job == job])
-        ]
+    def _lose(self, number: int, now: float) -> None:
+        """Drop a rank that is gone; what a member still does for its generation is fenced off."""
+        member = self._members.pop(number)
+        if member.silent(now) > _BEAT_SECONDS:
+            self._crashes.died(member.fingerprint, KILLED, now)
+        if not member.formed:
+            return
+        awake = member.silent(now) < ABSENT_SECONDS
+        words = "has not come back to meet the others again" if awake else "gives no sign of life"
+        silent = 0.0 if awake else member.silent(now)
+        lost = Lost(member.fingerprint.rank, member.fingerprint.hostname, words, silent)
+        self._fence(number, Farewell(str(lost), Departure.SILENT))
+        self._end(str(lost), [lost], now)
 
-    def _refuse_others(self) -> list[Refused]:
-        """Refuse ranks that could never be taken in by the group that runs, once that has shown that it lives."""
-        refused = []
-        running = [self._members[number] for number in self.running()]
-        for number, member in self._waiting().items():
-            alive = next((other.fingerprint for other in running if other.moved > member.joined), None)
-            words = difference(alive, member.fingerprint) if alive else None
-            if words is not None:
-                refused.append(self._refuse([number], f"a group runs here that this rank is no part of: {words}"))
-        return refused
+    def _fence(self, number: int, farewell: Farewell) -> None:
+        """Remember that a join was declared lost."""
+        self._fenced[number] = None
+        if len(self._fenced) > _MOST_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+        self._farewells[number] = farewell
 
-    def _judge_duplicates(self, now: float) -> list[Refused]:
-        """Refuse a second process for a rank whose first one is alive."""
-        refused = []
-        for older, newer in self._duplicates():
-            if older not in self._members or newer not in self._members:
-                continue
-            old, new = self._members[older], self._members[newer]
-            if old.moved <= new.joined:
-                continue  # perhaps it is dead
-            if old.formed:  # a running group is not disturbed
-                refused.append(self._refuse([newer], _clash(old.fingerprint, new.fingerprint)))
-            elif old.fingerprint.group_key == new.fingerprint.group_key:
-                refused.append(self._refuse_all(_clash(old.fingerprint, new.fingerprint), new.fingerprint.job, now))
-        return refused
+    def _end(self, reason: str, lost: Iterable[Lost], now: float) -> None:
+        """Declare the newest generation over, or add to whom it has lost."""
+        before = self._newest.ended
+        if (ended := self._newest.end(reason, lost, now)) != before:
+            self._endings[self.generation] = ended
 
-    def _judge_differences(self, now: float) -> list[Refused]:
-        """Refuse ranks that differ from most of those who wait, alone or together with them (see above)."""
-        if not (parties := self._parties()):
-            return []
-        most = list(parties[0].values())
-        refused: list[Refused] = []
-        for party in parties[1:]:
-            for number, member in party.items():
-                # Only who shows life since then can tell: processes that were killed may just have been started anew.
-                alive = [other.fingerprint for other in most if other.moved >= member.joined]
-                words = difference(alive[0], member.fingerprint) if alive else None
-                if words is None:
-                    continue
-                if not _stranger(member.fingerprint, alive):
-                    return [*refused, self._refuse_all(words, member.fingerprint.job, now)]
-                if len(party) < len(most) or now - member.joined > _DRAW_SECONDS:
-                    self._notes.append((now, words))
-                    refused.append(self._refuse([number], words))
-        return refused
+    def _short(self, party: Members, now: float) -> str | None:
+        """Return why a party may not form a group yet, in words, or None if it may."""
+        return short_of(party, self._members, self._newest, self._settled, now)
 
-    def _form(self, party: Members) -> Formed:
+    def _form(self, party: Members, now: float) -> Formed:
         """Make a party the group that runs, and return the verdict."""
+        for number in formed(self._members):
+            self._lose(number, now)
         # A service that was started anew goes on where the one before was.
-        self.generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
-        self._formed_here = self.generation
+        generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
+        self._newest.begin(generation, ranks_of(party), here=True)
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
         for member in party.values():
             member.formed = True
-        return Formed(self.generation, joins, [party[number].fingerprint for number in joins])
-
-    def _refuse(self, joins: list[int], reason: str) -> Refused:
-        """Forget some joins, and return the verdict on them."""
-        for number in joins:
-            del self._members[number]
-        return Refused(joins, reason)
-
-    def _refuse_all(self, reason: str, job: str, now: float) -> Refused:
-        """Refuse all ranks of a job that wait."""
-        self._late[job] = now + _REFUSAL_SECONDS, reason
-        return self._refuse([n for n, member in self._waiting().items() if member.fingerprint.job == job], reason)
-
-
-def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
-    """Return whether a rank that differs from others cannot be one of theirs that was started wrongly."""
-    return (
-        one.job != others[0].job
-        or (one.digest != others[0].digest and one.world_size != others[0].world_size)
-        or any(one.rank == other.rank for other in others)
-    )
-
-
-def _clash(older: Fingerprint, newer: Fingerprint) -> str:
-    """Return in words why two processes cannot be the same rank."""
-    return (
-        f"rank {newer.rank} is there twice: {older.place} and {newer.place}; "
-        "give every process its own rank, or end the one that is left over"
-        if older.digest == newer.digest
-        else f"rank {newer.rank} of job {newer.job} ({newer.place}) came while job {older.job} runs here; "
-        "wait for its end, or use another rendezvous service"
-    )
+        return Formed(generation, joins, [party[number].fingerprint for number in joins])

@@ -6,11 +6,14 @@ authentication: keep its port inside a trusted network. Values are JSON, never p
 rank draws at random, so that it stays the same when the service is started anew.
 
     rank     -> events        a queue: join with a fingerprint, withdraw while waiting, leave with a reason, or resume
-                              (a member of a group that runs already, which a new service must learn of)
+                              (a member of a group that runs already, which a new service must learn of), or ask for a
+                              rank number
     rank     -> beat/<id>     counts up while the rank lives
     service  -> verdict/<id>  the group and its generation, or why not
+    service  -> number/<id>   the rank number that was asked for, or why there is none
     service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
-    service  -> gone/<id>     why a rank left: a reason for people, and what kind of reason it is
+    service  -> gone/<id>     why a rank left, or was declared lost: a reason for people, and what kind of reason it is
+    service  -> over/<n>      that generation n is over, why, and whom it has lost
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ import json
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
@@ -28,6 +33,7 @@ from torch.distributed import Store, TCPStore
 from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.mailbox import peek, take
 from horizonml.rendezvous.messages import (
+    Ask,
     Event,
     Formed,
     Join,
@@ -47,6 +53,8 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _LOOK_SECONDS = 0.25  # how often heartbeats are looked at
 _MOST_EVENTS = 200  # read before heartbeats and verdicts have their turn
 _MOST_DIGITS = 18  # of a heartbeat
+_MOST_ASKS, _ASK_SECONDS = 4096, 120.0  # questions for rank numbers that wait, and for how long
+_AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
 
 
@@ -64,18 +72,23 @@ class Service:
         )
         self._store: Store = self._server
         self._roster = Roster(time.monotonic() + settle)
+        self._asks: deque[tuple[Ask, float]] = deque(maxlen=_MOST_ASKS)  # and when they came
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
-        beats_due = 0.0
+        beats_due, looked = 0.0, time.monotonic()
         while not stop():
             try:
                 changed = self._read_events()
                 now = time.monotonic()
                 if changed or now >= beats_due:
+                    if now - looked > _AWAY_SECONDS:
+                        self._roster.slept(now - looked)
+                    looked = now
                     self._read_beats(now)
                     beats_due = now + _LOOK_SECONDS
                     self._announce(now)
+                    self._answer(now)
             except RuntimeError as error:
                 # The store still serves the ranks: only this process's own connection to it was dropped.
                 _log.warning("connecting to the store again (%s)", printable(str(error), 200))
@@ -103,8 +116,10 @@ class Service:
         now = time.monotonic()
         match event:
             case Leave(number, farewell):
-                self._roster.leave(number)
-                self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+                if self._roster.leave(number, farewell, now):
+                    self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+            case Ask():
+                self._asks.append((event, now))
             case Withdraw(number):
                 if self._roster.withdraw(number):
                     self._tell(Refused([number], "it has withdrawn"))
@@ -125,16 +140,40 @@ class Service:
             if beat is not None and len(beat) <= _MOST_DIGITS and beat.isdigit():
                 self._roster.beat(number, int(beat), now)
 
+    def _answer(self, now: float) -> None:
+        """Give rank numbers to those who have asked for one."""
+        for _ in range(len(self._asks)):
+            ask, came = self._asks.popleft()
+            given = self._roster.give_number(ask, now)
+            if given is not None:
+                values = given.to_json() if isinstance(given, Refused) else asdict(given)
+                self._store.set(f"number/{ask.number}", json.dumps(values))
+            elif now - came < _ASK_SECONDS:
+                self._asks.append((ask, came))
+
     def _announce(self, now: float) -> None:
         """Post what has been decided, and the status."""
-        for verdict in self._roster.decide(now):
+        verdicts = self._roster.decide(now)
+        for number, farewell in self._roster.farewells().items():
+            self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
+        # Before the verdicts and the status: who learns that it is no member any more must find out why.
+        for generation, ended in self._roster.endings().items():
+            _log.warning("generation %d is over: %s", generation, ended.reason)
+            self._store.set(f"over/{generation}", json.dumps(ended.to_json()))
+        for verdict in verdicts:
             if isinstance(verdict, Formed):
                 _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
             else:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
+        roster = self._roster
         status = Status(
-            self._roster.missing(), self._roster.running(), self._roster.newcomers(), self._roster.refused(now)
+            roster.missing(),
+            roster.running(),
+            roster.newcomers(now),
+            roster.refused(now),
+            roster.short(now),
+            roster.held_back(now),
         )
         self._store.set("status", json.dumps(status.to_json()))
 

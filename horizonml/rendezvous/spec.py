@@ -23,10 +23,11 @@ class RendezvousSpec(Spec):
         300.0, gt=0, description="Seconds to wait for a peer within a step before it counts as lost."
     )
     replace_timeout: float = Field(
-        30.0,
+        0.0,
         ge=0,
-        description="Seconds that the others wait for the replacement of a lost rank; then they go on without it, "
-        "until it comes (0: never without it).",
+        description="Seconds that the others wait for the replacement of a lost rank before they go on without it "
+        "(0: go on at once; a replacement that comes later is taken in). `parallel.min_workers` says how many must be "
+        "left.",
     )
     max_attempts: int = Field(
         5,

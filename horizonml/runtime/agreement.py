@@ -34,20 +34,33 @@ from horizonml.text import human_seconds
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Holds what the ranks measured: a profile for each, and the links between them."""
+
+    profiles: Sequence[Profile]
+    network: Network
+
+    def among(self, ranks: Sequence[int]) -> Measured:
+        """Return what is known of some of the ranks, which are numbered anew in this order."""
+        return Measured([self.profiles[rank] for rank in ranks], self.network.among(ranks))
+
+
+@dataclass(frozen=True)
 class Agreed:
-    """Holds a plan; if it is automatic, also its forecast and, on rank 0, the problem that it was made for."""
+    """Holds a plan, and what was measured for it; if it is automatic, also its forecast and, on rank 0, its problem."""
 
     plan: Plan
     forecast: Forecast | None = None
     problem: Problem | None = None
+    measured: Measured | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan and its forecast as a JSON object, without the problem."""
+        """Return the plan and its forecast as a JSON object, without the rest."""
         return {"plan": self.plan.to_json(), "forecast": self.forecast.to_json() if self.forecast else None}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Agreed:
-        """Return what `to_json` was called on, without the problem."""
+        """Return what `to_json` was called on, without the rest."""
         forecast = Forecast.from_json(value["forecast"]) if value["forecast"] is not None else None
         return cls(Plan.from_json(value["plan"]), forecast)
 
@@ -64,12 +77,15 @@ def model_for(job: Job, info: ImageInfo) -> Model:
     return build(job.model, job.seed, task.outputs(info), task.input(info))
 
 
-def describe_data(job: Job, group: Group) -> ImageInfo:
-    """Return the data as all ranks see it. Raises DataError on all of them."""
+def describe_data(job: Job, group: Group, known: ImageInfo | None = None) -> ImageInfo:
+    """Return the data as all ranks see it. Raises DataError on all of them.
+
+    `known` is what this rank has agreed on before, with an earlier group.
+    """
     channels = task_for(job).channels(job.model)
 
     def described() -> dict[str, Any] | None:
-        found = describe(job.data, channels)
+        found = known or describe(job.data, channels)
         return found.to_json() if found is not None else None
 
     found = [None if value is None else ImageInfo.from_json(value) for value in group.agree(described)]
@@ -84,21 +100,24 @@ def make_plan(
     hosts: Sequence[Host],
     names: Sequence[str],
     say: Callable[[str], None],
+    known: Measured | None = None,
 ) -> Agreed:
     """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
-    `names[r]` is the name of rank r's machine. Where every device is measured, the result is written to the run's
-    folder as a file of devices.
+    Nothing is measured if rank 0 has `known` measurements of all ranks. `names[r]` is the name of rank r's machine.
+    Where every device is measured, the result is written to the run's folder as a file of devices.
     """
     if not needs_profile(job.parallel, group.world_size):
         return Agreed(fixed_plan(job, len(model.chain), group.world_size))
-    measured = _measure(job, model, info, group, hosts, say)
+    measured: Measured | str | None = known
+    if not group.broadcast(known is not None):
+        measured = _measure(job, model, info, group, hosts, say)
     answer: dict[str, Any] = {}
     problem = None
     if group.rank == 0:
         try:
-            if isinstance(measured, str):
-                raise PlanError(measured)
+            if not isinstance(measured, Measured):
+                raise PlanError(str(measured))
             problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network)
             answer = _decide(job, model, problem, names, say).to_json()
         except HorizonError as error:
@@ -106,21 +125,13 @@ def make_plan(
     answer = group.broadcast(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
-    agreed = Agreed.from_json(answer)
+    agreed = replace(Agreed.from_json(answer), measured=measured if isinstance(measured, Measured) else None)
     return replace(agreed, problem=problem) if agreed.forecast is not None else agreed
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Holds what the ranks measured: a profile for each, and the links between them."""
-
-    profiles: Sequence[Profile]
-    network: Network
 
 
 def _measure(
     job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
-) -> _Measured | str:
+) -> Measured | str:
     """Return the measurements of links and devices, or why they cannot be made.
 
     One rank on every machine measures its device, or rank 0 measures for all. All ranks must call this.
@@ -148,7 +159,7 @@ def _measure(
         replace(known[first[rank]], message_seconds=message, transfer_seconds_per_byte=byte)
         for rank, (message, byte) in enumerate(costs)
     ]
-    return _Measured(profiles, network)
+    return Measured(profiles, network)
 
 
 def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say: Callable[[str], None]) -> Agreed:

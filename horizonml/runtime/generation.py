@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,59 +13,34 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.images import ImageInfo, load
 from horizonml.engine.session import Session
-from horizonml.errors import DataError, JobError
+from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import machine_info, shared_machine, versions
 from horizonml.machine.resources import available_cores, memory_limit
-from horizonml.machine.signals import StopRequest
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.life import Last, Life
 from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
-from horizonml.state.move import move
-from horizonml.state.runfolder import RunFolder
+from horizonml.state.move import holders, move, senders
+from horizonml.state.recover import agree_on_state
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
-from horizonml.telemetry.lifeline import Lifeline
-from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import display_for
-from horizonml.telemetry.record import RunInfo
+from horizonml.telemetry.record import RunInfo, Source
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes, human_seconds
-
-
-@dataclass
-class Life:
-    """What a rank keeps from one group to the next."""
-
-    job: Job
-    rank: int  # as it was started
-    world_size: int  # as the job was started
-    metrics: Metrics
-    stop: StopRequest
-    folder: RunFolder
-    fresh: bool  # whether the run is to start over
-    lifeline: Lifeline
-    idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
-    state: TrainState | None = None
-    info: ImageInfo | None = None  # of the data that the state is for
-    agreed: Agreed | None = None
-    planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
-    # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
-    moved_away: bool = False
-    begun: bool = False
-    steps: int = 0  # done by this process
-    newest_checkpoint: int | None = None
 
 
 @dataclass
@@ -87,14 +62,17 @@ class Generation:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
         hosts = find_hosts(group)
         first = self._agree_on_begin()
-        info = describe_data(job, group)
-        # A rank that has been a member before has the model, and what it has learned.
-        model = model_for(job, info) if life.state is None or info != life.info else life.state.model
+        info = describe_data(job, group, life.info)
+        if life.state is None or info != life.info:
+            life.state, life.info = TrainState(model_for(job, info), job.optimizer), info
+        model = life.state.model
+        found = agree_on_state(life.state, life.begun, group)
         here = next(host for host in hosts if group.rank in host.ranks)
-        torch.set_num_threads(job.parallel.threads or choose_threads(job, model, group, here))
+        self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        if life.state is None or life.state.model is not model:
-            life.state, life.info = TrainState(model, job.optimizer), info
+        source = None
+        if found is not None:
+            source = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
@@ -107,13 +85,21 @@ class Generation:
                 if moved:
                     self.say(moved)
                 else:
-                    self._take_up(session, checkpoints, first)
+                    source = self._take_up(session, checkpoints, first, source)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
+                if life.outage is not None and source is not None:
+                    recorder.after(life.outage, self.number, source, life.state.step)
+                life.outage = None
                 outcome = self._train(session, data, checkpoints, recorder, detector)
+            if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
+                hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
             if outcome is not Outcome.RE_PLAN:
                 return outcome
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
+
+    def _place(self) -> Place:
+        return Place(self.group, self.started_as, self.say)
 
     def _agree_on_begin(self) -> bool:
         """Return whether no rank of this group has trained this run before; move a run before away, if that is asked.
@@ -134,6 +120,19 @@ class Generation:
         life.moved_away = True
         return not any(begun for _, begun in begun)
 
+    def _use_threads(self, model: Model, hosts: list[Host], here: Host) -> None:
+        """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""
+        life, group = self.life, self.group
+        kept = group.gather_json(life.threads)
+        beside = next((kept[rank] for rank in here.ranks if kept[rank] is not None), None)
+        threads = life.job.parallel.threads or beside
+        if any(all(kept[rank] is None for rank in host.ranks) for host in hosts) and not life.job.parallel.threads:
+            chosen = choose_threads(life.job, model, group, here)
+            threads = threads or chosen
+        assert threads is not None
+        life.threads = threads
+        torch.set_num_threads(threads)
+
     def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
         """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
 
@@ -141,10 +140,13 @@ class Generation:
         """
         life, group = self.life, self.group
         kept = life.agreed if life.planned_for == self.started_as else None
-        known = group.gather_json(kept.to_json() if kept is not None else None)
-        agreed = next((Agreed.from_json(value) for value in known if value is not None), None)
+        kept_by = group.gather_json(kept.to_json() if kept is not None else None)
+        agreed = next((Agreed.from_json(value) for value in kept_by if value is not None), None)
         if agreed is None:
-            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say)
+            measured = known(life, self.started_as)
+            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
+            if agreed.measured is not None and agreed.measured is not measured:
+                life.measured, life.measured_for = agreed.measured, self.started_as
         elif kept is not None and kept.to_json() == agreed.to_json():
             agreed = kept  # which, on rank 0, also knows the problem
         life.agreed, life.planned_for = agreed, self.started_as
@@ -165,18 +167,24 @@ class Generation:
         if not job.checkpoint.enabled:
             return None
         folder = job.run_folder / "checkpoints"
-        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible_with(job, info), self.names)
+        compatible = compatible_with(job, info)
+        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
 
-    def _take_up(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> None:
-        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises CheckpointError."""
-        life, state, found = self.life, session.state, None
-        if checkpoints is not None:
-            if first and not life.job.checkpoint.resume:
-                checkpoints.set_aside()
-            else:
-                found = checkpoints.resume(state, session.plan)
-        if found is None and state.step:
-            state.restart()
+    def _take_up(
+        self, session: Session, checkpoints: Checkpoints | None, first: bool, source: Source | None
+    ) -> Source | None:
+        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
+
+        `source` says where it has been taken from already, if it has. Return where it was taken from, None if the run
+        begins with this group.
+        """
+        life, state = self.life, session.state
+        if source is not None and checkpoints is not None:
+            known_steps = self.group.gather_json(life.newest_checkpoint)
+            checkpoints.newest = max((step for step in known_steps if step is not None), default=None)
+        if source is None:
+            found = self._from_disk(session, checkpoints, first)
+            source = None if first else Source.DISK if found else Source.START
         life.begun = True
         # All members of a stage begin with the same state, bit for bit.
         for rank, name in share_state(state, session.plan, self.group):
@@ -184,8 +192,26 @@ class Generation:
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
             )
+        return source
+
+    def _from_disk(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> bool:
+        """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
+        state, found = session.state, None
+        if checkpoints is None:
+            if not first:
+                raise PeerLost(
+                    "the lost rank alone held some of the layers, and no copy of them is left; with checkpoints "
+                    "(checkpoint.enabled: true) the others would go on from the newest one"
+                )
+        elif first and not self.life.job.checkpoint.resume:
+            checkpoints.set_aside()
+        else:
+            found = checkpoints.resume(state, session.plan)
+        if found is None and state.step:
+            state.restart()
         if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
+        return found is not None
 
     def _train(
         self,
@@ -197,8 +223,10 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
+        mirror = mirror_for(life, session, self.started_as)
+        life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
-            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector)
+            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
             ended_as = outcome.value
             return outcome
         finally:
@@ -211,8 +239,8 @@ class Generation:
         predicted = human_seconds(detector.forecast.seconds)
         self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
         self.say(detector.plan.describe(model.chain.names))
-        moved = sum(self.group.gather_json(move(state, plan, detector.plan, self.group)))
-        self.life.agreed = Agreed(detector.plan, detector.forecast, detector.problem)
+        moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group)))
+        self.life.agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 
     def _about(self, model: Model, plan: Plan, here: Host) -> RunInfo:

@@ -19,7 +19,7 @@ import yaml
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
-from horizonml.machine.signals import StopRequest, handling, leave_at_once, stop_on_signal
+from horizonml.machine.signals import Cancelled, StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
@@ -33,22 +33,42 @@ RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
 
 
-def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
+def train_as_rank(job: Job, identity: Identity | str, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
     """Run one rank of a job. Raises HorizonError.
+
+    Instead of an identity, the host:port of the rendezvous service makes this process a further rank of the run that
+    meets there, with a number that the service gives.
 
     `metrics` is the host and the port at which to serve its metrics. With `stay`, the rank goes on serving them until
     SIGTERM once the job is done.
     """
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
-    _check_world_size(job, identity)
-    address = _rendezvous_address(job) if identity.world_size > 1 else None
+    address = None
+    if isinstance(identity, str):
+        address = _split_address(identity, "--join")
+    else:
+        _check_world_size(job, identity)
+        grows = (job.parallel.max_workers or 1) > 1 and (job.rendezvous.address or RENDEZVOUS in os.environ)
+        if identity.world_size > 1 or grows:
+            address = _rendezvous_address(job)
     with stop_on_signal() as stop:
         with handling(leave_at_once):  # loading PyTorch takes seconds
-            from horizonml.runtime.worker import Worker
+            from horizonml.rendezvous.meeting import ask_rank
+            from horizonml.runtime.worker import Worker, settings_for
             from horizonml.telemetry.metrics import Metrics
             from horizonml.telemetry.server import Server
 
+        if isinstance(identity, str):
+            assert address is not None
+            try:
+                world_size = job.parallel.world_size()
+                identity = ask_rank(settings_for(job), world_size, address, _Sayer(), lambda: stop.wanted)
+            except Cancelled:
+                print(_farewell(job, Outcome.STOPPED_WAITING, None), flush=True)
+                return
+            print(f"rank {identity.rank}: this is the number that the rendezvous service has given", flush=True)
+            _check_world_size(job, identity)
         own, server = Metrics(identity.rank), None
         if metrics is not None:
             host, port = metrics
@@ -66,6 +86,17 @@ def train_as_rank(job: Job, identity: Identity, fresh: bool, metrics: tuple[str,
                     time.sleep(0.2)
             elif server is not None:  # or the end would look like a crash
                 server.last_look(lambda: stop.wanted)
+
+
+class _Sayer:
+    """Tells the user what a process waits for that has no rank yet."""
+
+    def say_waiting(self, text: str) -> None:
+        """Tell the user."""
+        print(text, file=sys.stderr, flush=True)
+
+    def waiting(self, ranks: Sequence[int]) -> None:
+        """Take no note: nobody watches a process that has no rank."""
 
 
 class PatientStream:
@@ -100,12 +131,22 @@ def check_strategy(job: Job) -> None:
 
 def _check_world_size(job: Job, identity: Identity) -> None:
     """Raise JobError if the job needs a number of ranks other than the launcher has started."""
-    if job.parallel.stages is not None or job.parallel.workers is not None:
-        wanted = job.parallel.world_size()
-        if wanted != identity.world_size:
+    parallel, size = job.parallel, identity.world_size
+    if parallel.stages is not None or parallel.workers is not None:
+        wanted = parallel.world_size()
+        if wanted != size:
             raise JobError(
                 f"the job is for {count(wanted, 'rank')}, but {identity.source} says that the world size is "
-                f"{identity.world_size}; change parallel.workers (or parallel.stages), or start {count(wanted, 'rank')}"
+                f"{size}; change parallel.workers (or parallel.stages), or start {count(wanted, 'rank')}"
+            )
+    for name, bound, wrong in (
+        ("min_workers", parallel.min_workers, size < (parallel.min_workers or 0)),
+        ("max_workers", parallel.max_workers, size > (parallel.max_workers or size)),
+    ):
+        if wrong:
+            raise JobError(
+                f"parallel.{name}: {bound}, but {identity.source} says that the world size is {size}; "
+                "change one of them"
             )
     most = limits_of(job.parallel.strategy).max_workers if job.parallel.stages is None else None
     if most is not None and identity.world_size > most:
@@ -124,10 +165,18 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
             "command that starts the ranks, or start `horizonml rendezvous` on a machine that all ranks reach, and "
             "give its host:port"
         )
+    return _split_address(text, RENDEZVOUS)
+
+
+def _split_address(text: str, name: str) -> tuple[str, int]:
+    """Return the host and the port of what the user gave by this name. Raises JobError."""
     try:
-        return split_address(text)
+        host, port = split_address(text)
+        if not host or not 0 < port <= 65535:
+            raise ValueError
     except ValueError:
-        raise JobError(f"{RENDEZVOUS}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
+        raise JobError(f"{name}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
+    return host, port
 
 
 def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
+from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
@@ -33,6 +35,7 @@ def train(
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
     watch: StragglerDetector | None = None,
+    mirror: Mirror | None = None,
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
@@ -40,7 +43,7 @@ def train(
     has a better plan, return that training must go on with it. Raises CheckpointError if the run ends and its last
     checkpoint could not be saved.
     """
-    return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch).run()
+    return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror).run()
 
 
 @dataclass
@@ -55,29 +58,36 @@ class _Loop:
     stop: StopRequest
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
+    mirror: Mirror | None
     unsaved: bool = False  # whether the last checkpoint could not be saved
+    wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.data.info.train, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
         self.total = self.per_epoch * self.job.epochs
+        self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
+        # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
+        self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
         if self.state.step >= self.total:
             return Outcome.ALREADY_COMPLETE
-        every = self.job.checkpoint.every_steps or self.per_epoch
         while self.state.step < self.total:
             step = self._step()
             done = self.state.step
+            self._note_saved(self.checkpoints)
             if done % self.per_epoch == 0:
                 self._evaluate(done)
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
             replan = self._has_better_plan(step, done) and done < self.total
-            if self.checkpoints is not None and (done % every == 0 or done == self.total or stopping or replan):
+            saving = stopping and (step.totals.stop or not self.keeps_state)
+            due = done % self.every == 0 and not (stopping and not saving)
+            if self.checkpoints is not None and (due or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
-                if self.unsaved and not step.totals.stop:
+                if self.unsaved and not step.totals.stop and not self.keeps_state:
                     stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
@@ -92,13 +102,19 @@ class _Loop:
         batch = training_batch(self.job, self.data, self.sampler, epoch, within)
         lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
         every = self.job.telemetry.divergence_every
+        if self.mirror is not None:
+            self.mirror.before_step(self.wall)
         step = self.session.step(
             batch,
             lr,
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
-            newcomers=not self.unsaved and self.newcomers(),
+            newcomers=(self.keeps_state or (self.checkpoints is not None and not self.unsaved)) and self.newcomers(),
         )
+        if self.mirror is not None:
+            self.mirror.after_step()
+            self.recorder.replica(self.mirror.age, covered=self.mirror.age is not None or not self.mirror.is_owner)
+        self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step
 
@@ -123,20 +139,36 @@ class _Loop:
         return better
 
     def _save(self, checkpoints: Checkpoints, done: int, stopping: bool) -> None:
-        """Save a checkpoint. Raises CheckpointError if that fails and no later one will be saved."""
-        complete = done == self.total
+        """Save a checkpoint: the last one while all wait, others while training goes on, and never two at once.
+
+        Raises CheckpointError if it is not saved and no later one will be.
+        """
+        complete, due = done == self.total, done % self.every == 0
         details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
-        started, before = time.perf_counter(), checkpoints.newest
-        problems = checkpoints.save(self.state, self.session.plan, {"job": self.job.model_dump(), **details})
-        self.recorder.checkpoint(done, not problems, time.perf_counter() - started)
+        details = {"job": self.job.model_dump(), **details}
+        problems: list[str] = []
+        if self.job.checkpoint.background and due and not complete and not stopping:
+            skipped = checkpoints.skipped
+            checkpoints.begin(self.state, self.session.plan, details)
+            if checkpoints.skipped > skipped:
+                self.recorder.checkpoint_skipped(done)
+        else:
+            problems = checkpoints.save(self.state, self.session.plan, details)
+        self._note_saved(checkpoints)
         self.session.clock.pause()
         self.recorder.skip()
-        self.unsaved = bool(problems)
         if problems and (complete or (stopping and self.stop.wanted)):
-            kept = "no checkpoint is there" if before is None else f"the newest checkpoint is that of step {before}"
+            newest = checkpoints.newest
+            kept = "no checkpoint is there" if newest is None else f"the newest checkpoint is that of step {newest}"
             raise CheckpointError(
                 f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
             )
+
+    def _note_saved(self, checkpoints: Checkpoints | None) -> None:
+        """Record what became of checkpoints that were written until now."""
+        for one in checkpoints.finished() if checkpoints is not None else []:
+            self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
+            self.unsaved = bool(one.problems)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

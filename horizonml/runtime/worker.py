@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from horizonml.comm.group import Group
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
@@ -16,12 +18,28 @@ from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
-from horizonml.runtime.generation import Generation, Life
+from horizonml.runtime.generation import Generation
+from horizonml.runtime.life import Life
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
 from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.recorder import Outage
+
+
+def settings_for(job: Job) -> RendezvousSettings:
+    """Return what a rank of a job joins for."""
+    parallel = job.parallel
+    return RendezvousSettings(
+        job.name,
+        job.digest(),
+        job.rendezvous.timeout,
+        job.rendezvous.replace_timeout,
+        parallel.min_world_size(),
+        parallel.max_workers or 0,
+        parallel.min_workers or 0,
+    )
 
 
 class Worker:
@@ -36,6 +54,7 @@ class Worker:
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
         self._life: Life | None = None
+        self._broke_at = 0.0  # when the last group broke, a time of `monotonic`
 
     @property
     def newest_checkpoint(self) -> int | None:
@@ -67,62 +86,50 @@ class Worker:
         self._life = life
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
-        if identity.world_size == 1:
+        if self._address is None:
             return self._train(life, None)
         membership, fruitless = None, 0
-        settings = RendezvousSettings(
-            job.name,
-            job.digest(),
-            job.rendezvous.timeout,
-            job.rendezvous.replace_timeout,
-            job.parallel.min_world_size(),
-        )
+        settings = settings_for(job)
         while not self._stop.wanted:
             before = life.steps
-            assert self._address is not None
+            old = membership
             try:
                 membership = meet(identity, settings, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
                 return Outcome.STOPPED_WAITING
             self._rank = membership.rank
+            if life.outage is not None and old is not None:
+                life.outage = replace(life.outage, lost=_missing(old, membership))
             try:
                 outcome = self._train(life, membership)
             except PeerLost as error:
                 named = membership.name_lost(error)
-                membership.leave(f"lost a peer: {named}", Departure.LOST_PEER)
-                self._metrics.lost(1, None)
+                self._note_loss(life, membership)
                 fruitless = 0 if life.steps > before else fruitless + 1
                 if self._stop.wanted:
                     break
                 if not rejoin or named.ends_job or fruitless >= job.rendezvous.max_attempts:
                     raise named from error
-                self._check_recoverable(life, str(named))
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
-            except BaseException as error:
-                # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
-                passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
-                failed = error.ends_job if isinstance(error, HorizonError) else not passing
-                membership.leave(str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER)
-                raise
             else:
-                membership.leave("done" if outcome is not Outcome.RE_FORM else "meets again")
+                again = outcome is Outcome.RE_FORM
+                membership.leave("meets again" if again else "done", Departure.AGAIN if again else Departure.DONE)
                 if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:
                     break
-                self._check_recoverable(life, "another rank stops")
                 self.say("another rank stops or joins; meeting again")
             self._metrics.waiting([])
         return Outcome.STOPPED
 
-    @staticmethod
-    def _check_recoverable(life: Life, reason: str) -> None:
-        """Raise PeerLost if there is nothing that training could go on from."""
-        if not life.job.checkpoint.enabled and life.steps:
-            raise PeerLost(
-                f"{reason}; the {life.steps} steps done so far are lost, because checkpoint.enabled is false: with "
-                "checkpoints the others would go on"
-            )
+    def _note_loss(self, life: Life, membership: Membership) -> None:
+        """Note when the loss of ranks became known, for the record of the recovery."""
+        lost = [member.rank for member in membership.lost]  # more are known when the others have met
+        silent = max((member.silent for member in membership.lost), default=None)
+        self._metrics.lost(max(1, len(lost)), silent)
+        step = life.state.step if life.state is not None else 0
+        if life.outage is None and life.steps:  # ranks that are lost before they have gone on belong to the same outage
+            life.outage = Outage(self._broke_at, lost, silent, step)
 
     def say(self, text: str) -> None:
         """Tell the user, as rank 0 of the group."""
@@ -145,15 +152,41 @@ class Worker:
         names = [member.hostname for member in membership.members] if membership else [socket.gethostname()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
         store = membership.store if membership else None
-        group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
         generation = membership.generation if membership else 0
-        self._metrics.formed(generation, group.world_size)
-        life.lifeline.begin(generation)
 
-        def newcomers() -> bool:  # who cannot be taken in without losing everything has to wait
-            return membership is not None and self._job.checkpoint.enabled and bool(membership.newcomers)
+        def newcomers() -> bool:
+            return membership is not None and bool(membership.newcomers)
 
+        group = None
         try:
+            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
+            if membership is not None:
+                abort = group.abort
+                membership.on_end(lambda ended: abort())
+            self._metrics.formed(generation, group.world_size)
+            life.lifeline.begin(generation)
             return Generation(life, group, generation, names, started_as, newcomers, self.say).run()
+        except BaseException as error:
+            self._broke_at = time.monotonic()
+            if membership is not None:  # before the connections close, so that the others find the reason
+                membership.leave(*_farewell(error))
+            raise
         finally:
-            group.close()
+            if group is not None:
+                group.close()
+
+
+def _missing(before: Membership, now: Membership) -> list[int]:
+    """Return the ranks of a group that are gone from the next one, or replaced by another process."""
+    there = now.members
+    return [one.rank for one in before.members if not any(one.same_process(other) for other in there)]
+
+
+def _farewell(error: BaseException) -> tuple[str, Departure]:
+    """Return what a rank that fails says to the others."""
+    if isinstance(error, PeerLost):
+        return f"lost a peer: {error}", Departure.LOST_PEER
+    # A mistake in the model's or the data's own code comes again, too; too little memory perhaps not.
+    passing = isinstance(error, (OSError, KeyboardInterrupt, SystemExit)) or is_out_of_memory(error)
+    failed = error.ends_job if isinstance(error, HorizonError) else not passing
+    return str(error) or type(error).__name__, Departure.FAILED if failed else Departure.OTHER

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from horizonml.comm.group import Group, Work
+from horizonml.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
@@ -84,13 +85,25 @@ class Disks:
         """Return a value that all containers on a rank's machine share."""
         return self._group.hosts[rank].partition("/")[0]
 
-    def copy(self, copies: Sequence[Copy]) -> None:
-        """Send files between disks; all ranks call this with the same copies. Raises PeerLost.
+    def everywhere(self, action: Callable[[], None], group: Group) -> list[str]:
+        """Run `action` on every disk; return what went wrong, in the order of ranks, on all ranks of the group."""
+        problem = None
+        if self.is_lead:
+            try:
+                action()
+            except (OSError, CheckpointError) as error:
+                problem = str(error)
+        found = group.gather_json(problem)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
+
+    def copy(self, copies: Sequence[Copy], group: Group) -> None:
+        """Send files between disks through the group or its twin; all ranks call this with the same copies.
 
         In each round every copy moves one chunk, so that no rank waits for the whole of another's file. Received files
-        are verified when they are used, so a disk that fails on the way does not stop the other copies.
+        are verified when they are used, so a disk that fails on the way does not stop the other copies. Raises
+        PeerLost.
         """
-        rank, channel = self._group.rank, self._group.channel("files")
+        rank, channel = group.rank, group.channel("files")
         copies = [copy for copy in copies if copy.source != copy.target]
         mine = {copy: _Partial(copy.path, sending=copy.source == rank) for copy in copies if copy.concerns(rank)}
         try:
@@ -103,16 +116,16 @@ class Disks:
                         continue
                     if copy.source == rank:
                         chunk = mine[copy].read(size)
-                        works.append((self._group.send(chunk, copy.target, channel.tag(number)), copy.target))
+                        works.append((group.send(chunk, copy.target, channel.tag(number)), copy.target))
                     else:
                         chunk = torch.empty(size, dtype=torch.uint8)
-                        works.append((self._group.receive(chunk, copy.source, channel.tag(number)), copy.source))
+                        works.append((group.receive(chunk, copy.source, channel.tag(number)), copy.source))
                     received.append((mine[copy], chunk))  # also keeps the tensor alive while it is sent
                 for work, peer in works:
-                    self._group.wait(work, peer)
+                    group.wait(work, peer)
                 for partial, chunk in received:
                     partial.write(chunk)
-                self._group.barrier()
+                group.barrier()
         finally:
             for partial in mine.values():
                 partial.close()

@@ -1,8 +1,10 @@
-"""Moves the state of a group from one plan to another; only the layers that change hands are sent."""
+"""Moves layers between the ranks of a group, as a new plan asks for; only layers that change hands are sent."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,28 +14,33 @@ from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 
+Moves = list[tuple[int, int, int]]  # (layer, from, to), in the order of layers
+Holders = Sequence[Sequence[int]]  # the ranks that hold each layer
 
-def senders(old: Plan, new: Plan) -> list[tuple[int, int, int]]:
-    """Return which layer goes from which rank to which: `(layer, from, to)`, in the order of layers.
+
+def holders(plan: Plan) -> Holders:
+    """Return the ranks that hold each layer in a plan."""
+    return [next(stage.ranks for stage in plan.stages if stage.start <= n < stage.stop) for n in range(plan.layers)]
+
+
+def senders(held: Holders, plan: Plan) -> Moves:
+    """Return which layer goes from which rank to which, so that every rank has its layers in the plan.
 
     A rank that already has a layer receives none; of several possible senders, the one that has sent least sends.
     """
-    sent = dict.fromkeys(range(old.world_size), 0)
+    sent: Counter[int] = Counter()
     found = []
-    for layer in range(new.layers):
-        holders, wanted = (
-            next(stage.ranks for stage in plan.stages if stage.start <= layer < stage.stop) for plan in (old, new)
-        )
+    for layer, (there, wanted) in enumerate(zip(held, holders(plan), strict=True)):
         for rank in wanted:
-            if rank not in holders:
-                sender = min(holders, key=lambda holder: (sent[holder], holder))
+            if rank not in there:
+                sender = min(there, key=lambda holder: (sent[holder], holder))
                 sent[sender] += 1
                 found.append((layer, sender, rank))
     return found
 
 
-def move(state: TrainState, old: Plan, new: Plan, group: Group) -> int:
-    """Bring the parameters, buffers and optimizer state of each layer to the ranks that hold it in the new plan.
+def move(state: TrainState, moves: Moves, group: Group) -> int:
+    """Send the parameters, buffers and optimizer state of layers from ranks to ranks.
 
     All ranks must call this, with no session on the state; the next session releases the layers that have moved away.
     Return the bytes that this rank has received. Raises PeerLost.
@@ -41,7 +48,6 @@ def move(state: TrainState, old: Plan, new: Plan, group: Group) -> int:
     held: dict[int, dict[str, Tensor]] = {}
     for key, tensor in state.tensors().items():
         held.setdefault(state.layer_of(key), {})[key] = tensor
-    moves = senders(old, new)
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
     # What there is to receive: a rank without the layer does not know whether its optimizer state exists yet.
     offers: dict[int, list[str]] = {}

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from horizonml import __version__
 from horizonml.errors import CheckpointError
+from horizonml.files import write_atomically
 from horizonml.job.schema import Job
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Shard(_Strict):
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     tensors: int | None = Field(None, ge=0)  # how many tensors it holds
-    machines: list[str] = []  # the hosts that keep a copy, by their names when it was saved
+    machines: list[str] = []  # those that keep a copy: names, and addresses where known, when it was saved
 
 
 class Layers(_Strict):
@@ -75,6 +76,8 @@ class Metadata(_Strict):
     model_config = ConfigDict(extra="allow")
     format: int
     step: int = Field(ge=0)
+    generation: int = Field(0, ge=0)  # of the group that saved it
+    restarts: int = Field(0, ge=0)  # how often the count of generations had begun again (see `fence`)
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
     job: dict[str, Any] = {}
@@ -125,24 +128,27 @@ def steps(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def find(path: Path) -> Path:
-    """Return the newest intact checkpoint at `path`, which is either a checkpoint or a run's folder.
+def find(path: Path) -> tuple[Path, Metadata]:
+    """Return the newest intact checkpoint at `path`, which is either a checkpoint or a run's folder, and its metadata.
 
     Newer checkpoints that are damaged are skipped, and a message names them. Raises CheckpointError.
     """
     if (path / METADATA).exists():
-        return path
+        metadata = read_metadata(path)
+        verify(path, metadata)
+        return path, metadata
     problems = []
     for folder in (path, path / "checkpoints"):
         for step in steps(folder):
             try:
-                verify(step, read_metadata(step))
+                metadata = read_metadata(step)
+                verify(step, metadata)
             except CheckpointError as error:
                 problems.append(str(error))
             else:
                 for problem in problems:
                     _log.warning("%s; an older checkpoint is taken instead: %s", problem, step.name)
-                return step
+                return step, metadata
     raise CheckpointError("; ".join(problems) or f"no checkpoint in {path}; give a run's folder or a step-* folder")
 
 
@@ -168,6 +174,11 @@ def check(metadata: Any, path: Path) -> Metadata:
         raise _damaged(path, error) from error
     except RecursionError as error:
         raise _damaged(path, error) from error
+
+
+def write_metadata(folder: Path, metadata: dict[str, Any]) -> None:
+    """Write the metadata of a checkpoint. Raises OSError."""
+    write_atomically(folder / METADATA, (json.dumps(metadata, indent=2) + "\n").encode())
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
@@ -271,9 +282,7 @@ def export(source: Path, target: Path) -> Metadata:
     The file can be read by `torch.load(target, weights_only=True)` and fits the original model. Raises
     CheckpointError.
     """
-    path = find(source)
-    metadata = read_metadata(path)
-    verify(path, metadata)
+    path, metadata = find(source)
     with opened(path, metadata.shards) as (names, read):
         weights: dict[str, Tensor] = {
             name.removeprefix("model/"): read(name) for name in names if name.startswith("model/")

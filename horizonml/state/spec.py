@@ -61,3 +61,26 @@ class CheckpointSpec(Spec):
     keep: int = Field(2, ge=1, description="How many checkpoints to keep.")
     resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
     enabled: bool = Field(True, description="Whether to save checkpoints at all.")
+    background: bool = Field(
+        True, description="Write them while training goes on, from a copy in memory; false waits and needs no copy."
+    )
+
+
+class RecoverySpec(Spec):
+    """Configures what ranks keep in memory so that the loss of a rank costs no step."""
+
+    mirror: bool = Field(
+        True,
+        description="Keep the state of every stage that has a single member in the memory of another rank, too, and "
+        "the messages sent to it since; when its rank is lost, the stage is rebuilt from them.",
+    )
+    mirror_budget: float = Field(
+        0.02,
+        gt=0,
+        le=1,
+        description="Share of the time of a step that copying the state to another rank's memory may take on the link "
+        "between them; less means that more messages are kept.",
+    )
+    log_bytes: int = Field(
+        256 << 20, ge=0, description="Most bytes of messages that a rank keeps in memory for stages that may be lost."
+    )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -13,6 +14,18 @@ from horizonml.models.zoo import Model
 from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part
 from horizonml.state.spec import Adam, Sgd
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Holds the gradients of a step on which this rank cannot know whether the others have agreed.
+
+    All work of the step was done when the group was lost: if another rank has updated its parameters, so must this one.
+    """
+
+    gradients: dict[str, Tensor]
+    before: dict[str, Tensor]  # copies of buffers as they were before the step
+    learning_rate: float
 
 
 class TrainState:
@@ -26,6 +39,7 @@ class TrainState:
         self.model, self.optimizer = model, Optimizer(optimizer)
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
+        self.prepared: Prepared | None = None
         self.parts: dict[str, Part] = {}  # the parameters and buffers of which this rank holds only a part
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
@@ -70,8 +84,43 @@ class TrainState:
             found |= module.state_dict(keep_vars=True)
         return found
 
+    def layers(self) -> list[int]:
+        """Return the layers of which this rank holds the whole state, in memory that outlives its groups."""
+        if self.parts:
+            return []
+        held = self._held
+        return sorted({self._layers[name] for name in held})
+
+    def keep(self, layers: Iterable[int]) -> None:
+        """Hold the state of these layers only, of those that are held; `take` makes them into modules again."""
+        wanted = set(layers)
+        kept = {name: tensor for name, tensor in self._held.items() if self._layers[name] in wanted}
+        for module in self._modules:
+            _let_go(module)
+        self._modules, self._received, self.parts = [], kept, {}
+        self._optimizer = {name: entries for name, entries in self._optimizer.items() if name in kept}
+
+    def settle(self, apply: bool) -> None:
+        """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None:
+            return
+        held = self._held
+        if not apply:
+            for name, value in prepared.before.items():
+                held[name].detach().copy_(value)
+            return
+        parameters = {name: cast(nn.Parameter, held[name]) for name in prepared.gradients}
+        for name, parameter in parameters.items():
+            parameter.grad = prepared.gradients[name]
+        self.update(parameters, prepared.learning_rate)
+        self.step += 1
+        for parameter in parameters.values():
+            parameter.grad = None
+
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
+        self.prepared = None
         self.step, self.metrics, self._optimizer = 0, {}, {}
         self._set_to_initial(self._held)
 
@@ -151,6 +200,7 @@ class TrainState:
 
         Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
         """
+        self.prepared = None
         available = set(names)
         saved, held = self._saved, self._held
         for name in sorted(saved):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,16 @@ from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
 from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, RunInfo, Source, StepRecord
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Describes the loss of ranks, as a rank knows it that goes on."""
+
+    began: float  # when the loss was known here, a time of `monotonic`
+    lost: list[int]  # as they were called in the group before
+    silent_seconds: float | None  # for which they had been silent by then, if that is known
+    step: int  # the number of steps that had been done here
 
 
 class Recorder:
@@ -40,6 +51,7 @@ class Recorder:
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self._lifeline, self.steps = metrics, lifeline, 0  # steps recorded
         self._rank = info.rank
+        self._at_next_step: Callable[[], None] | None = None
         self._lines.write({**info.to_json(), "time": time.time()})
         self._cpu = cpu_seconds()
 
@@ -73,6 +85,9 @@ class Recorder:
         )
         self._cpu = cpu
         self._lines.write(record.to_json())
+        if self._at_next_step is not None:
+            self._at_next_step()
+            self._at_next_step = None
         if self._timeline_every and number % self._timeline_every == 0:
             self._lines.write(_timeline(step, number))
         self._display.step(record)
@@ -105,19 +120,43 @@ class Recorder:
             found = f"{told} as planned, compared with the others" if told else "all are as fast as planned again"
             self._display.message(f"step {number}: {found}")
 
-    def checkpoint(self, number: int, saved: bool, seconds: float) -> None:
-        """Record that a checkpoint was saved after step `number`, or that saving it failed."""
+    def checkpoint(self, number: int, saved: bool, seconds: float, writing: float = 0.0) -> None:
+        """Record that a checkpoint was saved after step `number`, or that saving it failed.
+
+        Training waited for `seconds`; for the seconds of `writing`, it went on.
+        """
         self._lines.write(
-            {"kind": "checkpoint", "step": number, "time": time.time(), "saved": saved, "seconds": seconds}
+            {
+                "kind": "checkpoint",
+                "step": number,
+                "time": time.time(),
+                "saved": saved,
+                "seconds": seconds,
+                "writing_seconds": writing,
+            }
         )
         if self._metrics is not None:
-            self._metrics.checkpoint(number, saved, seconds)
+            self._metrics.checkpoint(number, saved, seconds + writing)
+
+    def replica(self, age_steps: int | None, covered: bool) -> None:
+        """Show how old the copy of this rank's state is in another rank's memory; see `Metrics.replica`."""
+        if self._metrics is not None:
+            self._metrics.replica(age_steps, covered)
 
     def checkpoint_skipped(self, number: int) -> None:
         """Record that the checkpoint due after step `number` was left out: one is still being written."""
         self._lines.write({"kind": "checkpoint skipped", "step": number, "time": time.time()})
         if self._metrics is not None:
             self._metrics.checkpoint_skipped()
+
+    def after(self, outage: Outage, generation: int, source: Source, step: int) -> None:
+        """Record the recovery from an outage once the next step has ended; training goes on from `step`."""
+
+        def record() -> None:
+            seconds, repeated = time.monotonic() - outage.began, max(0, outage.step - step)
+            self.recovery(generation, outage.lost, outage.silent_seconds, seconds, repeated, source)
+
+        self._at_next_step = record
 
     def recovery(
         self,

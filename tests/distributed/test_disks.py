@@ -15,7 +15,7 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Copy, Disks
-from horizonml.state.shards import steps
+from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
@@ -52,7 +52,7 @@ def copied(rank: int, world_size: int, store: Store, folder: Path, size: int) ->
         if rank == 1:
             paths[1].symlink_to("/dev/full")
         # The name is the same on all disks; here each has a folder of its own.
-        disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)])
+        disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)], group)
         return rank != 1 and paths[rank].read_bytes() == content[:size]
     finally:
         group.close()
@@ -63,9 +63,12 @@ def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int)
     assert pool.run(3, copied, tmp_path, size) == [True, False, True]
 
 
+BOARDS = ["boot1/10.0.0.1", "boot2/10.0.0.2", "boot3/10.0.0.3"]
+
+
 def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
-    """Save, on a disk of its own, when the last bit of a parameter is another one on rank 1."""
-    group = Group(store, rank, world_size, 30.0)
+    """Save, on a board with a disk of its own, when the last bit of a parameter is another one on rank 1."""
+    group = Group(store, rank, world_size, 30.0, BOARDS)
     model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 64)
@@ -74,7 +77,8 @@ def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[li
         with torch.no_grad():
             next(session.stages[0].module.parameters()).mul_(1 + 1e-6)
     try:
-        problems = Checkpoints(folder / str(rank), group, 2, {}).save(session.state, plan, {})
+        names = ["raspberrypi", "raspberrypi", "jetson"]
+        problems = Checkpoints(folder / str(rank), group, 2, {}, names).save(session.state, plan, {})
         return problems, state_of(session)
     finally:
         group.close()
@@ -85,7 +89,11 @@ def test_members_that_round_differently_are_made_equal_and_saved(pool: Pool, tmp
     for rank, (problems, state) in enumerate(results):
         assert problems == []
         assert all(torch.equal(state[name], results[0][1][name]) for name in state)
-        assert [path.name for path in steps(tmp_path / str(rank))] == ["step-00000005"]
+        (saved,) = steps(tmp_path / str(rank))
+        assert saved.name == "step-00000005"
+        # Two boards of one name are two.
+        machines = ["raspberrypi at 10.0.0.1", "raspberrypi at 10.0.0.2", "jetson at 10.0.0.3"]
+        assert read_metadata(saved).shards["stage-0.safetensors"].machines == machines
 
 
 def test_a_group_that_is_over_replaces_no_checkpoint(pool: Pool, tmp_path: Path) -> None:
@@ -99,5 +107,5 @@ def late(rank: int, world_size: int, store: Store, folder: Path) -> bool:
     (target / "checkpoint.json").write_text("of the group that runs now")
     checkpoints = Checkpoints(folder, Group(None, 0, 1, 30.0), 2, {})
     with pytest.raises(FileNotFoundError):
-        checkpoints._commit(folder / ".step-00000005-stale", target)
+        checkpoints._saver._commit(folder / ".step-00000005-stale", target)
     return (target / "checkpoint.json").read_text() == "of the group that runs now"

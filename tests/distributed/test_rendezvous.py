@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,6 +27,8 @@ from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
+from horizonml.rendezvous.messages import Departure, Ended
+from horizonml.rendezvous.roster import LOST_SECONDS
 from horizonml.rendezvous.service import Service
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
@@ -230,6 +235,88 @@ def test_a_lost_peer_is_named(pool: Pool, service: int) -> None:
     for message in (messages[0], messages[2]):
         assert "rank 1 on " in message
         assert "gives no sign of life" in message
+
+
+def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:
+    """Rank 1's process is stopped, and goes on once the others have been told."""
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    told = threading.Event()
+    endings: list[Ended] = []
+    membership.on_end(lambda ended: (endings.append(ended), told.set()))
+    if rank == 1:
+        store.set("pid", str(os.getpid()))
+        assert told.wait(60)
+    elif rank == 0:
+        os.kill(int(store.get("pid")), signal.SIGSTOP)
+        assert told.wait(60)
+    else:
+        assert told.wait(60)
+    named = membership.name_lost(PeerLost("a wait was broken off"))
+    membership.leave("lost a peer", Departure.LOST_PEER)
+    identity, address = Identity(rank, world_size, "test"), ("127.0.0.1", port)
+    if rank == 1:
+        again = meet(identity, settings(60.0), address, Listener(), membership)
+    else:
+        pair = meet(identity, settings(60.0), address, Listener(), membership)
+        assert [member.rank for member in pair.members] == [0, 2]
+        if rank == 0:
+            os.kill(int(store.get("pid")), signal.SIGCONT)
+        wait_for(lambda: pair.newcomers == [1] or pair.rank != 0, "rank 1 as a newcomer")
+        store.set(f"seen{rank}", "")
+        store.wait(["seen0"], timedelta(seconds=60))
+        pair.leave("meets again", Departure.AGAIN)
+        again = meet(identity, settings(60.0), address, Listener(), pair)
+    again.leave("done", Departure.DONE)
+    return {"ended": endings, "named": str(named), "last": (again.generation, again.world_size)}
+
+
+def test_a_process_that_is_stopped_is_published_and_learns_of_it_when_it_wakes(pool: Pool, service: int) -> None:
+    results = pool.run(3, stop_a_peer, service)
+    for rank in (0, 2):
+        (ended,) = results[rank]["ended"]
+        (lost,) = ended.lost
+        assert not ended.evicted
+        assert (lost.rank, lost.hostname, lost.reason) == (1, socket.gethostname(), "gives no sign of life")
+        assert 5 < lost.silent < 6
+        assert "rank 1 on" in results[rank]["named"]
+    assert [result["last"] for result in results] == [(3, 3)] * 3  # awake again, it is taken in as any newcomer is
+    (evicted,) = results[1]["ended"]
+    assert evicted.evicted
+    assert "this rank gave no sign of life for too long" in results[1]["named"]
+
+
+def be_busy(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:
+    """Rank 0 collects garbage among millions of objects, then writes to what takes nothing, for longer than silence."""
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    collections, longest = 0, 0.0
+    if rank == 0:
+        objects: list[object] = [[] for _ in range(3_000_000)]
+        until = time.monotonic() + LOST_SECONDS + 1.0
+        while time.monotonic() < until:
+            started = time.monotonic()
+            gc.collect()
+            collections, longest = collections + 1, max(longest, time.monotonic() - started)
+        del objects
+        reading, writing = os.pipe()
+        late = threading.Timer(LOST_SECONDS + 1.0, os.read, (reading, 1 << 20))
+        late.start()
+        os.write(writing, bytes(1 << 17))  # blocks until somebody reads, as a full or broken disk does
+        late.join()
+        os.close(reading)
+        os.close(writing)
+        store.set("rested", "")
+    else:
+        store.wait(["rested"], timedelta(seconds=100))
+    time.sleep(1.0)
+    ended = membership.ended
+    membership.leave("done", Departure.DONE)
+    return {"ended": ended, "collections": collections, "longest": longest}
+
+
+def test_a_busy_rank_is_no_lost_rank(pool: Pool, service: int) -> None:
+    results = pool.run(2, be_busy, service)
+    assert [result["ended"] for result in results] == [None, None]
+    assert results[0]["collections"] > 1
 
 
 @pytest.mark.parametrize("formed", [True, False])

@@ -16,7 +16,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.stragglers import slowdowns
-from horizonml.state.move import move, senders
+from horizonml.state.move import holders, move, senders
 from horizonml.state.spec import Sgd
 from horizonml.tasks.image_classification import ImageClassification
 from horizonml.tasks.task import InputSpec
@@ -43,10 +43,10 @@ def test_slowdowns_are_told_apart_from_a_plan_that_is_wrong_for_all() -> None:
 
 
 def test_only_layers_that_change_hands_travel_and_senders_take_turns() -> None:
-    assert senders(PIPELINE, PIPELINE) == []
-    assert senders(PIPELINE, SHIFTED) == [(3, 0, 1), (4, 0, 1)]
-    assert [(layer, receiver) for layer, _, receiver in senders(DDP, PIPELINE)] == []
-    after = senders(HYBRID, DDP)
+    assert senders(holders(PIPELINE), PIPELINE) == []
+    assert senders(holders(PIPELINE), SHIFTED) == [(3, 0, 1), (4, 0, 1)]
+    assert [(layer, receiver) for layer, _, receiver in senders(holders(DDP), PIPELINE)] == []
+    after = senders(holders(HYBRID), DDP)
     assert [(layer, receiver) for layer, _, receiver in after[:6]] == [(layer, 1) for layer in range(6)]
     assert [sender for _, sender, _ in after[:6]] == [0, 2, 0, 2, 0, 2]
     assert {(sender, receiver) for _, sender, receiver in after[6:]} == {(1, 0), (1, 2)}
@@ -63,7 +63,7 @@ def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tupl
         if number:
             before, addresses = state_of(session), {k: v.data_ptr() for k, v in session.state.tensors().items()}
             session.close()
-            received.append(move(session.state, session.plan, plan, group))
+            received.append(move(session.state, senders(holders(session.plan), plan), group))
             session = Session(plan, session.state, group, ImageClassification(), FULL)
             assert all(torch.equal(value, before[key]) for key, value in state_of(session).items() if key in before)
             # Layers that stay are the same tensors, not copies.

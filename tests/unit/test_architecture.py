@@ -39,9 +39,10 @@ TABLE: dict[str, set[str]] = {
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
+    "chaos": {"machine", "report"},
     "cli": {
-        "bench", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous", "report",
-        "runtime", "spec", "starter", "state",
+        "bench", "chaos", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
+        "report", "runtime", "spec", "starter", "state",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -10,18 +10,23 @@ import pytest
 from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.messages import (
+    Ask,
     Departure,
+    Ended,
     Event,
     Farewell,
     Formed,
+    HeldBack,
     Join,
     Leave,
+    Lost,
     Refused,
     Resume,
     Status,
     UnreadableJoin,
     Verdict,
     Withdraw,
+    read_ended,
     read_event,
     read_status,
     read_verdict,
@@ -60,6 +65,8 @@ def test_a_fingerprint_survives_the_way_through_json() -> None:
         ({"machine": ["m"]}, "machine must be at most 255 printable characters, not list"),
         ({"pid": 0}, "pid must be"),
         ({"min_world_size": 0}, "min_world_size must be"),
+        ({"max_world_size": -1}, "max_world_size must be"),
+        ({"begin_with": MOST_RANKS + 1}, "begin_with must be"),
     ],
 )
 def test_what_no_rank_says_of_itself_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -106,6 +113,7 @@ def test_texts_from_the_network_are_shown_on_one_line() -> None:
     [
         Join(7, rank(0)),
         Withdraw(7),
+        Ask(7, "m1/10.0.0.1", 42, "d1", 3, 5),
         Leave(7, Farewell("lost a peer", Departure.LOST_PEER)),
         Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
     ],
@@ -119,6 +127,8 @@ def test_an_event_survives_the_way_through_the_store(event: Event) -> None:
     [
         ({"join": rank(0).to_json()}, "id must be a whole number"),
         ({"id": -1, "withdraw": True}, "id must be a whole number"),
+        ({"id": 7, "ask": 3}, "a question must be an object, not 3"),
+        ({"id": 7, "ask": {"host_id": "m", "pid": 0}}, "pid must be"),
         ({"id": 7, "resume": []}, "a fingerprint must be an object, not list"),
         ({"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
         ({"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
@@ -157,10 +167,24 @@ def test_a_verdict_that_a_stranger_wrote_is_refused(changes: dict[str, object]) 
         read_verdict(json.dumps(verdict).encode(), 7)
 
 
+def test_the_end_of_a_generation_survives_and_reads_as_a_sentence() -> None:
+    ended = Ended("it is over", (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0)))
+    assert read_ended(json.dumps(ended.to_json()).encode()) == ended
+    assert [str(one) for one in ended.lost] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
+
+
+@pytest.mark.parametrize(
+    "lost", [None, 3, [3], [{"rank": -1}], [{"rank": 1, "hostname": "pi", "reason": "x", "silent": -1}]]
+)
+def test_an_end_that_a_stranger_wrote_is_refused(lost: object) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        read_ended(json.dumps({"reason": "x", "lost": lost}).encode())
+
+
 def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
-    status = Status([1, 2], [7], [3], ["rank 2 has job evil"])
+    status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1", [HeldBack(9, "it dies", 8.5)])
     assert read_status(json.dumps(status.to_json()).encode()) == status
-    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3}
+    rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3, "held": [3, {}]}
     assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [])
     for message in (None, b"[" * 60_000, b"x" * (1 << 20)):
         assert read_status(message).running is None

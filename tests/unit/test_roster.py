@@ -1,9 +1,12 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from horizonml.rendezvous.crashes import Crashes
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Formed, Refused
+from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
 
 
@@ -113,7 +116,7 @@ def test_a_group_forms_again_after_a_loss_with_the_next_generation() -> None:
 def test_ranks_that_leave_or_fall_silent_are_forgotten() -> None:
     roster = Roster()
     gather(roster, rank(0), rank(1))
-    roster.leave(1)
+    roster.leave(1, Farewell("done", Departure.DONE), 1.0)
     assert roster.present() == [1]
     roster.decide(100.0)
     assert roster.present() == []
@@ -141,28 +144,233 @@ def test_survivors_wait_for_a_replacement_and_take_it() -> None:
     assert (again.generation, again.joins) == (2, [4, 6, 5])
 
 
+def alive(roster: Roster, *joins: int, start: float, end: float) -> list[Formed | Refused]:
+    """The verdicts while these ranks beat each quarter of a second and all others are silent."""
+    verdicts: list[Formed | Refused] = []
+    for quarter in range(round(4 * start), round(4 * end) + 1):
+        beat(roster, *joins, count=quarter, at=quarter / 4)
+        verdicts += roster.decide(quarter / 4)
+    return verdicts
+
+
+def come_back(
+    roster: Roster, *ranks: int, generation: int, size: int, at: float, first: int, **changes: object
+) -> None:
+    """Survivors of a group join anew."""
+    for number, one in enumerate(ranks, start=first):
+        roster.join(number, rank(one, generation=generation, group_size=size, **changes), at)
+
+
+LOST_PEER = Farewell("lost a peer", Departure.LOST_PEER)
+
+
 def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
     assert gather(roster, survivor(0), survivor(2), at=6.0, first=4) == []
-    for second in range(7, 16):
-        beat(roster, 4, 5, count=second, at=second)
-        assert roster.decide(second) == []
-    beat(roster, 4, 5, count=16, at=16.0)
-    (verdict,) = roster.decide(16.5)
+    assert alive(roster, 4, 5, start=6.0, end=15.75) == []  # their replace_timeout is 10 s
+    (verdict,) = alive(roster, 4, 5, start=16.0, end=17.0)
     assert isinstance(verdict, Formed)
     assert (verdict.generation, [member.rank for member in verdict.members]) == (2, [0, 2])
 
     # When it comes after all, it waits, and the group can learn of it.
     roster.join(6, rank(1, pid=200), 18.0)
-    beat(roster, 4, 5, count=18, at=18.0)
+    beat(roster, 4, 5, count=1800, at=18.0)
     assert roster.decide(18.1) == []
-    assert roster.newcomers() == [1]
-    roster.leave(4)
-    roster.leave(5)
+    assert roster.newcomers(18.1) == [1]
+    for number in (4, 5):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 18.2)
+    assert roster.decide(18.3) == []  # the newcomer waits until both are back
+    assert roster.short(18.3) == "waiting for rank 0, 2 to meet the others again"
+    assert roster.endings() == {1: roster_over(1)}  # nobody has told anyone that generation 2 was over: all agreed
     again = formed(roster, survivor(0, generation=2, size=2), survivor(2, generation=2, size=2), at=18.5, first=7)
     assert (again.generation, [member.rank for member in again.members]) == (3, [0, 1, 2])
-    assert roster.newcomers() == []
+    assert roster.newcomers(100.0) == []
+
+
+def roster_over(lost: int) -> Ended:
+    """The end of the first generation, to which all but one rank came back after 6 s."""
+    reason = "rank 0 on host0 has left the group and joins anew"
+    return Ended(reason, (Lost(lost, f"host{lost}", "gives no sign of life", 6.0),))
+
+
+def test_without_a_replace_timeout_survivors_go_on_as_soon_as_those_that_live_are_back() -> None:
+    roster = Roster()
+    gather(roster, *(rank(number, 4) for number in range(4)))
+    alive(roster, 1, 2, 3, 4, start=0.25, end=10.0)
+    # Rank 3 is killed; ranks 0 and 1 notice, and come back at once, and rank 2 comes when its forward pass is over.
+    for number in (1, 2):
+        roster.leave(number, LOST_PEER, 10.25)
+    come_back(roster, 0, 1, generation=1, size=4, at=10.25, first=11, world_size=4)
+    assert alive(roster, 3, 11, 12, start=10.5, end=14.0) == []
+    assert roster.short(14.0) == "waiting for rank 2 to meet the others again"
+    roster.leave(3, LOST_PEER, 14.25)
+    come_back(roster, 2, generation=1, size=4, at=14.25, first=13, world_size=4)
+    (verdict,) = alive(roster, 11, 12, 13, start=14.25, end=14.25)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 2]
+    assert set(roster.farewells()) == {4}  # what it writes counts no more
+
+
+def test_a_rank_that_is_killed_is_done_without_a_second_after_its_last_sign_of_life() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    alive(roster, 1, 2, 3, start=0.25, end=10.0)
+    for number in (1, 2):
+        roster.leave(number, LOST_PEER, 10.25)
+    come_back(roster, 0, 1, generation=1, size=3, at=10.25, first=11)
+    assert alive(roster, 11, 12, start=10.25, end=10.75) == []
+    (verdict,) = alive(roster, 11, 12, start=11.0, end=11.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1]
+
+
+def test_a_rank_that_said_it_comes_back_is_awaited_for_a_while() -> None:
+    roster = Roster()
+    gather(roster, rank(0, 2), rank(1, 2))
+    for number in (1, 2):
+        roster.leave(number, LOST_PEER, 5.0)
+    come_back(roster, 0, generation=1, size=2, at=5.0, first=11, world_size=2)
+    assert alive(roster, 11, start=5.0, end=7.75) == []
+    assert [verdict.joins for verdict in alive(roster, 11, start=8.0, end=8.0)] == [[11]]
+
+
+def test_a_rank_that_lives_but_does_not_come_back_is_done_without_in_the_end() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    alive(roster, 1, 2, 3, start=0.25, end=1.0)
+    roster.leave(1, LOST_PEER, 1.0)
+    roster.leave(2, LOST_PEER, 1.0)
+    come_back(roster, 0, 1, generation=1, size=3, at=1.0, first=11)
+    assert alive(roster, 3, 11, 12, start=1.0, end=30.75) == []
+    (verdict,) = alive(roster, 3, 11, 12, start=31.0, end=31.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1]
+    assert "has not come back" in roster.farewells()[3].reason
+
+
+def test_fewer_survivors_than_the_job_needs_wait_and_say_for_whom() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    come_back(roster, 0, 2, generation=1, size=3, at=5.0, first=11, min_world_size=3)
+    assert alive(roster, 11, 12, start=5.0, end=60.0) == []
+    assert roster.short(60.0) == (
+        "2 of the 3 ranks that the job needs are here (parallel.min_workers); waiting for rank 1 to join"
+    )
+    roster.join(13, rank(1, pid=200, min_world_size=3), 60.0)
+    assert [verdict.joins for verdict in alive(roster, 11, 12, 13, start=60.25, end=60.25)] == [[11, 13, 12]]
+
+
+def test_a_silent_member_is_lost_after_five_seconds_and_a_slow_one_is_not() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    for count in range(20):  # rank 1 beats each 4 s only
+        alive(roster, 1, 3, start=4 * count, end=4 * count + 3.75)
+        beat(roster, 2, count=count, at=4 * count + 3.75)
+        assert roster.endings() == {}
+    alive(roster, 1, 3, start=80.0, end=84.75)
+    assert roster.endings() == {}
+    assert len(roster.running()) == 3
+    alive(roster, 1, 3, start=85.0, end=85.0)
+    reason = "rank 1 on host1 gives no sign of life (5.2 s)"
+    assert roster.endings() == {1: Ended(reason, (Lost(1, "host1", "gives no sign of life", 5.25),))}
+    assert roster.running() == []
+    assert roster.farewells() == {2: Farewell("rank 1 on host1 gives no sign of life (5.2 s)", Departure.SILENT)}
+    assert (roster.endings(), roster.farewells()) == ({}, {})  # said once
+
+
+def test_a_service_that_was_away_itself_takes_nobody_for_lost() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    roster.slept(60.0)
+    assert roster.decide(60.0) == []
+    assert len(roster.running()) == 3
+    assert roster.endings() == {}
+
+
+@pytest.mark.parametrize(
+    ("departure", "ends", "lost"),
+    [
+        (Departure.DONE, False, []),
+        (Departure.AGAIN, False, []),
+        (Departure.LOST_PEER, True, []),
+        (Departure.FAILED, True, [1]),
+        (Departure.OTHER, True, [1]),
+    ],
+)
+def test_which_departures_end_a_generation(departure: Departure, ends: bool, lost: list[int]) -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    roster.leave(2, Farewell("has run out of memory", departure), 1.0)
+    endings = roster.endings()
+    assert (1 in endings) == ends
+    if ends:
+        assert [one.rank for one in endings[1].lost] == lost
+        assert "rank 1 on host1" in endings[1].reason
+        assert "has run out of memory" in endings[1].reason
+
+
+def test_a_member_that_joins_anew_ends_its_generation() -> None:
+    for changes, words in (
+        ({"generation": 1, "group_size": 3}, "joins anew"),
+        ({"generation": 0}, "was started anew"),  # a container has the same process ids again
+    ):
+        roster = Roster()
+        formed(roster, rank(0), rank(1), rank(2))
+        roster.join(4, rank(1, **changes), 1.0)
+        assert words in roster.endings()[1].reason
+
+
+def test_what_was_declared_lost_is_fenced_off() -> None:
+    def waking(generation: int, **changes: object) -> Fingerprint:
+        return rank(1, generation=generation, group_size=3, **changes)
+
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    alive(roster, 1, 3, start=0.25, end=5.25)
+    roster.farewells()
+    for number in (1, 3):
+        roster.leave(number, LOST_PEER, 5.25)
+    come_back(roster, 0, 2, generation=1, size=3, at=5.25, first=11)
+    assert [verdict.joins for verdict in alive(roster, 11, 12, start=5.5, end=5.5)] == [[11, 12]]
+    # It wakes: it is no member any more, whatever it sends.
+    roster.endings()
+    assert not roster.leave(2, Farewell("done", Departure.FAILED), 60.0)
+    with pytest.raises(ValueError, match="generation 1, which is over"):
+        roster.resume(2, waking(1), [0, 1, 2], 60.0)
+    beat(roster, 2, count=100, at=60.0)
+    assert roster.running() == [11, 12]
+    assert roster.farewells()[2].departure is Departure.SILENT
+    # Its number is free: it is a newcomer like any other.
+    alive(roster, 11, 12, start=59.0, end=60.0)
+    roster.join(20, waking(1), 60.0)
+    alive(roster, 11, 12, 20, start=60.25, end=61.0)
+    assert roster.newcomers(100.0) == [1]
+    # Once another process has its number, it is refused.
+    roster.withdraw(20)
+    roster.join(21, rank(1, pid=300), 61.0)
+    for number in (11, 12):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 61.0)
+    come_back(roster, 0, 2, generation=2, size=2, at=61.0, first=31)
+    assert [verdict.joins for verdict in alive(roster, 21, 31, 32, start=61.25, end=61.25)] == [[31, 21, 32]]
+    roster.join(22, waking(1), 62.0)
+    (refused,) = alive(roster, 21, 22, 31, 32, start=62.25, end=62.25)
+    assert isinstance(refused, Refused)
+    assert refused.joins == [22]
+    assert "comes from generation 1, which has lost it" in refused.reason
+    assert "process 300 on host1" in refused.reason
+
+
+def test_who_waits_beside_a_rank_that_may_be_dead_waits_until_that_is_clear() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    alive(roster, 1, 2, start=0.25, end=1.0)
+    assert alive(roster, 1, start=1.25, end=4.0) == []
+    roster.join(3, rank(2), 4.0)
+    assert alive(roster, 1, 3, start=4.25, end=5.0) == []
+    assert roster.short(5.0) == "waiting for rank 1 to join"
+    assert alive(roster, 1, 3, start=5.25, end=7.0) == []
+    assert roster.present() == [0, 2]
 
 
 def test_a_rank_of_another_world_is_no_newcomer() -> None:
@@ -171,7 +379,7 @@ def test_a_rank_of_another_world_is_no_newcomer() -> None:
     roster.join(4, rank(3, world_size=5), 1.0)
     beat(roster, 1, 2, 3, count=1, at=1.0)
     assert roster.decide(1.0) == []
-    assert roster.newcomers() == []
+    assert roster.newcomers(100.0) == []
 
 
 def long_after(roster: Roster, *joins: int, start: int) -> list[Formed | Refused]:
@@ -188,17 +396,13 @@ def test_who_may_not_go_on_without_the_others() -> None:
     roster = Roster()
     gather(roster, rank(0, replace_timeout=10.0), rank(2, replace_timeout=10.0))
     assert long_after(roster, 1, 2, start=1) == []
-    # A rank that was away too long, while the rest of its group still runs.
+    # A group that another job's ranks come to before it has met again.
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
-    roster.join(4, survivor(1), 1.0)
-    assert long_after(roster, 1, 3, 4, start=1) == []
-    # A job that cannot run with fewer, or that does not want to.
-    for changes in ({"min_world_size": 3}, {"replace_timeout": 0.0}):
-        roster = Roster()
-        formed(roster, rank(0), rank(1), rank(2))
-        gather(roster, replace(survivor(0), **changes), replace(survivor(2), **changes), at=6.0, first=4)  # type: ignore[arg-type]
-        assert long_after(roster, 4, 5, start=7) == []
+    alive(roster, 1, 2, 3, start=0.25, end=1.0)
+    roster.leave(1, LOST_PEER, 1.0)
+    gather(roster, rank(0, 2, job="cifar", pid=300), rank(1, 2, job="cifar", pid=301), at=1.0, first=11)
+    assert not any(isinstance(verdict, Formed) for verdict in alive(roster, 2, 3, 11, 12, start=1.25, end=3.0))
 
 
 def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
@@ -272,7 +476,7 @@ def test_a_new_roster_learns_of_the_group_that_runs() -> None:
     strangers = [rank(number, machine=f"other{number}") for number in range(3)]
     assert gather(roster, *strangers, at=0.0) == []  # a group may run here already
     roster.resume(11, running(0), [0, 2], 1.0)
-    assert roster.newcomers() == [1]  # rank 2 has not reported yet, but it runs
+    assert roster.newcomers(100.0) == [1]  # rank 2 has not reported yet, but it runs
     roster.resume(12, running(2), [0, 2], 1.0)
     roster.resume(12, running(2), [0, 2], 1.2)  # twice is once
     beat(roster, 1, 2, 3, 11, 12, count=1, at=2.0)
@@ -284,8 +488,9 @@ def test_a_new_roster_learns_of_the_group_that_runs() -> None:
         roster.resume(30, running(1, generation=1), [0, 1, 2], 4.0)
     # There is no second group beside it; when it meets again with the newcomer, it goes on counting generations.
     assert gather(roster, rank(5, world_size=6, job="other"), at=4.0, first=20) == []
-    roster.leave(11)
-    roster.leave(12)
+    beat(roster, 2, count=2, at=4.4)
+    for number in (11, 12):
+        roster.leave(number, LOST_PEER, 4.5)
     verdict = gather(roster, running(0), running(2), at=4.5, first=40)[-1]
     assert isinstance(verdict, Formed)
     assert (verdict.generation, [member.rank for member in verdict.members]) == (3, [0, 1, 2])
@@ -311,3 +516,130 @@ def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alon
     assert refused.joins == [9]
     assert "world size 6" in refused.reason
     assert roster.running() == [1, 2, 3]
+
+
+def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_one_comes() -> None:
+    roster = Roster()
+    gather(roster, *(rank(number, 4, begin_with=2) for number in (0, 2)))
+    assert alive(roster, 1, 2, start=0.0, end=5.0) == []
+    assert roster.short(5.0) == "waiting for rank 1, 3 to join, for 5 s at most (parallel.min_workers)"
+    roster.join(3, rank(3, 4, begin_with=2), 5.0)
+    assert alive(roster, 1, 2, 3, start=5.25, end=14.75) == []
+    (verdict,) = alive(roster, 1, 2, 3, start=15.0, end=15.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 2, 3]
+    # One rank is too few, however long it waits.
+    roster = Roster()
+    gather(roster, rank(0, 4, begin_with=2))
+    assert alive(roster, 1, start=0.0, end=60.0) == []
+
+
+def test_a_world_grows_beyond_its_beginning() -> None:
+    roster = Roster()
+    wide = {"max_world_size": 5}
+    (verdict,) = gather(roster, *(rank(number, **wide) for number in (0, 1, 4)))  # three ranks, of whatever numbers
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 4]
+    roster.join(9, rank(3, **wide), 1.0)
+    alive(roster, 1, 2, 3, 9, start=1.0, end=2.0)
+    assert roster.newcomers(100.0) == [3]
+    for number in (1, 2, 3):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 2.0)
+    come_back(roster, 0, 1, 4, generation=1, size=3, at=2.0, first=11, **wide)
+    (verdict,) = alive(roster, 9, 11, 12, 13, start=2.25, end=2.25)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 3, 4]
+
+
+def question(number: int, host: str = "m9", pid: int = 7, **changes: Any) -> Ask:
+    return replace(Ask(number, host, pid, "d1", 5, 4), **changes)
+
+
+def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert roster.give_number(question(1), 0.0) == Given(3, 3)  # the world size is that of the run
+    assert roster.give_number(question(2), 1.0) == Given(3, 3)  # the same process asks again
+    nobody = roster.give_number(question(3, pid=8), 1.0)
+    assert isinstance(nobody, Refused)
+    assert "at most 4 ranks (parallel.max_workers)" in nobody.reason
+    assert roster.give_number(question(4, pid=8), 62.0) == Given(3, 3)  # the first process has not come
+    alive(roster, 1, 3, start=62.0, end=62.0)
+    assert roster.give_number(question(5, pid=9), 62.0) == Given(1, 3)  # rank 1 is lost
+    # Where nobody is yet, the question itself says what the world size is.
+    roster = Roster()
+    assert [roster.give_number(question(n, pid=n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
+
+
+def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
+    roster = Roster(settled=4.0)
+    assert roster.give_number(question(1), 3.0) is None
+    roster.resume(11, survivor(0, generation=2), [0, 1, 2], 3.5)
+    assert roster.give_number(question(1), 5.0) is None
+    for number, one in ((12, 1), (13, 2)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 5.0)
+    assert roster.give_number(question(1), 5.0) == Given(3, 3)
+
+
+def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> None:
+    roster = Roster(settled=4.0)
+    for number, one in ((11, 0), (12, 1)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
+    alive(roster, 11, 12, start=1.0, end=20.75)
+    assert roster.endings() == {}
+    alive(roster, 11, 12, start=21.0, end=21.0)
+    assert roster.endings()[2].reason == "rank 2 has not reported to the rendezvous service"
+
+
+def test_a_rank_that_dies_soon_after_each_start_waits_ever_longer() -> None:
+    crashes, now, waits = Crashes(), 0.0, []
+    for pid in range(1, 11):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "has run out of memory", now + 5)
+        crashes.died(rank(2, pid=pid), "killed", now + 5)  # told twice
+        waits.append(crashes.left(rank(2, pid=pid), now + 5))
+        now += 5 + waits[-1]
+    assert waits == [0, 0, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert crashes.words(rank(2)) == (
+        "rank 2 on host2 has ended 10 times within 30 s of joining, last: has run out of memory; it is taken in again "
+        "after 300 s"
+    )
+    assert crashes.left(rank(1), now) == crashes.left(rank(2, digest="d2"), now) == 0
+    # A process that runs for a minute clears its rank, and so does one that dies only after a while.
+    crashes.joined(rank(2, pid=90), now)
+    crashes.ran(rank(2, pid=90), now + 60)
+    crashes.died(rank(2, pid=90), "killed", now + 61)
+    assert crashes.left(rank(2, pid=90), now + 61) == 0
+    for pid, lasted in ((91, 5), (92, 5), (93, 40), (94, 5), (95, 5)):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "killed", now + lasted)
+        assert crashes.left(rank(2, pid=pid), now + lasted) == 0
+
+
+def test_a_process_that_joins_again_and_again_without_dying_is_no_crash_loop() -> None:
+    crashes = Crashes()
+    for second in range(10):
+        crashes.joined(rank(2, generation=second), second)
+    crashes.died(rank(2, generation=9), "killed", 29.0)
+    assert crashes.closed("d1", 29.0) == set()
+
+
+def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    for pid in (201, 202, 203):  # rank 2 is killed at each start, before the others have begun with it
+        roster.join(pid, rank(2, pid=pid), 8.0 * (pid - 201))
+        roster.withdraw(1)  # so that the group is not complete
+        alive(roster, 2, start=8.0 * (pid - 201), end=8.0 * (pid - 201) + 7.75)
+    roster.join(3, rank(0), 24.0)
+    roster.join(204, rank(2, pid=204), 24.0)
+    assert alive(roster, 2, 3, 204, start=24.0, end=28.0) == []
+    assert roster.present() == [0, 1, 2]
+    (held,) = roster.held_back(28.0)
+    assert held.number == 204
+    assert "rank 2 on host2 has ended 3 times" in held.reason
+    assert "last: it was killed or lost its power" in held.reason
+    assert roster.give_number(question(1, digest="d1"), 28.0) == Given(3, 3)
+    verdicts = alive(roster, 2, 3, 204, start=28.25, end=36.0)
+    assert [verdict.joins for verdict in verdicts] == [[3, 2, 204]]
+    assert roster.held_back(36.0) == []

@@ -1,0 +1,134 @@
+"""Refuses ranks that do not belong together, and remembers for a while whom it has refused.
+
+Whom a refusal reaches depends on what the odd rank could be. What cannot be a rank of the job that the others wait
+for is refused alone, and they go on waiting: a rank of another job, one that differs in both the job's digest and the
+world size, or one whose place is taken by a rank that agrees with the others. Anything else is most likely a rank
+that was started wrongly. Its group can then never be complete, so all are refused at once, and every one of them
+names the rank that differs, instead of waiting until the deadline for a rank that has gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from horizonml.rendezvous.fingerprint import Fingerprint, difference
+from horizonml.rendezvous.members import Members, duplicates, formed, parties, waiting
+from horizonml.rendezvous.messages import Refused
+
+_REFUSAL_SECONDS = 5.0  # ranks of a refused group that come late are told, too, for this long
+_DRAW_SECONDS = 4.0  # where as many ranks wait for one job as for another, more are awaited before one is refused
+_NOTE_SECONDS = 120.0  # ranks that wait learn for this long who was refused beside them
+
+
+class Refusals:
+    """Judges who cannot be taken in. Times are seconds of any clock."""
+
+    def __init__(self, members: Members) -> None:
+        """Judge these members, and take those out whom it refuses."""
+        self._members = members
+        self._late: dict[str, tuple[float, str]] = {}  # job -> until when its ranks are refused, and why
+        self._notes: deque[tuple[float, str]] = deque(maxlen=3)
+
+    def lately(self, now: float) -> list[str]:
+        """Return why ranks were refused lately beside others that went on waiting."""
+        return [reason for at, reason in self._notes if now - at < _NOTE_SECONDS]
+
+    def of_latecomers(self, now: float) -> list[Refused]:
+        """Refuse the ranks of a group that has just been refused."""
+        self._late = {job: entry for job, entry in self._late.items() if now < entry[0]}
+        return [
+            self._refuse(late, reason)
+            for job, (_, reason) in self._late.items()
+            if (late := [number for number, member in waiting(self._members).items() if member.fingerprint.job == job])
+        ]
+
+    def of_others(self) -> list[Refused]:
+        """Refuse ranks that could never be taken in by the group that runs, once that has shown that it lives."""
+        refused = []
+        running = formed(self._members).values()
+        for number, member in waiting(self._members).items():
+            alive = next((other.fingerprint for other in running if other.moved > member.joined), None)
+            words = difference(alive, member.fingerprint) if alive else None
+            if words is not None:
+                refused.append(self._refuse([number], f"a group runs here that this rank is no part of: {words}"))
+        return refused
+
+    def of_duplicates(self, newest: int, now: float) -> list[Refused]:
+        """Refuse a second process for a rank whose first one is alive; `newest` is the newest generation."""
+        refused = []
+        for older, newer in duplicates(self._members):
+            if older not in self._members or newer not in self._members:
+                continue
+            old, new = self._members[older], self._members[newer]
+            if old.moved <= new.joined:
+                continue  # perhaps it is dead
+            stale = 0 < new.fingerprint.generation < newest
+            if old.formed or stale:  # a running group is not disturbed, nor is one that forms by what has left it
+                words = _replaced(old.fingerprint, new.fingerprint) if stale else None
+                refused.append(self._refuse([newer], words or _clash(old.fingerprint, new.fingerprint)))
+            elif 0 < old.fingerprint.generation < newest and new.fingerprint.generation == 0:
+                refused.append(self._refuse([older], _replaced(new.fingerprint, old.fingerprint)))
+            elif old.fingerprint.group_key == new.fingerprint.group_key:
+                refused.append(self._refuse_all(_clash(old.fingerprint, new.fingerprint), new.fingerprint.job, now))
+        return refused
+
+    def of_differences(self, now: float) -> list[Refused]:
+        """Refuse ranks that differ from most of those who wait, alone or together with them (see above)."""
+        if not (found := parties(self._members)):
+            return []
+        most = list(found[0].values())
+        refused: list[Refused] = []
+        for party in found[1:]:
+            for number, member in party.items():
+                # Only who shows life since then can tell: processes that were killed may just have been started anew.
+                alive = [other.fingerprint for other in most if other.moved >= member.joined]
+                words = difference(alive[0], member.fingerprint) if alive else None
+                if words is None:
+                    continue
+                if not _stranger(member.fingerprint, alive):
+                    return [*refused, self._refuse_all(words, member.fingerprint.job, now)]
+                if len(party) < len(most) or now - member.joined > _DRAW_SECONDS:
+                    self._notes.append((now, words))
+                    refused.append(self._refuse([number], words))
+        return refused
+
+    def _refuse(self, joins: list[int], reason: str) -> Refused:
+        """Forget some joins, and return the verdict on them."""
+        for number in joins:
+            del self._members[number]
+        return Refused(joins, reason)
+
+    def _refuse_all(self, reason: str, job: str, now: float) -> Refused:
+        """Refuse all ranks of a job that wait."""
+        self._late[job] = now + _REFUSAL_SECONDS, reason
+        return self._refuse(
+            [n for n, member in waiting(self._members).items() if member.fingerprint.job == job], reason
+        )
+
+
+def _stranger(one: Fingerprint, others: list[Fingerprint]) -> bool:
+    """Return whether a rank that differs from others cannot be one of theirs that was started wrongly."""
+    return (
+        one.job != others[0].job
+        or (one.digest != others[0].digest and one.world_size != others[0].world_size)
+        or any(one.rank == other.rank for other in others)
+    )
+
+
+def _clash(older: Fingerprint, newer: Fingerprint) -> str:
+    """Return in words why two processes cannot be the same rank."""
+    return (
+        f"rank {newer.rank} is there twice: {older.place} and {newer.place}; "
+        "give every process its own rank, or end the one that is left over"
+        if older.digest == newer.digest
+        else f"rank {newer.rank} of job {newer.job} ({newer.place}) came while job {older.job} runs here; "
+        "wait for its end, or use another rendezvous service"
+    )
+
+
+def _replaced(successor: Fingerprint, stale: Fingerprint) -> str:
+    """Return in words why a process that its group has lost cannot come back."""
+    return (
+        f"rank {stale.rank} ({stale.place}) comes from generation {stale.generation}, which has lost it, and "
+        f"{successor.place} has replaced it meanwhile; end the process that is left over"
+    )

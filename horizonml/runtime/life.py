@@ -1,0 +1,55 @@
+"""Holds what a rank keeps from one group to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from horizonml.data.images import ImageInfo
+from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
+from horizonml.machine.usage import rss_bytes
+from horizonml.runtime.agreement import Agreed, Measured
+from horizonml.state.mirror import Mirror
+from horizonml.state.runfolder import RunFolder
+from horizonml.state.train_state import TrainState
+from horizonml.telemetry.lifeline import Lifeline
+from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.recorder import Outage
+
+
+@dataclass(frozen=True)
+class Last:
+    """Describes the group before, to those who were its members."""
+
+    generation: int
+    members: list[int]  # the ranks as they were started
+    mirror: Mirror
+
+
+@dataclass
+class Life:
+    """What a rank keeps from one group to the next."""
+
+    job: Job
+    rank: int  # as it was started
+    world_size: int  # as the job was started
+    metrics: Metrics
+    stop: StopRequest
+    folder: RunFolder
+    fresh: bool  # whether the run is to start over
+    lifeline: Lifeline
+    idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
+    state: TrainState | None = None
+    info: ImageInfo | None = None  # of the data that the state is for
+    agreed: Agreed | None = None
+    planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
+    measured: Measured | None = None
+    measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
+    threads: int | None = None
+    last: Last | None = None  # the group before
+    outage: Outage | None = None  # since a loss, until the first step after it
+    # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+    moved_away: bool = False
+    begun: bool = False
+    steps: int = 0  # done by this process
+    newest_checkpoint: int | None = None

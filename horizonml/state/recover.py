@@ -1,0 +1,105 @@
+"""Agrees on the state that training goes on with, after a group has lost or gained ranks.
+
+Every rank keeps its state in memory. The newest step that any rank has reached counts, because all ranks had done their
+part of it. A rank that misses only the others' consent applies the gradients that it still holds; one that misses more
+drops its state, and receives that of a rank which has it. What no rank has may be rebuilt from a replica (`mirror`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horizonml.comm.group import Group
+from horizonml.errors import PeerLost
+from horizonml.state.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Held:
+    """Describes the state that a rank has in memory."""
+
+    step: int
+    prepared: bool  # whether it holds the gradients of the next step, too
+    layers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Held:
+        """Describe a state."""
+        return cls(state.step, state.prepared is not None, tuple(state.layers()))
+
+    def reaches(self, step: int) -> bool:
+        """Return whether this is the state after `step`, or can be made so."""
+        return self.step == step or (self.prepared and self.step == step - 1)
+
+    def to_json(self) -> list[Any]:
+        """Return plain JSON values."""
+        return [self.step, self.prepared, list(self.layers)]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Held:
+        """Return what `to_json` was called on. Raises PeerLost if a peer has sent anything else."""
+        match value:
+            case [int(step), bool(prepared), list(layers)] if all(type(layer) is int for layer in layers):
+                return cls(step, prepared, tuple(layers))
+        raise PeerLost("a rank does not say what state it has in memory")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Tells which step training goes on from, and which ranks hold each layer as it is after that step."""
+
+    step: int
+    holders: list[list[int]]
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the layers that no rank holds."""
+        return [layer for layer, ranks in enumerate(self.holders) if not ranks]
+
+
+def newest(reports: Sequence[Held | None], stateful: Sequence[bool]) -> Recovery | None:
+    """Return where to go on from, or None if no rank has a state.
+
+    `reports[r]` is the state of rank r, None if it has none. `stateful[l]` says whether layer l has any parameters or
+    buffers; layers without any are held by all.
+    """
+    steps = [report.step for report in reports if report is not None]
+    if not steps:
+        return None
+    step = max(steps)
+    everyone = list(range(len(reports)))
+    able = [(rank, report) for rank, report in enumerate(reports) if report is not None and report.reaches(step)]
+    holders = [[rank for rank, report in able if layer in report.layers] for layer in range(len(stateful))]
+    return Recovery(step, [there if has else everyone for there, has in zip(holders, stateful, strict=True)])
+
+
+def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | None:
+    """Return where all ranks go on from, or None if none of them has begun; all ranks of a group call this.
+
+    `begun` says whether `state` is one that has been trained. It is brought to the step that training goes on from, or
+    dropped if it cannot be. Raises PeerLost.
+    """
+    model = state.model
+    own = Held.of(state).to_json() if begun else None
+    answers = group.gather_json([own, state.metrics])
+    reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
+    stateful = set(model.parameter_names().values())
+    found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
+    if found is not None:
+        _adopt(state, found.step)
+        able = (rank for rank, report in enumerate(reports) if report is not None and report.reaches(found.step))
+        metrics = answers[next(able)][1]
+        state.metrics = dict(metrics) if isinstance(metrics, dict) else {}
+    return found
+
+
+def _adopt(state: TrainState, step: int) -> None:
+    """Bring a state in memory to a step that other ranks have reached, or drop it if that is not possible."""
+    if state.step == step:
+        state.settle(apply=False)
+    elif state.step == step - 1 and state.prepared is not None:
+        state.settle(apply=True)
+    else:
+        state.keep([])

@@ -1,0 +1,200 @@
+"""Resumes the newest checkpoint that is intact on all machines together.
+
+When a rank lacks a shard, a rank that has it sends it. Every file is read and hashed once, by one rank of the disk that
+it lies on or arrives at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horizonml.comm.group import Group
+from horizonml.errors import CheckpointError
+from horizonml.plan.plan import Plan
+from horizonml.state.disks import Copy, Disks
+from horizonml.state.fence import Term
+from horizonml.state.shards import (
+    Metadata,
+    check,
+    intact,
+    is_folder_name,
+    opened,
+    read_metadata,
+    step_of,
+    steps,
+    verify_shard,
+    write_metadata,
+)
+from horizonml.state.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+_FIRST = Term(0, 0)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Describes why a checkpoint cannot be resumed; `final` if an older one could not be resumed either."""
+
+    text: str
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Describes what a rank's disk has of a checkpoint."""
+
+    version: str = ""  # empty if the checkpoint is not there
+    term: Term = _FIRST  # of the group that saved it
+    shards: dict[str, str] = field(default_factory=dict)  # the intact ones, and their SHA-256
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, report: dict[str, Any]) -> _Seen:
+        """Return what a peer reports; the report is not trusted to have the right types."""
+        shards = {str(name): str(digest) for name, digest in report.get("shards", {}).items()}
+        term = Term.of(report.get("term")) or _FIRST
+        return cls(str(report.get("version", "")), term, shards, tuple(map(str, report.get("problems", []))))
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Loads checkpoints from a folder, as one rank of a group."""
+
+    folder: Path
+    group: Group
+    disks: Disks
+    compatible: Mapping[str, Any]  # what a checkpoint must agree with
+
+    def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
+        """Load the newest checkpoint that is intact; see `Checkpoints.resume`."""
+        found = self.group.gather_json([path.name for path in steps(self.folder)] if self.disks.is_lead else [])
+        names = {name for there in found for name in there if is_folder_name(name)}
+        problems: list[str] = []
+        for name in sorted(names, key=lambda name: step_of(Path(name)), reverse=True):
+            seen = [_Seen.of(report) for report in self.group.gather_json(self._look_at(name))]
+            damaged = [problem for there in seen for problem in there.problems]
+            for problem in damaged:
+                _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
+            # Two groups may have saved the same step; each version is complete only by itself. The newer group's first.
+            versions = sorted((there for there in seen if there.version), key=lambda there: there.term, reverse=True)
+            for version in dict.fromkeys(there.version for there in versions):
+                having = [there if there.version == version else _Seen() for there in seen]
+                outcome = self._resume_from(state, plan, name, having)
+                refused = self._first_problem(outcome)
+                if refused is None:
+                    assert isinstance(outcome, Metadata)
+                    return outcome
+                if refused.final:
+                    raise CheckpointError(refused.text)
+                damaged.append(refused.text)
+                _log.warning("%s; trying the one before", refused.text)
+            problems += damaged
+        if problems:
+            raise CheckpointError("no checkpoint can be resumed (--fresh starts over): " + "; ".join(problems))
+        return None
+
+    def _look_at(self, name: str) -> dict[str, Any]:
+        """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""
+        path = self.folder / name
+        if not self.disks.is_lead or not path.is_dir():
+            return {}
+        try:
+            metadata = read_metadata(path)
+        except CheckpointError as error:
+            return {"problems": [str(error)]}
+        names, problems = intact(path, metadata)
+        shards = {name: metadata.shards[name].sha256 for name in names}
+        term = [metadata.restarts, metadata.generation]
+        return {"version": _version(metadata), "term": term, "shards": shards, "problems": problems}
+
+    def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
+        """Return the first problem that any rank has; all ranks call this and return the same."""
+        for value in self.group.gather_json(vars(outcome) if isinstance(outcome, _Problem) else None):
+            if value is not None:
+                return _Problem(str(value["text"]), value["final"] is True)
+        return None
+
+    def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
+        """Load one checkpoint; `seen[r]` is what rank r has of it."""
+        path, rank = self.folder / name, self.group.rank
+        holder = next(rank for rank, there in enumerate(seen) if there.version)
+        own = read_metadata(path).model_dump() if seen[rank].version else None  # it was readable a moment ago
+        try:
+            metadata = check(self.group.broadcast(own, holder), path)
+        except CheckpointError as error:
+            return _Problem(str(error))
+        where: dict[str, list[int]] = {
+            file: [rank for rank, there in enumerate(seen) if there.shards.get(file) == shard.sha256]
+            for file, shard in metadata.shards.items()
+        }
+        lost = sorted(file for file, ranks in where.items() if not ranks)
+        if lost:
+            kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
+            where_kept = f" (kept by {', '.join(kept)})" if kept else ""
+            return _Problem(f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}")
+        problem = self._complete(path, metadata, plan, where, own is None)
+        if problem is not None:
+            return problem
+        for key, value in self.compatible.items():
+            saved = metadata.compatible.get(key)
+            if saved != value:
+                return _Problem(
+                    f"{path} belongs to another run: {key} was {saved}, now it is {value}; "
+                    "use another name or folder, or --fresh to start over",
+                    final=True,
+                )
+        spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
+        files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
+        return _load(state, path, metadata, files)
+
+    def _complete(
+        self, path: Path, metadata: Metadata, plan: Plan, where: dict[str, list[int]], new: bool
+    ) -> _Problem | None:
+        """Bring the shards that ranks need to their disks; return what went wrong there, on all ranks.
+
+        `where` names the ranks whose disks have each shard; `new` says that this rank's disk has no metadata yet.
+        """
+        copies: list[Copy] = []
+        for stage in plan.stages:
+            for lead in dict.fromkeys(self.disks.leads[rank] for rank in stage.ranks):
+                for file in metadata.needed(stage.start, stage.stop):
+                    if lead not in where[file]:
+                        copies.append(Copy(path / file, metadata.shards[file].bytes, where[file][0], lead))
+                        where[file].append(lead)
+        self.disks.copy(copies, self.group)
+
+        def finish() -> None:
+            for copy in copies:
+                if copy.target == self.group.rank:  # the others were verified when the ranks looked at them
+                    verify_shard(copy.path, metadata.shards[copy.path.name])
+            if new:
+                write_metadata(path, metadata.model_dump())
+
+        # Ranks that share a disk with its lead read what the lead has received, so they wait for it here.
+        problems = self.disks.everywhere(finish, self.group)
+        return _Problem(problems[0]) if problems else None
+
+
+def _load(state: TrainState, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:
+    """Load verified files into the state."""
+    try:
+        with opened(path, {file: metadata.shards[file] for file in files}) as (names, read):
+            state.load(read, names)
+    except CheckpointError as error:
+        return _Problem(str(error))
+    except KeyError as error:
+        return _Problem(f"{path} has no tensor {error}")
+    except ValueError as error:
+        return _Problem(f"{path} belongs to another model: {error}", final=True)
+    return metadata
+
+
+def _version(metadata: Metadata) -> str:
+    """Return a value that differs between two checkpoints of the same step."""
+    return hashlib.sha256(json.dumps(metadata.model_dump(), sort_keys=True).encode()).hexdigest()

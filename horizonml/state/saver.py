@@ -1,0 +1,206 @@
+"""Writes snapshots as checkpoints, together with the other ranks of a group.
+
+Shards are written into a hidden folder, made durable and verified; only then is the folder renamed, which makes it a
+checkpoint (see `shards` for the files).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from horizonml import __version__
+from horizonml.comm.group import Group
+from horizonml.errors import CheckpointError, PeerLost
+from horizonml.files import sync_folder
+from horizonml.state.disks import Copy, Disks
+from horizonml.state.fence import Fence
+from horizonml.state.shards import (
+    FORMAT,
+    Shard,
+    describe,
+    folder_name,
+    shard_name,
+    step_of,
+    steps,
+    verify_shard,
+    write_metadata,
+)
+from horizonml.state.snapshot import Snapshot, not_finite
+
+
+@dataclass(frozen=True)
+class Saver:
+    """Writes checkpoints into a folder, as one rank of a group."""
+
+    folder: Path
+    group: Group
+    disks: Disks
+    fence: Fence
+    keep: int  # how many checkpoints
+    compatible: dict[str, Any]  # what a checkpoint must agree with to be resumed
+    machines: Sequence[str]  # for each rank, the name of its machine for people
+
+    def save(self, snapshot: Snapshot) -> list[str]:
+        """Write a checkpoint; all ranks of the group call this with their snapshots of the same step.
+
+        Return what went wrong, and on which rank; the list is empty if the checkpoint is saved. If it is not, existing
+        checkpoints are kept. Raises PeerLost.
+        """
+        # A group that was thought dead may wake up and reach this very step, so each folder has a name of its own.
+        word = f"g{self.fence.term.generation}-{self.disks.word[:8]}"
+        hidden = self.folder / f".{folder_name(snapshot.step)}-{word}"
+        saved = False
+        try:
+            problems = self._save(snapshot, hidden)
+            saved = not problems
+        finally:
+            # Another rank on this disk must not, for the lead may be about to rename the folder.
+            if not saved and self.disks.is_lead:
+                shutil.rmtree(hidden, ignore_errors=True)
+        if saved and self.disks.is_lead:
+            for old in [path for path in steps(self.folder) if step_of(path) <= snapshot.step][self.keep :]:
+                shutil.rmtree(old, ignore_errors=True)
+        return problems
+
+    def _save(self, snapshot: Snapshot, hidden: Path) -> list[str]:
+        plan = snapshot.plan
+        written = {}
+        for number, tensors in snapshot.tensors.items():
+            written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
+        gathered = self.group.gather_json([written, snapshot.details if self.group.rank == 0 else None])
+        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all metadata agree
+        writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
+        shards, failed = _agreed(writers, reports)
+        if failed:
+            return failed
+        shards, received = self._copy(snapshot, hidden, shards)
+        metadata = {
+            "format": FORMAT,
+            "horizonml": __version__,
+            "torch": torch.__version__,
+            "step": snapshot.step,
+            **vars(self.fence.term),
+            **details,
+            "compatible": self.compatible,
+            "plan": plan.to_json(),
+            "shards": {name: shard.model_dump() for name, shard in shards.items()},
+        }
+        failed = self.disks.everywhere(lambda: self._prepare(hidden, metadata, shards, received), self.group)
+        target = self.folder / folder_name(snapshot.step)
+        return failed or self.disks.everywhere(lambda: self._commit(hidden, target), self.group)
+
+    def _write_shard(self, tensors: Mapping[str, Tensor], folder: Path, name: str) -> dict[str, Any]:
+        """Write a shard and make it durable; return its metadata, or what went wrong as an `error`."""
+        bad = not_finite(tensors)
+        if bad is not None:
+            return {"error": f"{bad} has values that are not finite"}
+        try:
+            self.fence.check()
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(dict(tensors), folder / name)
+            with (folder / name).open("rb") as file:
+                os.fsync(file.fileno())
+            return describe(folder / name, len(tensors)).model_dump()
+        except (OSError, CheckpointError, safetensors.SafetensorError) as error:
+            return {"error": str(error)}
+
+    def _copy(
+        self, snapshot: Snapshot, hidden: Path, shards: Mapping[str, Shard]
+    ) -> tuple[dict[str, Shard], list[str]]:
+        """Bring every shard to the disks that keep it.
+
+        Return the shards with these machines, and the names of the shards that this rank's disk received.
+        """
+        kept: dict[str, Shard] = {}
+        copies: list[Copy] = []
+        for number, stage in enumerate(snapshot.plan.stages):
+            name, writers = shard_name(number), self.disks.writers(stage.ranks)
+            keepers = self.disks.keepers(stage.ranks)
+            for disk in keepers:
+                if disk not in writers:
+                    copies.append(Copy(hidden / name, shards[name].bytes, writers[max(writers)], disk))
+            # Two machines may have the same name, and are two; a machine may have several disks, and is one.
+            places = {self.group.hosts[disk]: self.machines[disk] for disk in keepers}
+            kept[name] = shards[name].model_copy(update={"machines": list(places.values())})
+        self.disks.copy(copies, self.group)
+        return kept, [copy.path.name for copy in copies if copy.target == self.group.rank]
+
+    def _prepare(
+        self, hidden: Path, metadata: dict[str, Any], shards: Mapping[str, Shard], received: list[str]
+    ) -> None:
+        hidden.mkdir(parents=True, exist_ok=True)
+        for name, shard in shards.items():
+            if (hidden / name).exists():
+                verify_shard(hidden / name, shard, content=name in received)
+        write_metadata(hidden, metadata)
+
+    def _commit(self, hidden: Path, target: Path) -> None:
+        """Make the hidden folder a checkpoint.
+
+        Raises CheckpointError if this group is over, and OSError if the folder is gone; then nothing has changed.
+        """
+        self.fence.check()
+        if self.group.is_over:
+            raise PeerLost("the group was broken off")
+        # A newer group that begins from here on takes the hidden folder away first, so that it cannot be renamed.
+        old = hidden.with_name(f".old-{target.name}")
+        hidden.stat()
+        if target.exists():
+            target.rename(old)
+        try:
+            hidden.rename(target)
+        except OSError:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def clean(folder: Path, word: str) -> None:
+    """Remove what groups before have left half done in a folder; finished checkpoints stay.
+
+    `word` is unique to the group that begins. Folders are renamed before they are deleted, so that a group that wakes
+    up finds its own either whole or not at all.
+    """
+    for old in folder.glob(".old-step-*"):
+        target = folder / old.name.removeprefix(".old-")
+        if not target.exists():  # its group ended between two renames
+            old.rename(target)
+    leftovers = [path for kind in (".step-*", ".old-*") for path in folder.glob(kind)]
+    for number, leftover in enumerate(leftovers):
+        leftover.rename(folder / f".gone-{word}-{number}")
+    for gone in folder.glob(".gone-*"):
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
+    """Return the shards that were written, and what went wrong; the reports come from other machines."""
+    shards: dict[str, Shard] = {}
+    failed: list[str] = []
+    for number, ranks in enumerate(writers):
+        name = shard_name(number)
+        for rank in sorted(ranks.values()):
+            report = reports[rank].get(name) if isinstance(reports[rank], dict) else None
+            if isinstance(report, dict) and "error" in report:
+                failed.append(f"rank {rank}: {report['error']}")
+                continue
+            try:
+                shard = Shard.model_validate(report)
+            except ValidationError:
+                failed.append(f"rank {rank}: it does not say what it wrote")
+                continue
+            if shards.setdefault(name, shard) != shard:
+                failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
+    return shards, failed

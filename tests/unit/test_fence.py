@@ -1,0 +1,56 @@
+"""Which groups may write into a folder: never one that is over, and always a job that is started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horizonml.errors import CheckpointError, PeerLost
+from horizonml.state.fence import Fence, Term
+from horizonml.state.saver import clean
+
+
+def fence(folder: Path, term: Term) -> Fence:
+    """What a group that formed with this term has in its hands, whether it has begun or not."""
+    found = Fence(folder)
+    found.term = term
+    return found
+
+
+def test_terms_follow_generations_and_count_the_starts_of_a_job() -> None:
+    assert Term.after([], 0) == Term(0, 0)
+    assert Term.after([None, Term(0, 3), Term(0, 2)], 4) == Term(0, 4)
+    assert Term.after([Term(0, 3)], 1) == Term(1, 1)  # by a new service, which counts from the beginning
+    assert Term.after([Term(2, 5), Term(0, 9)], 7) == Term(2, 7)
+
+
+@pytest.mark.parametrize("value", [None, 3, [1], [1, 2, 3], [1, "2"], [True, 1], [0, -1], [0, 10**30], {"restarts": 1}])
+def test_what_no_rank_reports_of_itself_is_no_term(value: object) -> None:
+    assert Term.of(value) is None
+
+
+def test_a_group_that_is_over_may_neither_begin_nor_write(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    old, late, new = (fence(folder, Term(0, generation)) for generation in (1, 2, 3))
+    old.begin()
+    old.check()
+    new.begin()
+    with pytest.raises(CheckpointError, match=r"generation 3 has begun in .*, and generation 1, which is over"):
+        old.check()
+    with pytest.raises(PeerLost, match=r"generation 3 has begun in .*, and generation 2, which is over"):
+        late.begin()
+    with pytest.raises(PeerLost):  # a second group of the same number
+        fence(folder, Term(0, 3)).begin()
+    new.check()
+    assert [path.name for path in folder.iterdir()] == [".generation-0-3"]
+
+
+def test_leftovers_are_removed_but_nothing_that_was_finished(tmp_path: Path) -> None:
+    for name in (".step-00000009-g1-abc", "step-00000004", ".old-step-00000004", ".old-step-00000003", ".gone-x-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_text(name)
+    clean(tmp_path, "word")
+    left = {path.name: (path / "checkpoint.json").read_text() for path in tmp_path.iterdir()}
+    # The checkpoint of step 3 had been moved out of the way for another one, which never came.
+    assert left == {"step-00000003": ".old-step-00000003", "step-00000004": "step-00000004"}
