@@ -100,8 +100,8 @@ def panel_queries() -> Iterator[tuple[str, str, str]]:
 
 
 # A container may not read the counters of energy; only automatic plans are compared with a forecast; a rank alone in
-# its stage has no gradients to compare; once all ranks are there, nobody waits for one; and what faults cost is seen only
-# after one, as replicas are only where a rank is alone in its stage.
+# its stage has no gradients to compare; once all ranks are there, nobody waits for one; what faults cost is seen after
+# one only, and replicas only where a rank is alone in its stage.
 MAY_BE_EMPTY = (
     "horizonml_energy_joules",
     "horizonml_slowdown_ratio",
