@@ -41,7 +41,7 @@ class Held:
     def from_json(cls, value: Any) -> Held:
         """Return what `to_json` was called on. Raises PeerLost if a peer has sent anything else."""
         match value:
-            case [int(step), bool(prepared), list(layers)] if all(type(layer) is int for layer in layers):
+            case [int(step), bool(prepared), list(layers)] if all(type(number) is int for number in [step, *layers]):
                 return cls(step, prepared, tuple(layers))
         raise PeerLost("a rank does not say what state it has in memory")
 

@@ -1,0 +1,256 @@
+"""Nothing is lost with a rank: lost stages are rebuilt, and ranks that missed an agreement learn of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from horizonml.comm.group import Group
+from horizonml.data.images import ImageInfo, describe, load
+from horizonml.data.sampler import Sampler
+from horizonml.engine.session import Session
+from horizonml.errors import PeerLost
+from horizonml.files import cache_folder
+from horizonml.job.schema import Job
+from horizonml.plan.plan import Plan, Stage
+from horizonml.runtime.agreement import model_for
+from horizonml.runtime.life import Last
+from horizonml.runtime.rebuild import rebuild
+from horizonml.runtime.trainer import training_batch
+from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
+from horizonml.state.move import move, senders
+from horizonml.state.recover import Held, Recovery, agree_on_state, newest
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.choose import task_for
+from horizonml.tasks.task import Batch
+from tests.distributed.pool import Pool
+from tests.distributed.sessions import state_of
+
+ONE, LAYERS, LR = (1.0,), 15, 0.1
+BOUNDS = [(0, 5), (5, 9), (9, LAYERS)]
+PIPELINE = Plan(tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate(BOUNDS)), micro_batches=3)
+PLANS = {
+    "pipeline": PIPELINE,
+    "int8": Plan(tuple(Stage(s.start, s.stop, s.ranks, ONE, send="int8") for s in PIPELINE.stages), micro_batches=3),
+    "zb-h1": Plan(PIPELINE.stages, "zb-h1", 3),
+    "interleaved": Plan(
+        tuple(
+            Stage(start, stop, (number % 3,), ONE)
+            for number, (start, stop) in enumerate(itertools.pairwise((0, 2, 5, 7, 10, 12, LAYERS)))
+        ),
+        "interleaved",
+        3,
+    ),
+    "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
+    "between members": Plan(
+        (Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 9, (2,), ONE), Stage(9, LAYERS, (3, 4), (2.0, 1.0))),
+        micro_batches=2,
+    ),
+}
+
+
+def job() -> Job:
+    return Job.model_validate(
+        {
+            "batch_size": 24,
+            "model": {"name": "tests.models:normed"},
+            "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
+            "optimizer": {"momentum": 0.9, "lr": LR},
+            "lr_schedule": {"name": "constant"},
+        }
+    )
+
+
+def described() -> ImageInfo:
+    info = describe(job().data)
+    assert info is not None
+    return info
+
+
+class Batches:
+    """The global batches of a job's steps."""
+
+    def __init__(self) -> None:
+        info = described()
+        self._data = load(job().data, info, cache_folder() / "data", inputs=True, targets=True)
+        self._sampler = Sampler(info.train, job().batch_size, job().seed)
+
+    def __getitem__(self, step: int) -> Batch:
+        return training_batch(job(), self._data, self._sampler, *divmod(step, self._sampler.steps_per_epoch))
+
+
+def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
+    return Session(plan, state, group, task_for(job()), job().batch_size)
+
+
+def fresh() -> TrainState:
+    return TrainState(model_for(job(), described()), job().optimizer)
+
+
+def lose(
+    rank: int, world_size: int, store: Store, name: str, lost: int, steps: int, bytes_per_second: float
+) -> dict[str, Tensor] | str:
+    """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
+    torch.set_num_threads(1)
+    plan, batches, state = PLANS[name], Batches(), fresh()
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    session = session_on(plan, state, group)
+    mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
+    for step in range(steps):
+        mirror.before_step(1.0)
+        session.step(batches[step], LR)
+        mirror.after_step()
+    if rank == lost:
+        found = state_of(session)
+        session.close()
+        group.close()
+        return found
+    session.close()
+    group.close()
+    members = [other for other in range(world_size) if other != lost]
+    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
+    recovery = agree_on_state(state, True, group)
+    assert recovery is not None
+    gone = [layer for stage in plan.stages if stage.ranks == (lost,) for layer in range(stage.start, stage.stop)]
+    stateful = set(state.model.parameter_names().values())
+    assert recovery.missing == [layer for layer in gone if layer in stateful]
+    rebuilt = rebuild(job(), described(), state, Last(1, list(range(world_size)), mirror), recovery, group, members)
+    group.close()
+    if isinstance(rebuilt, str):
+        return rebuilt
+    builder = {holder for layer in recovery.missing for holder in rebuilt.holders[layer]}
+    assert builder == {members.index(buddy(plan, lost))}
+    own = {key: value.clone() for key, value in state.tensors().items() if state.layer_of(key) in recovery.missing}
+    return own if group.rank in builder else {}
+
+
+def expect_rebuilt(pool: Pool, name: str, lost: int, steps: int, bytes_per_second: float) -> None:
+    plan = PLANS[name]
+    results = pool.run(plan.world_size, lose, name, lost, steps, bytes_per_second)
+    (rebuilt,) = [found for rank, found in enumerate(results) if rank != lost and found]
+    assert not isinstance(rebuilt, str), rebuilt
+    assert rebuilt.keys() == results[lost].keys()
+    assert any(key.startswith("optimizer/") for key in rebuilt)
+    different = [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])]
+    assert different == []
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("bytes_per_second", [1e9, 12_000.0])  # a copy with every step, or one in several
+def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_second: float) -> None:
+    expect_rebuilt(pool, "pipeline", lost, 13, bytes_per_second)
+
+
+@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "before members", "between members"])
+def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
+    expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)
+
+
+def test_before_the_first_copy_a_stage_is_rebuilt_from_its_initial_values(pool: Pool) -> None:
+    expect_rebuilt(pool, "pipeline", 1, 2, 1.0)
+
+
+def test_only_stages_with_one_member_are_mirrored() -> None:
+    assert owners(PIPELINE) == [0, 1, 2]
+    assert [buddy(PIPELINE, rank) for rank in range(3)] == [1, 2, 0]
+    assert [keepers(PIPELINE, rank) for rank in range(3)] == [{1}, {0, 2}, {1}]
+    between = PLANS["between members"]
+    assert owners(between) == [2]
+    assert keepers(between, 2) == {0, 1, 3, 4}
+    assert buddy(between, 2) == 3
+    assert owners(PLANS["interleaved"]) == [0, 1, 2]
+    assert keepers(PLANS["interleaved"], 1) == {0, 2}
+    assert owners(Plan((Stage(0, LAYERS, (0,), ONE),))) == []
+
+
+def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
+    report: dict[str, Any] = {"replicas": {"1": 4}, "log": 4}
+    assert rebuilds(PIPELINE, [6], {0: report, 2: report}) is not None
+    assert rebuilds(PIPELINE, [6], {0: report}) is None  # a neighbour's messages are missing
+    assert rebuilds(PIPELINE, [6], {0: report, 2: {"replicas": {}, "log": 4}}) is not None
+    assert rebuilds(PIPELINE, [6], {0: {"replicas": {}, "log": 4}, 2: {"replicas": {}, "log": 4}}) is None
+    assert rebuilds(PIPELINE, [6], {0: {"replicas": {}, "log": 5}, 2: report}) is None  # from after the copy
+    assert rebuilds(PLANS["before members"], [7], {0: report}) is None  # had members, and all are lost
+
+
+def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
+    assert newest([None, None], [True]) is None
+    behind, prepared, ahead = Held(4, False, (0, 1)), Held(4, True, (0, 1)), Held(5, False, (0,))
+    assert newest([behind, prepared, ahead], [True, True]) == Recovery(5, [[1, 2], [1]])
+    assert newest([behind, behind, None], [True, True]) == Recovery(4, [[0, 1], [0, 1]])
+    found = newest([behind, ahead], [True, True, False])
+    assert found == Recovery(5, [[1], [], [0, 1]])
+    assert found.missing == [1]
+    assert Held.from_json(prepared.to_json()) == prepared
+    for damaged in (None, [1], [True, True, []], ["4", True, []], [4, True, ["0"]]):
+        with pytest.raises(PeerLost, match="does not say"):
+            Held.from_json(damaged)
+
+
+def miss(
+    rank: int, world_size: int, store: Store, plan: Plan, method: str, missing: int | None
+) -> tuple[dict[str, Tensor], bool]:
+    """Train; in step 3 a rank loses the others as soon as `method` has returned there. All meet again and go on."""
+    torch.set_num_threads(1)
+    batches, state = Batches(), fresh()
+    group = Group(PrefixStore("first", store), rank, world_size, 30.0)
+    session = session_on(plan, state, group)
+    prepared = False
+    for step in range(3):
+        session.step(batches[step], LR)
+    if rank == missing:
+        broken: Callable[..., Any] = getattr(session, method)
+
+        def once_more(*arguments: Any) -> None:
+            broken(*arguments)
+            raise PeerLost("a peer closed its connection")
+
+        setattr(session, method, once_more)
+        with pytest.raises(PeerLost):
+            session.step(batches[3], LR)
+        prepared = state.prepared is not None
+    elif missing is not None:
+        session.step(batches[3], LR)
+    session.close()
+    if missing is not None:
+        group.close()
+        group = Group(PrefixStore("second", store), rank, world_size, 30.0)
+        recovery = agree_on_state(state, True, group)
+        assert recovery is not None
+        assert recovery.step == 4
+        move(state, senders(recovery.holders, plan), group)
+        state.step = recovery.step
+    session = session_on(plan, state, group)
+    for step in range(state.step, 6):
+        session.step(batches[step], LR)
+    found = state_of(session)
+    session.close()
+    group.close()
+    return found, prepared
+
+
+DDP = Plan((Stage(0, LAYERS, (0, 1, 2), (1.0, 1.0, 1.0)),))
+MISSED = [  # a plan, what the agreement ends with, and whether only the agreement is missing then
+    (DDP, "_reduce", False),  # a member that has no sums receives the state of the others
+    (PIPELINE, "_agree", True),
+    (PLANS["before members"], "_sums_finite", True),
+]
+
+
+@pytest.mark.parametrize(("plan", "method", "prepared"), MISSED, ids=["ddp", "pipeline", "hybrid"])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_who_misses_the_agreement_learns_of_it(
+    pool: Pool, plan: Plan, method: str, prepared: bool, missing: int
+) -> None:
+    straight = pool.run(3, miss, plan, method, None)
+    results = pool.run(3, miss, plan, method, missing)
+    assert results[missing][1] == prepared
+    for (state, _), (expected, _) in zip(results, straight, strict=True):
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], expected[key]) for key in state)
