@@ -41,6 +41,14 @@ def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None
 
 
+def memory_left(root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return the bytes that are left on the machine, or below the container's limit if that is less."""
+    machine, limit, used = psutil.virtual_memory(), memory_limit(root), memory_used(root)
+    if limit >= machine.total or used is None:  # without a limit, what is used includes all files in the cache
+        return float(machine.available)
+    return max(0.0, min(float(machine.available), limit - used))
+
+
 def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """Return the seconds for which the container's CPU quota has throttled it so far; None without a cgroup."""
     for name, field, unit in (("cpu.stat", "throttled_usec", 1e-6), ("cpu/cpu.stat", "throttled_time", 1e-9)):

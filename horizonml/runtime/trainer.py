@@ -148,7 +148,10 @@ class _Loop:
         details = {"job": self.job.model_dump(), **details}
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
+            skipped = checkpoints.skipped
             checkpoints.begin(self.state, self.session.plan, details)
+            if checkpoints.skipped > skipped:
+                self.recorder.checkpoint_skipped(done)
         else:
             problems = checkpoints.save(self.state, self.session.plan, details)
         self._note_saved(checkpoints)

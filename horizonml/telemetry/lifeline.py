@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from horizonml.machine.host import machine_id
 from horizonml.machine.oom import killed_in_container, killed_on_machine
-from horizonml.machine.resources import memory_limit
+from horizonml.machine.resources import memory_left, memory_limit
 from horizonml.machine.signals import process_space, started_at
 from horizonml.machine.usage import peak_rss_bytes
 from horizonml.text import human_bytes
@@ -29,6 +30,9 @@ _LOOK_SECONDS = 0.25
 _WRITE_SECONDS = 1.0
 _GROWN = 1.05  # a peak that has grown by this factor is written at once: memory may run out within a second
 _NEAR = 0.9  # of the limit, from where memory counts as the likely reason
+# Where the kernel has killed some process of the machine, these make it likely that it was this one.
+_MUCH = 0.5  # of the limit, held by this process
+_SCARCE = 0.1  # of the limit, left for all
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Trace:
     step: int | None  # the newest one that has ended in this process
     peak: int  # bytes of memory that the process has held at most
     limit: float  # bytes that it and others in its container, or on its machine, may use
+    left: float  # bytes that were left of them at the least
     expected: float | None  # bytes that the plan expects it to need
     killed_here: int | None  # processes of the container that were killed for their memory before
     killed_anywhere: int | None  # likewise, on the machine
@@ -58,7 +63,7 @@ class Trace:
 
     def _checked(self) -> Trace:
         """Return the trace itself. Raises ValueError if a field is not what it should be."""
-        numbers = (self.pid, self.generation, self.peak, self.limit)
+        numbers = (self.pid, self.generation, self.peak, self.limit, self.left)
         others = (self.step, self.expected, self.killed_here, self.killed_anywhere)
         texts = (self.started, self.space, self.machine)
         if not (
@@ -98,6 +103,7 @@ class Lifeline:
             step=None,
             peak=peak_rss_bytes(),
             limit=memory_limit(self._root),
+            left=memory_left(self._root),
             expected=None,
             killed_here=killed_in_container(self._root),
             killed_anywhere=killed_on_machine(),
@@ -127,12 +133,13 @@ class Lifeline:
 
     def _keep(self) -> None:
         """Write the file when there is something new, until the end."""
-        written, when = self._trace, time.monotonic()
+        written, when, left = self._trace, time.monotonic(), math.inf
         while not self._over.wait(_LOOK_SECONDS):
             now = self._trace
             if now is None or written is None:
                 return
-            now = replace(now, peak=max(now.peak, peak_rss_bytes()))
+            left = min(left, memory_left(self._root))
+            now = replace(now, peak=max(now.peak, peak_rss_bytes()), left=min(now.left, left))
             due = time.monotonic() - when >= _WRITE_SECONDS
             if (due and now != written) or now.peak > _GROWN * written.peak:
                 self._write(now)
@@ -190,10 +197,11 @@ def _story(trace: Trace, rank: int, root: Path, vmstat: Path) -> str:
     same = trace.machine == machine_id()
     if same and _rose(trace.killed_here, killed_in_container(root)):
         return f"the kernel ended {who} {when}, because memory ran out (exit code 137): {facts}. {fix}"
-    if same and _rose(trace.killed_anywhere, killed_on_machine(vmstat)):
+    short = trace.peak >= _MUCH * trace.limit or trace.left <= _SCARCE * trace.limit
+    if same and short and _rose(trace.killed_anywhere, killed_on_machine(vmstat)):
         return (
             f"{who} ended without a word {when}, and the kernel's out-of-memory killer has ended a process on this "
-            f"machine since, most likely this one (exit code 137): {facts}. {fix}"
+            f"machine since, most likely this one (exit code 137): {facts}; {human_bytes(trace.left)} were left. {fix}"
         )
     if trace.peak >= _NEAR * trace.limit:
         return (

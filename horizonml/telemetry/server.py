@@ -39,6 +39,7 @@ class _Client:
     request: bytes = b""
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     path: str = ""
+    asked: float = -math.inf  # when the request was complete
 
 
 class Server:
@@ -57,7 +58,7 @@ class Server:
         """
         self.port: int | None = None
         self._registry, self._not_ready = registry, not_ready
-        self._looked = -math.inf  # when Prometheus last asked
+        self._asked = self._told = -math.inf  # when Prometheus last asked; when it asked for what it last got in full
         self._clients: list[_Client] = []  # the oldest first
         try:
             self._listener = socket.create_server(address, backlog=_MOST_WAITING)
@@ -76,10 +77,10 @@ class Server:
     def last_look(self, until: Callable[[], bool]) -> None:
         """Wait until Prometheus has asked once more, if it asks regularly, or until `until` returns True."""
         now = time.monotonic()
-        if now - self._looked > _REGULARLY:
+        if now - self._asked > _REGULARLY:
             return
         deadline = now + _REGULARLY
-        while self._looked < now and time.monotonic() < deadline and not until():
+        while self._told < now and time.monotonic() < deadline and not until():
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class Server:
             return
         if not client.answer:
             if client.path == "/metrics":
-                self._looked = time.monotonic()
+                self._told = max(self._told, client.asked)
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
@@ -160,6 +161,7 @@ class Server:
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         client.path = words[1].partition("?")[0]
         if client.path == "/metrics":
+            self._asked = client.asked = time.monotonic()
             try:
                 encoder, kind = choose_encoder(headers.get("accept", ""))
                 return _response(200, encoder(self._registry), kind)

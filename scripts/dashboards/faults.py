@@ -112,7 +112,12 @@ PANELS = [
         "What do faults take time for? The share of the time that outages and repeated steps take, for the rank that "
         "loses most.",
         "percentunit",
-        [(f"max by (cause) (rate(horizonml_lost_seconds_total{{{WHO}}}[$__rate_interval]))", "{{cause}}")],
+        [
+            (
+                f"clamp_max(max by (cause) (rate(horizonml_lost_seconds_total{{{WHO}}}[$__rate_interval])), 1)",
+                "{{cause}}",
+            )
+        ],
         low=0,
         soft=0.1,
         colours=CAUSES,
@@ -182,7 +187,7 @@ PANELS = [
         "Replica age",
         "How much would the loss of a rank cost? The steps by which the copy of its state in another rank's memory is "
         "behind it. Members of one stage hold each other's state and need no copy.",
-        "suffix: steps",
+        "suffix:steps",
         [(f"horizonml_replica_age_steps{{{WHO}}}", "rank {{rank}}")],
         low=0,
         soft=2,

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "horizonml/worker:dev"
 USER = 10001
-DASHBOARDS = [ROOT / "grafana" / "dashboards" / f"{name}.json" for name in ("overview", "time", "devices")]
+DASHBOARDS = [ROOT / "grafana" / "dashboards" / f"{name}.json" for name in ("overview", "faults", "time", "devices")]
 VARIABLES = {"__rate_interval": "20s", "__interval": "10s", "__range": "5m", "rank": ".*", "namespace": ".*"}
 
 
@@ -100,13 +100,17 @@ def panel_queries() -> Iterator[tuple[str, str, str]]:
 
 
 # A container may not read the counters of energy; only automatic plans are compared with a forecast; a rank alone in
-# its stage has no gradients to compare; and once all ranks are there, nobody waits for one.
+# its stage has no gradients to compare; once all ranks are there, nobody waits for one; what faults cost is seen after
+# one only, and replicas only where a rank is alone in its stage.
 MAY_BE_EMPTY = (
     "horizonml_energy_joules",
     "horizonml_slowdown_ratio",
     "horizonml_plan_step_seconds",
     "horizonml_gradient_divergence",
     "sum by (peer) (horizonml_waiting_for_rank",
+    "horizonml_loss_notice_seconds",
+    "horizonml_recovery_seconds",
+    "horizonml_replica",
 )
 
 

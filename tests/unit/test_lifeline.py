@@ -77,7 +77,9 @@ def changed(**changes: object) -> Callable[[Trace], Trace]:
     [
         # The counters of the container and of the machine are evidence only if they have risen since.
         (changed(), 3, 7, "the kernel ended the process before this one (rank 2) at step 1234, because memory ran out"),
-        (changed(peak=99 * MIB), 2, 8, "the kernel's out-of-memory killer has ended a process on this machine since"),
+        (changed(peak=350 * MIB), 2, 8, "the kernel's out-of-memory killer has ended a process on this machine since"),
+        (changed(peak=99 * MIB, left=60 * MIB), 2, 8, "most likely this one (exit code 137): it used 99.0 MiB of"),
+        (changed(peak=99 * MIB, left=65 * MIB), 2, 8, "it was killed, or its container was removed (it used 99.0 MiB"),
         (
             changed(peak=99 * MIB, expected=None),
             2,
@@ -96,7 +98,7 @@ def test_the_reason_is_chosen_by_the_evidence(
     root, vmstat = tmp_path / "cgroup", tmp_path / "vmstat"
     (root / "memory.events").write_text(f"oom_kill {kills}\n")
     vmstat.write_text(f"pgfault 5\noom_kill {anywhere}\n")
-    trace = replace(killed, killed_anywhere=7)
+    trace = replace(killed, killed_anywhere=7, left=300.0 * MIB)
     trace_in(tmp_path).write_text(json.dumps(asdict(change(trace))))
     found = str(explain_last(tmp_path, 2, root, vmstat))
     assert story in found
@@ -123,6 +125,7 @@ def test_a_process_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
     first = Trace.read(trace_in(tmp_path))
     assert (first.pid, first.step, first.expected) == (os.getpid(), None, None)
     assert first.peak > MIB
+    assert 0 < first.left < first.limit
     line.begin(2)
     line.beat(7, 5)
     wait_for(lambda: Trace.read(trace_in(tmp_path)).step == 7, "the trace")

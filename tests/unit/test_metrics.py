@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from horizonml.engine.step import Step, Totals
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
-from horizonml.machine.resources import memory_used, throttled_seconds
+from horizonml.machine.resources import memory_left, memory_used, throttled_seconds
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage
 from horizonml.rendezvous.identity import Identity
@@ -270,7 +270,9 @@ def test_the_container_is_read_from_its_cgroup(tmp_path: Path, version: int) -> 
     assert found["horizonml_cpu_throttled_seconds_total"] == pytest.approx(1.5)
     assert found["horizonml_resident_memory_bytes"] > 1 << 20
     nothing = tmp_path / "nothing"
+    assert memory_left(tmp_path) == 3000
     assert memory_used(nothing) is throttled_seconds(nothing) is None
+    assert memory_left(nothing) > 3000  # of the machine
     assert "horizonml_memory_used_bytes" not in values(Metrics(3, nothing))
 
 
