@@ -57,7 +57,7 @@ class Aftermath:
 
     fault: Injected
     noticed: float | None  # the first survivor gave up the group, or was in a new one; None: nobody had to
-    stepped: float | None  # a survivor had finished a step again, in the new group if there is one
+    stepped: float | None  # a step was finished again, in the new group if there is one
     whole: float | None  # all ranks stepped again
     repeated: int  # steps that were done again
     generations: int  # groups that formed
@@ -183,13 +183,13 @@ class Ledger:
         """Return what followed a fault; `until` is when the next one took effect, or the end."""
         known = max((group.number for group in self.groups.values() if group.time <= fault.time), default=-1)
         formed = [group for group in self.groups.values() if group.number > known and group.time <= until]
-        others = [made for made in self.between(fault.time, until) if made.rank != fault.rank]
+        after = self.between(fault.time, until)  # the lost rank's, too: no step is finished without the others
         if not formed:
-            stepped = _longest_stop(fault, others)
+            stepped = _longest_stop(fault, after)
             return Aftermath(fault, None, stepped, stepped, 0, 0)
         signs = [time for time, rank in self._given_up if rank != fault.rank and fault.time < time <= until]
         noticed = min([*signs, min(group.time for group in formed)]) - fault.time
-        new = [made for made in others if made.generation > known]
+        new = [made for made in after if made.generation > known]
         whole = [made for made in new if self.groups[made.generation].world_size == self.ranks]
         first_step = min((made.time for made in new), default=None)
         return Aftermath(

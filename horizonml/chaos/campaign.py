@@ -186,7 +186,7 @@ class Campaign:
         self._doing, ended = "", time.time()
         if seconds and kind.deadly and process.poll() is not None:
             at = self._ledger.given_up(rank, at) or ended - 2 * _LOOK_SECONDS
-        detail = f"{ended - at:.1f} s" if ended - at > _LOOK_SECONDS * 2 else ""
+        detail = f"{ended - at:.1f} s" if seconds and not kind.deadly else ""
         struck = process.poll() is not None or not kind.deadly
         if not struck:
             detail = f"did not strike in {ended - at:.0f} s"

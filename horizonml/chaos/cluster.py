@@ -130,8 +130,8 @@ class Cluster:
         """Start a rank, which does not run, and return its process."""
         with self._lock:
             assert self.exit_code(rank) is not None or rank not in self.processes, f"rank {rank} runs already"
-            command = [sys.executable, "-m", "horizonml", "train", self._job, "--workers", str(self.ranks)]
-            command += ["--set", f"folder={self.run_folder}", *self._options]
+            command = [sys.executable, "-m", "horizonml", "train", self._job, *self._options]
+            command += ["--workers", str(self.ranks), "--set", f"folder={self.run_folder}"]
             if self._networks is not None:
                 command = self._networks.at_rank(rank, command)
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
@@ -141,11 +141,12 @@ class Cluster:
             return process
 
     def kill(self, rank: int) -> None:
-        """Kill a rank with SIGKILL."""
+        """Kill a rank with SIGKILL, and wait until it is gone."""
         with self._lock:
             process = self.processes[rank]
             self._killed.add(process.pid)
             process.kill()
+            process.wait()
             self._continue(rank)
 
     def pause(self, rank: int) -> None:

@@ -87,7 +87,8 @@ def _ranks(axis: Axes, result: Result, begin: float) -> None:
         colour, marker = _MARKS.get(fault.kind, _OTHER)
         span = Span(fault.time - begin, fault.until - begin)
         axis.plot([span.begin, span.end], [fault.rank, fault.rank], color=colour, linewidth=3, alpha=0.5)
-        axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="")
+        filled = "full" if fault.struck else "none"
+        axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="", fillstyle=filled)
     axis.set(ylabel="rank", xlabel="minutes", ylim=(result.settings.ranks - 0.5, -0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     end = max([result.faulted.end, *(span.end for span in result.references)]) - begin

@@ -17,6 +17,7 @@ from horizonml.files import write_atomically
 from horizonml.text import count, human_seconds, percent
 
 KINDS_HEADER = ("fault", "times", "noticed after", "others step after", "all step after", "steps repeated")
+_DRIFT = 1.1  # between the references before and after, beyond which the goodput is in doubt
 _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
     "fault": lambda found: found.fault.kind,
     "rank": lambda found: found.fault.rank,
@@ -73,7 +74,7 @@ def facts(result: Result) -> list[tuple[str, str]]:
     difference = ledger.loss_difference()
     unasked = _unasked(result)
     found = [
-        ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples"),
+        ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples{_doubt(result)}"),
         ("samples/s", f"{result.speed(result.faulted):,.0f} with faults, {_reference(result)} without"),
         ("faults", f"{len(kinds)} in {human_seconds(result.faulted.seconds)} ({by_kind or 'none'})"),
         ("ranks", f"{settings.ranks}, each restarted {human_seconds(settings.restart_after)} after its death"),
@@ -89,6 +90,16 @@ def facts(result: Result) -> list[tuple[str, str]]:
 def _reference(result: Result) -> str:
     """Return the speeds of the reference before and after the faults."""
     return " and ".join(f"{result.speed(span):,.0f}" for span in result.references) or "-"
+
+
+def _doubt(result: Result) -> str:
+    """Return within which bounds the goodput is, where the machine's speed has drifted."""
+    speeds = [speed for span in result.references if (speed := result.speed(span))]
+    if not speeds or max(speeds) < _DRIFT * min(speeds):
+        return ""
+    faulted = result.speed(result.faulted)
+    low, high = percent(faulted / max(speeds), 1), percent(faulted / min(speeds), 1)
+    return f"; {low} to {high}, because the machine's speed has changed meanwhile"
 
 
 def _unasked(result: Result) -> int:

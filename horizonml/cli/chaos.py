@@ -66,7 +66,7 @@ def chaos(
     kill       the process ends at once (SIGKILL)
     pause      the process is stopped (SIGSTOP) for 1 to 10 s; after 5 s a rank counts as lost
     partition  the network is cut for 1 to 10 s, and no connection is closed (Linux, as root or with user namespaces)
-    oom        no further memory is to be had (RLIMIT_AS), so an allocation fails soon (Linux)
+    oom        no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so an allocation fails soon (Linux)
     disk       writing to files fails (RLIMIT_FSIZE) for 4 to 10 s (Linux)
     """
     require("matplotlib", "`horizonml chaos`")
