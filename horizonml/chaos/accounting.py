@@ -219,15 +219,11 @@ class Ledger:
         return max((_spread(self._losses[step]) for step in again), default=None)
 
     def agree(self) -> bool:
-        """Return whether the ranks of the newest group recorded the same loss for the last step that all recorded."""
-        if not self.groups:
-            return False
-        newest = self.groups[max(self.groups)]
-        losses: dict[int, dict[int, float]] = {}
+        """Return whether all ranks recorded the same loss for the last step that all of them finished together."""
+        losses: dict[tuple[int, int], dict[int, float]] = {}
         for made in self.made:
-            if made.generation == newest.number:
-                losses.setdefault(made.step, {})[made.rank] = made.loss
-        common = [step for step, by_rank in losses.items() if set(by_rank) == newest.ranks]
+            losses.setdefault((made.generation, made.step), {})[made.rank] = made.loss
+        common = [place for place, by_rank in losses.items() if len(by_rank) == self.ranks]
         return bool(common) and _spread(losses[max(common)].values()) < 1e-6
 
 

@@ -49,7 +49,9 @@ class Exit:
     @property
     def reason(self) -> str:
         """Return the reason in words."""
-        return f"killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        if self.killed:
+            return "was killed by this fault"
+        return f"was killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
 
 
 class Cluster:

@@ -180,16 +180,13 @@ def _show(result: Result) -> None:
     from horizonml.chaos.picture import draw
     from horizonml.cli.tables import print_table
 
-    if result.aftermaths:
+    if result.faults:
         print()
         print_table("Medians, and the worst in brackets", report.KINDS_HEADER, report.kinds_table(result))
-    print()
-    print_table("", ("in all", "measured"), report.facts(result), (0, 1))
-    print()
-    files = report.write(result)
-    if result.points and result.faulted.seconds:
-        files.append(draw(result, result.settings.folder / "chaos.png"))
-    for path in files:
-        print(path)
+        print()
+        print_table("", ("in all", "measured"), report.facts(result), (0, 1))
+        print()
+        for path in [*report.write(result), draw(result, result.settings.folder / "chaos.png")]:
+            print(path, flush=True)
     for failure in result.failures:
         print(f"error: {failure}", file=sys.stderr)

@@ -14,9 +14,10 @@ import pytest
 from horizonml.chaos import report
 from horizonml.chaos.accounting import Injected, Ledger, Span, read_records
 from horizonml.chaos.campaign import Result, Settings
+from horizonml.chaos.checks import tracebacks
 from horizonml.chaos.faults import FAULTS
 from horizonml.cli.durations import duration
-from horizonml.errors import JobError
+from horizonml.errors import JobError, is_out_of_memory
 
 BATCH = 10
 
@@ -98,6 +99,18 @@ def test_ranks_that_recorded_different_losses_disagree() -> None:
     first = [run(1, 2, 100.0), step(1, 101.0, 2.0)]
     assert Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.0)]}).agree()
     assert not Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.1)]}).agree()
+
+
+def test_who_printed_a_traceback_is_named_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("all is well\nerror: quoted Trace\n")
+    assert tracebacks(tmp_path) == []
+    (tmp_path / "rank-1.log").write_text("begins\nTraceback (most recent call last):\n  File ...\n")
+    assert tracebacks(tmp_path) == [f"rank 1 printed a traceback ({tmp_path / 'rank-1.log'}, line 2)"]
+
+
+def test_a_thread_that_cannot_be_started_is_a_lack_of_memory() -> None:
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert not is_out_of_memory(RuntimeError("can't be right"))
 
 
 def test_the_loss_of_a_repeated_step_is_compared_with_what_it_was() -> None:
