@@ -223,7 +223,7 @@ class Campaign:
         """Raise Failed if a rank has died since a time at which nothing is done to any."""
         dead = checks.deaths(self._cluster, since)
         if dead:
-            raise Failed(dead)
+            raise Failed(dead[:1])  # the others end because of it
 
     def _pass(self, done: float) -> None:
         """Let a moment pass, and look at what the ranks have recorded. Raises Interrupted, and Failed."""

@@ -33,6 +33,15 @@ _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
 }
 
 
+def briefly(seconds: float) -> str:
+    """Return a time that somebody has chosen, without the zeros: 30 s, 10 min, 1 min 30 s."""
+    return (
+        human_seconds(round(seconds)).replace(".0 s", " s").removesuffix(" 0 s")
+        if seconds >= 1
+        else human_seconds(seconds)
+    )
+
+
 def kinds_table(result: Result) -> list[list[str]]:
     """Return a row for each kind of fault: medians, and the worst in brackets."""
     rows = []
@@ -76,8 +85,8 @@ def facts(result: Result) -> list[tuple[str, str]]:
     found = [
         ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples{_doubt(result)}"),
         ("samples/s", f"{result.speed(result.faulted):,.0f} with faults, {_reference(result)} without"),
-        ("faults", f"{len(kinds)} in {human_seconds(result.faulted.seconds)} ({by_kind or 'none'})"),
-        ("ranks", f"{settings.ranks}, each restarted {human_seconds(settings.restart_after)} after its death"),
+        ("faults", f"{len(kinds)} in {briefly(result.faulted.seconds)} ({by_kind or 'none'})"),
+        ("ranks", f"{settings.ranks}, each restarted {briefly(settings.restart_after)} after its death"),
         ("generations", f"{len(ledger.groups):,}"),
         ("steps", f"{max((made.step for made in ledger.made), default=0):,}, and {ledger.repeated():,} of them again"),
         ("ranks that ended unasked", count(unasked, "time") if unasked else "none"),

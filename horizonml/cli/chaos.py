@@ -155,13 +155,14 @@ def _run(settings: Settings) -> Result:
     """Run the campaign, and show how far it is. Raises Exit if the user interrupts it."""
     from horizonml.chaos.campaign import Campaign, Interrupted
     from horizonml.chaos.display import display
+    from horizonml.chaos.report import briefly
     from horizonml.machine.signals import StopRequest, handling
-    from horizonml.text import count, human_seconds
+    from horizonml.text import count
 
     stop, shown = StopRequest(), display()
     shown.say(
         f"{count(settings.ranks, 'rank')} of {settings.job}: {', '.join(settings.faults)}, one fault every "
-        f"{human_seconds(settings.every)} for {human_seconds(settings.length)} (seed {settings.seed})"
+        f"{briefly(settings.every)} for {briefly(settings.length)} (seed {settings.seed})"
     )
     try:
         with handling(stop.note):
