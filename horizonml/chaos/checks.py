@@ -23,8 +23,15 @@ def missing(cluster: Cluster, members: Collection[int], when: str) -> list[str]:
         found.append(f"rank {rank} {state} {when}{before} (its log: {cluster.log(rank)})")
     if not found:
         logs = ", ".join(str(cluster.log(rank)) for rank in range(cluster.ranks))
-        found.append(f"all ranks run, but they have not finished a step together {when} (their logs: {logs})")
+        steps = ", ".join(f"rank {rank} has finished step {_last_step(cluster, rank)}" for rank in range(cluster.ranks))
+        found.append(f"all ranks run, but they have not finished a step together {when}: {steps} (their logs: {logs})")
     return found
+
+
+def _last_step(cluster: Cluster, rank: int) -> str:
+    """Return the last step that a rank has recorded."""
+    steps = [int(record["step"]) for record in cluster.records(rank) if record.get("kind") == "step"]
+    return f"{steps[-1]:,}" if steps else "none"
 
 
 def deaths(cluster: Cluster, since: float) -> list[str]:
@@ -45,7 +52,10 @@ def reason(cluster: Cluster, end: Exit) -> str:
 
 def hung(cluster: Cluster) -> list[str]:
     """Return which ranks had to be killed in the end."""
-    return [f"rank {rank} did not stop when it was asked to (its log: {cluster.log(rank)})" for rank in cluster.hung]
+    return [
+        f"rank {rank} did not stop when it was asked to (its log says where it hangs: {cluster.log(rank)})"
+        for rank in cluster.hung
+    ]
 
 
 def tracebacks(log_folder: Path) -> list[str]:

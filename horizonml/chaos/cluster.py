@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
 
 STOP_SECONDS = 15.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
+_ABORT_SECONDS = 3.0
 _LOOK_SECONDS = 0.05
 _PORT = 29400
 # What would make a rank believe that it is another's.
@@ -281,9 +282,20 @@ class Cluster:
             while self.alive and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             self.hung = self.alive
+            for rank in self.hung:
+                self._abort(rank)
             for process in self.processes.values():
                 process.kill()
                 process.wait()
+
+    def _abort(self, rank: int) -> None:
+        """Make a rank that hangs print where it hangs, as far as it can."""
+        process = self.process(rank)
+        if hasattr(psutil, "RLIMIT_CORE"):
+            process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # the stacks in the log are enough
+        process.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self.processes[rank].wait(_ABORT_SECONDS)
 
     def _end_service(self) -> None:
         if self._service is not None:

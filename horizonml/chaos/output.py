@@ -42,6 +42,7 @@ class Output:
     def _copy(self) -> None:
         """Copy until `close` is called and all that was printed before is copied."""
         while True:
+            closing = self._closing.is_set()  # before the look at what is there, which must be the last one then
             ready = self._selector.select()
             for key, _ in ready:
                 if key.data is None:
@@ -55,7 +56,7 @@ class Output:
                         key.data.write(content)
                 else:
                     self._drop(key.fileobj, key.data)
-            if self._closing.is_set() and all(key.data is None for key, _ in ready):
+            if closing and all(key.data is None for key, _ in ready):
                 break
         for key in list(self._selector.get_map().values()):
             if key.data is not None:  # something else has inherited the pipe, and lives on
