@@ -57,7 +57,7 @@ class Aftermath:
 
     fault: Injected
     noticed: float | None  # the first survivor gave up the group, or was in a new one; None: nobody had to
-    stepped: float | None  # a survivor had finished a step again, in the new group if there is one
+    stepped: float | None  # a step was finished again, in the new group if there is one
     whole: float | None  # all ranks stepped again
     repeated: int  # steps that were done again
     generations: int  # groups that formed
@@ -183,13 +183,13 @@ class Ledger:
         """Return what followed a fault; `until` is when the next one took effect, or the end."""
         known = max((group.number for group in self.groups.values() if group.time <= fault.time), default=-1)
         formed = [group for group in self.groups.values() if group.number > known and group.time <= until]
-        others = [made for made in self.between(fault.time, until) if made.rank != fault.rank]
+        after = self.between(fault.time, until)  # the lost rank's, too: no step is finished without the others
         if not formed:
-            stepped = _longest_stop(fault, others)
+            stepped = _longest_stop(fault, after)
             return Aftermath(fault, None, stepped, stepped, 0, 0)
         signs = [time for time, rank in self._given_up if rank != fault.rank and fault.time < time <= until]
         noticed = min([*signs, min(group.time for group in formed)]) - fault.time
-        new = [made for made in others if made.generation > known]
+        new = [made for made in after if made.generation > known]
         whole = [made for made in new if self.groups[made.generation].world_size == self.ranks]
         first_step = min((made.time for made in new), default=None)
         return Aftermath(
@@ -219,15 +219,11 @@ class Ledger:
         return max((_spread(self._losses[step]) for step in again), default=None)
 
     def agree(self) -> bool:
-        """Return whether the ranks of the newest group recorded the same loss for the last step that all recorded."""
-        if not self.groups:
-            return False
-        newest = self.groups[max(self.groups)]
-        losses: dict[int, dict[int, float]] = {}
+        """Return whether all ranks recorded the same loss for the last step that all of them finished together."""
+        losses: dict[tuple[int, int], dict[int, float]] = {}
         for made in self.made:
-            if made.generation == newest.number:
-                losses.setdefault(made.step, {})[made.rank] = made.loss
-        common = [step for step, by_rank in losses.items() if set(by_rank) == newest.ranks]
+            losses.setdefault((made.generation, made.step), {})[made.rank] = made.loss
+        common = [place for place, by_rank in losses.items() if len(by_rank) == self.ranks]
         return bool(common) and _spread(losses[max(common)].values()) < 1e-6
 
 

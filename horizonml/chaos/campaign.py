@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
+from horizonml.chaos import checks
 from horizonml.chaos.accounting import Aftermath, Injected, Ledger, Span, parse
 from horizonml.chaos.cluster import Cluster, Exit
 from horizonml.chaos.faults import FAULTS, Fault
@@ -23,7 +25,6 @@ from horizonml.text import human_seconds
 
 _LOOK_SECONDS = 0.1
 _START_SECONDS = 120.0  # for the first step
-_TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,11 @@ class Result:
     @cached_property
     def aftermaths(self) -> list[Aftermath]:
         """Return what followed each fault."""
-        ends = [*(fault.time for fault in self.faults[1:]), max(self.faulted.end, *(s.end for s in self.references), 0)]
-        return [self.ledger.aftermath(fault, end) for fault, end in zip(self.faults, ends, strict=True)]
+        last = max([self.faulted.end, *(span.end for span in self.references)])
+        return [
+            self.ledger.aftermath(fault, later.time if later is not None else last)
+            for fault, later in zip_longest(self.faults, self.faults[1:])
+        ]
 
     def speed(self, *spans: Span) -> float:
         """Return the samples per second over parts of the run."""
@@ -149,7 +153,7 @@ class Campaign:
         self._watcher.part(name, self._settings.reference)
         while time.time() < begin + self._settings.reference:
             self._pass(time.time() - begin)
-            self._check_alive(begin)
+            self._check_untouched(begin)
         self._references.append(Span(begin, time.time()))
 
     def _inject_all(self) -> None:
@@ -186,7 +190,7 @@ class Campaign:
         self._doing, ended = "", time.time()
         if seconds and kind.deadly and process.poll() is not None:
             at = self._ledger.given_up(rank, at) or ended - 2 * _LOOK_SECONDS
-        detail = f"{ended - at:.1f} s" if ended - at > _LOOK_SECONDS * 2 else ""
+        detail = f"{ended - at:.1f} s" if seconds and not kind.deadly else ""
         struck = process.poll() is not None or not kind.deadly
         if not struck:
             detail = f"did not strike in {ended - at:.0f} s"
@@ -209,31 +213,17 @@ class Campaign:
         """Wait until all ranks step. Raises Failed with what keeps them from it."""
         since = time.time()
         while not self._ledger.whole_since(since if self._faults else 0.0):
+            if not self._faults:
+                self._check_untouched(0.0)
             self._pass(time.time() - (since if begin is None else begin))
             if time.time() > since + seconds:
-                raise Failed(self._why_not_whole(f"{seconds:.0f} s {when}"))
+                raise Failed(checks.missing(self._cluster, self._ledger.members(), f"{human_seconds(seconds)} {when}"))
 
-    def _why_not_whole(self, when: str) -> list[str]:
-        """Return for every rank that does not step what is known of it."""
-        cluster, members, found = self._cluster, self._ledger.members(), []
-        for rank in range(self._settings.ranks):
-            last = next((e for e in reversed(cluster.exits) if e.rank == rank), None)
-            code = cluster.exit_code(rank)
-            if code is not None or rank not in members:
-                state = "does not run" if code is not None else "is not in the group"
-                died = f"; before, it {last.reason}" if last is not None else ""
-                found.append(f"rank {rank} {state} {when}{died} (its log: {cluster.log(rank)})")
-        if not found:
-            logs = ", ".join(str(cluster.log(rank)) for rank in range(self._settings.ranks))
-            found.append(f"all ranks run, but have not all finished a step {when} (their logs: {logs})")
-        return found
-
-    def _check_alive(self, since: float) -> None:
-        """Raise Failed if a rank has died although nothing was done to it."""
-        for end in self._cluster.exits:
-            if end.time > since:
-                log = self._cluster.log(end.rank)
-                raise Failed([f"rank {end.rank} {end.reason}, although there was no fault (its log: {log})"])
+    def _check_untouched(self, since: float) -> None:
+        """Raise Failed if a rank has died since a time at which nothing is done to any."""
+        dead = checks.deaths(self._cluster, since)
+        if dead:
+            raise Failed(dead[:1])  # the others end because of it
 
     def _pass(self, done: float) -> None:
         """Let a moment pass, and look at what the ranks have recorded. Raises Interrupted, and Failed."""
@@ -265,15 +255,7 @@ class Campaign:
 
     def _check_end(self, failed: bool) -> list[str]:
         """Return what is wrong after the end: ranks that hung, tracebacks, ranks that disagree."""
-        cluster = self._cluster
-        found = [
-            f"rank {rank} did not stop when it was asked to (its log: {cluster.log(rank)})" for rank in cluster.hung
-        ]
-        for log in sorted(cluster.log_folder.glob("*.log")):
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-            first = next((number for number, line in enumerate(lines, 1) if _TRACEBACK in line), None)
-            if first is not None:
-                found.append(f"{log.stem.replace('-', ' ')} printed a traceback ({log}, line {first})")
+        found = [*checks.hung(self._cluster), *checks.tracebacks(self._cluster.log_folder)]
         if not failed and not self._ledger.agree():
-            found.append(f"the ranks of the last group do not agree on the loss ({cluster.run_folder})")
+            found.append(f"the ranks do not agree on the loss of the last step ({self._cluster.run_folder})")
         return found

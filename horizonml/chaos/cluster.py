@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
 
 STOP_SECONDS = 15.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
+_ABORT_SECONDS = 3.0
 _LOOK_SECONDS = 0.05
 _PORT = 29400
 # What would make a rank believe that it is another's.
@@ -49,7 +50,9 @@ class Exit:
     @property
     def reason(self) -> str:
         """Return the reason in words."""
-        return f"killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        if self.killed:
+            return "was killed by this fault"
+        return f"was killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
 
 
 class Cluster:
@@ -130,8 +133,8 @@ class Cluster:
         """Start a rank, which does not run, and return its process."""
         with self._lock:
             assert self.exit_code(rank) is not None or rank not in self.processes, f"rank {rank} runs already"
-            command = [sys.executable, "-m", "horizonml", "train", self._job, "--workers", str(self.ranks)]
-            command += ["--set", f"folder={self.run_folder}", *self._options]
+            command = [sys.executable, "-m", "horizonml", "train", self._job, *self._options]
+            command += ["--workers", str(self.ranks), "--set", f"folder={self.run_folder}"]
             if self._networks is not None:
                 command = self._networks.at_rank(rank, command)
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
@@ -141,11 +144,12 @@ class Cluster:
             return process
 
     def kill(self, rank: int) -> None:
-        """Kill a rank with SIGKILL."""
+        """Kill a rank with SIGKILL, and wait until it is gone."""
         with self._lock:
             process = self.processes[rank]
             self._killed.add(process.pid)
             process.kill()
+            process.wait()
             self._continue(rank)
 
     def pause(self, rank: int) -> None:
@@ -278,9 +282,20 @@ class Cluster:
             while self.alive and time.monotonic() < deadline:
                 time.sleep(_LOOK_SECONDS)
             self.hung = self.alive
+            for rank in self.hung:
+                self._abort(rank)
             for process in self.processes.values():
                 process.kill()
                 process.wait()
+
+    def _abort(self, rank: int) -> None:
+        """Make a rank that hangs print where it hangs, as far as it can."""
+        process = self.process(rank)
+        if hasattr(psutil, "RLIMIT_CORE"):
+            process.rlimit(psutil.RLIMIT_CORE, (0, 0))  # the stacks in the log are enough
+        process.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self.processes[rank].wait(_ABORT_SECONDS)
 
     def _end_service(self) -> None:
         if self._service is not None:

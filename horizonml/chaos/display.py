@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horizonml.text import human_seconds
+from horizonml.chaos.report import briefly
 
 
 class Lines:
@@ -15,7 +15,7 @@ class Lines:
 
     def part(self, name: str, seconds: float) -> None:
         """Tell that a part begins."""
-        self.say(f"{name} ({human_seconds(seconds)})" if seconds else name)
+        self.say(f"{name} ({briefly(seconds)})" if seconds else name)
 
     def status(self, done: float, text: str) -> None:
         """Say nothing of what changes all the time."""

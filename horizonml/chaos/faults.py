@@ -13,8 +13,6 @@ import psutil
 from horizonml.chaos import network
 from horizonml.chaos.cluster import Cluster
 
-_UNLIMITED = -1
-
 
 class Fault(ABC):
     """Describes a kind of fault, and how it is done to a rank and undone."""
@@ -97,47 +95,47 @@ class Partition(Fault):
 
 
 class _Limit(Fault):
-    """Lowers a limit of the rank's process, which needs no privilege."""
+    """Lowers limits of the rank's process, which needs no privilege."""
 
-    @property
     @abstractmethod
-    def limit(self) -> int:
-        """Return which limit it is."""
+    def limits(self, process: psutil.Process) -> dict[int, int]:
+        """Return the limits, and what they are lowered to."""
+
+    def begin(self, cluster: Cluster, rank: int) -> None:
+        """Lower the limits of the rank."""
+        process = cluster.process(rank)
+        for limit, value in self.limits(process).items():
+            process.rlimit(limit, (value, process.rlimit(limit)[1]))
 
     def end(self, cluster: Cluster, rank: int) -> None:
-        """Lift the limit; it has gone with the process if that has ended."""
+        """Lift the limits; they have gone with the process if that has ended."""
         with suppress(psutil.NoSuchProcess):
-            self._set(cluster.process(rank), _UNLIMITED)
+            process = cluster.process(rank)
+            for limit in self.limits(process):
+                hard = process.rlimit(limit)[1]
+                process.rlimit(limit, (hard, hard))
 
     def problem(self) -> str | None:
         """Return that limits of another process can be set on Linux only."""
         return None if hasattr(psutil, "RLIMIT_AS") else "limits of another process can be set on Linux only"
 
-    def _set(self, process: psutil.Process, soft: int) -> None:
-        _, hard = process.rlimit(self.limit)
-        process.rlimit(self.limit, (soft if soft != _UNLIMITED else hard, hard))
-
 
 class OutOfMemory(_Limit):
     """Gives a rank no further memory, so that its next allocation that needs some fails.
 
-    RLIMIT_AS is used because a cgroup's limit needs privileges. What a rank sees is an allocation that fails, as on a
+    RLIMIT_AS and RLIMIT_DATA are used because a cgroup's limit needs privileges; the first one refuses new mappings,
+    and the second one growth within those that are reserved. What a rank sees is an allocation that fails, as on a
     system without overcommitment; a container's limit kills it with SIGKILL instead, which is what `kill` does.
     """
 
     name = "oom"
-    about = "no further memory is to be had (RLIMIT_AS), so the next allocation that needs some fails"
+    about = "no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so the next allocation that needs some fails"
     deadly = True
 
-    @property
-    def limit(self) -> int:
-        """Return the limit of the address space."""
-        return psutil.RLIMIT_AS
-
-    def begin(self, cluster: Cluster, rank: int) -> None:
-        """Limit the address space to half of what the rank uses already."""
-        process = cluster.process(rank)
-        self._set(process, process.memory_info().vms // 2)
+    def limits(self, process: psutil.Process) -> dict[int, int]:
+        """Limit memory to half of what the rank uses already."""
+        used = process.memory_info()
+        return {psutil.RLIMIT_AS: used.vms // 2, psutil.RLIMIT_DATA: used.data // 2}
 
     def seconds(self, dice: random.Random) -> float:
         """Return how long to wait for the allocation that fails."""
@@ -150,14 +148,9 @@ class DiskFull(_Limit):
     name = "disk"
     about = "writing to files fails (RLIMIT_FSIZE), as on a full disk"
 
-    @property
-    def limit(self) -> int:
-        """Return the limit of the size of files."""
-        return psutil.RLIMIT_FSIZE
-
-    def begin(self, cluster: Cluster, rank: int) -> None:
+    def limits(self, process: psutil.Process) -> dict[int, int]:
         """Allow no file to grow."""
-        self._set(cluster.process(rank), 0)
+        return {psutil.RLIMIT_FSIZE: 0}
 
     def seconds(self, dice: random.Random) -> float:
         """Return some seconds."""

@@ -16,8 +16,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from horizonml.chaos.accounting import Span
 from horizonml.chaos.campaign import Result
 from horizonml.chaos.faults import FAULTS
+from horizonml.chaos.report import briefly
 from horizonml.report.style import plain_axis, save
-from horizonml.text import count, human_seconds, percent
+from horizonml.text import count, percent
 
 _MARKS = {  # kind of fault: colour, marker
     "kill": ("#D55E00", "X"),
@@ -41,14 +42,12 @@ def draw(result: Result, path: Path) -> Path:
     _curves(samples, result, begin)
     _ranks(faults, result, begin)
     figure.suptitle(_title(result), x=0.01, ha="left", weight="bold", size=12)
-    _legend(figure, result)
+    _legends(figure, faults, result)
     return save(figure, path)
 
 
 def _title(result: Result) -> str:
-    kinds = (
-        f"{count(len(result.faults), 'fault')} in {human_seconds(round(result.faulted.seconds)).replace('.0 ', ' ')}"
-    )
+    kinds = f"{count(len(result.faults), 'fault')} in {briefly(result.faulted.seconds)}"
     return f"{result.settings.ranks} ranks, {kinds}: {percent(result.goodput, 1)} of the samples without faults"
 
 
@@ -87,7 +86,8 @@ def _ranks(axis: Axes, result: Result, begin: float) -> None:
         colour, marker = _MARKS.get(fault.kind, _OTHER)
         span = Span(fault.time - begin, fault.until - begin)
         axis.plot([span.begin, span.end], [fault.rank, fault.rank], color=colour, linewidth=3, alpha=0.5)
-        axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="")
+        filled = "full" if fault.struck else "none"
+        axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="", fillstyle=filled)
     axis.set(ylabel="rank", xlabel="minutes", ylim=(result.settings.ranks - 0.5, -0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     end = max([result.faulted.end, *(span.end for span in result.references)]) - begin
@@ -98,21 +98,23 @@ def _ranks(axis: Axes, result: Result, begin: float) -> None:
     axis.set_xlim(0, end)
 
 
-def _legend(figure: Figure, result: Result) -> None:
-    kinds = [kind for kind in FAULTS if any(fault.kind == kind for fault in result.faults)]
-    marks = [
-        Line2D([], [], color=_MARKS.get(kind, _OTHER)[0], marker=_MARKS.get(kind, _OTHER)[1], linestyle="", label=kind)
-        for kind in kinds
-    ]
+def _legends(figure: Figure, faults: Axes, result: Result) -> None:
+    """Explain the marks beside the ranks, and everything else below."""
+    marks = []
+    for kind in FAULTS:
+        colour, marker = _MARKS.get(kind, _OTHER)
+        if any(fault.kind == kind for fault in result.faults):
+            marks.append(Line2D([], [], color=colour, marker=marker, linestyle="", label=kind))
+    faults.legend(handles=marks, loc="center left", bbox_to_anchor=(1.0, 0.5), borderaxespad=0.2, handletextpad=0.1)
     others: list[Artist] = [
         Line2D([], [], color="#222222", linewidth=1.6, label="samples done"),
         Line2D([], [], color="#777777", linestyle="--", label="without faults"),
         Patch(color=_STOPPED, label="no step"),
-        Patch(color=_CALM, label="reference"),
+        Patch(color=_CALM, label="no faults, for comparison"),
     ]
     if any(found.whole != found.stepped for found in result.aftermaths):
         others.insert(3, Patch(color=_FEWER, label="fewer ranks step"))
-    figure.legend(handles=[*others, *marks], loc="outside lower center", ncols=len(others) + len(marks))
+    figure.legend(handles=others, loc="outside lower center", ncols=len(others))
 
 
 def _thinned(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:

@@ -17,6 +17,7 @@ from horizonml.files import write_atomically
 from horizonml.text import count, human_seconds, percent
 
 KINDS_HEADER = ("fault", "times", "noticed after", "others step after", "all step after", "steps repeated")
+_DRIFT = 1.1  # between the references before and after, beyond which the goodput is in doubt
 _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
     "fault": lambda found: found.fault.kind,
     "rank": lambda found: found.fault.rank,
@@ -30,6 +31,15 @@ _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
     "steps_repeated": lambda found: found.repeated,
     "generations": lambda found: found.generations,
 }
+
+
+def briefly(seconds: float) -> str:
+    """Return a time that somebody has chosen, without the zeros: 30 s, 10 min, 1 min 30 s."""
+    return (
+        human_seconds(round(seconds)).replace(".0 s", " s").removesuffix(" 0 s")
+        if seconds >= 1
+        else human_seconds(seconds)
+    )
 
 
 def kinds_table(result: Result) -> list[list[str]]:
@@ -73,10 +83,10 @@ def facts(result: Result) -> list[tuple[str, str]]:
     difference = ledger.loss_difference()
     unasked = _unasked(result)
     found = [
-        ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples"),
+        ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples{_doubt(result)}"),
         ("samples/s", f"{result.speed(result.faulted):,.0f} with faults, {_reference(result)} without"),
-        ("faults", f"{len(kinds)} in {human_seconds(result.faulted.seconds)} ({by_kind or 'none'})"),
-        ("ranks", f"{settings.ranks}, each restarted {human_seconds(settings.restart_after)} after its death"),
+        ("faults", f"{len(kinds)} in {briefly(result.faulted.seconds)} ({by_kind or 'none'})"),
+        ("ranks", f"{settings.ranks}, each restarted {briefly(settings.restart_after)} after its death"),
         ("generations", f"{len(ledger.groups):,}"),
         ("steps", f"{max((made.step for made in ledger.made), default=0):,}, and {ledger.repeated():,} of them again"),
         ("ranks that ended unasked", count(unasked, "time") if unasked else "none"),
@@ -89,6 +99,16 @@ def facts(result: Result) -> list[tuple[str, str]]:
 def _reference(result: Result) -> str:
     """Return the speeds of the reference before and after the faults."""
     return " and ".join(f"{result.speed(span):,.0f}" for span in result.references) or "-"
+
+
+def _doubt(result: Result) -> str:
+    """Return within which bounds the goodput is, where the machine's speed has drifted."""
+    speeds = [speed for span in result.references if (speed := result.speed(span))]
+    if not speeds or max(speeds) < _DRIFT * min(speeds):
+        return ""
+    faulted = result.speed(result.faulted)
+    low, high = percent(faulted / max(speeds), 1), percent(faulted / min(speeds), 1)
+    return f"; {low} to {high}, because the machine's speed has changed meanwhile"
 
 
 def _unasked(result: Result) -> int:

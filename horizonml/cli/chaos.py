@@ -66,7 +66,7 @@ def chaos(
     kill       the process ends at once (SIGKILL)
     pause      the process is stopped (SIGSTOP) for 1 to 10 s; after 5 s a rank counts as lost
     partition  the network is cut for 1 to 10 s, and no connection is closed (Linux, as root or with user namespaces)
-    oom        no further memory is to be had (RLIMIT_AS), so an allocation fails soon (Linux)
+    oom        no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so an allocation fails soon (Linux)
     disk       writing to files fails (RLIMIT_FSIZE) for 4 to 10 s (Linux)
     """
     require("matplotlib", "`horizonml chaos`")
@@ -155,13 +155,14 @@ def _run(settings: Settings) -> Result:
     """Run the campaign, and show how far it is. Raises Exit if the user interrupts it."""
     from horizonml.chaos.campaign import Campaign, Interrupted
     from horizonml.chaos.display import display
+    from horizonml.chaos.report import briefly
     from horizonml.machine.signals import StopRequest, handling
-    from horizonml.text import count, human_seconds
+    from horizonml.text import count
 
     stop, shown = StopRequest(), display()
     shown.say(
         f"{count(settings.ranks, 'rank')} of {settings.job}: {', '.join(settings.faults)}, one fault every "
-        f"{human_seconds(settings.every)} for {human_seconds(settings.length)} (seed {settings.seed})"
+        f"{briefly(settings.every)} for {briefly(settings.length)} (seed {settings.seed})"
     )
     try:
         with handling(stop.note):
@@ -180,16 +181,13 @@ def _show(result: Result) -> None:
     from horizonml.chaos.picture import draw
     from horizonml.cli.tables import print_table
 
-    if result.aftermaths:
+    if result.faults:
         print()
         print_table("Medians, and the worst in brackets", report.KINDS_HEADER, report.kinds_table(result))
-    print()
-    print_table("", ("in all", "measured"), report.facts(result), (0, 1))
-    print()
-    files = report.write(result)
-    if result.points and result.faulted.seconds:
-        files.append(draw(result, result.settings.folder / "chaos.png"))
-    for path in files:
-        print(path)
+        print()
+        print_table("", ("in all", "measured"), report.facts(result), (0, 1))
+        print()
+        for path in [*report.write(result), draw(result, result.settings.folder / "chaos.png")]:
+            print(path, flush=True)
     for failure in result.failures:
         print(f"error: {failure}", file=sys.stderr)

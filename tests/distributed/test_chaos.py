@@ -42,6 +42,31 @@ def test_a_job_that_is_killed_and_paused_goes_on_and_its_goodput_is_measured(fol
     assert not ours(folder)
 
 
+def test_a_rank_that_does_not_come_back_is_named_with_its_log(folder: Path) -> None:
+    done = horizonml(
+        folder, "chaos", "job.yaml", "--faults", "kill", "--every", "5s", "--for", "10s", "--reference", "1s",
+        "--restart-after", "1h", "--deadline", "2s", "--out", "out", HORIZONML_TEST=str(folder),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    killed = json.loads((folder / "out" / "chaos.json").read_text())["faults"][0]["rank"]
+    log = folder / "out" / "logs" / f"rank-{killed}.log"
+    said = f"error: rank {killed} does not run 2.0 s after kill of rank {killed}; its last process was killed by this"
+    assert said in done.stderr
+    assert str(log) in done.stderr
+    assert log.exists()
+    assert not ours(folder)
+
+
+def test_a_job_that_cannot_start_says_why_at_once(folder: Path) -> None:
+    job = folder / "job.yaml"
+    job.write_text(job.read_text().replace("samples: 300", "folder: nowhere").replace("name: digits", "name: folder"))
+    done = horizonml(folder, "chaos", "job.yaml", "--faults", "kill", "--out", "out", HORIZONML_TEST=str(folder))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "nowhere" in done.stderr
+    assert "although nothing was done to it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, number: int, code: int) -> None:
     process = start("chaos", "job.yaml", "--faults", "pause", "--every", "60s", "--for", "2m", "--reference", "1s")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import pytest
 from horizonml.chaos import report
 from horizonml.chaos.accounting import Injected, Ledger, Span, read_records
 from horizonml.chaos.campaign import Result, Settings
+from horizonml.chaos.checks import tracebacks
 from horizonml.chaos.faults import FAULTS
+from horizonml.chaos.output import Output
 from horizonml.cli.durations import duration
-from horizonml.errors import JobError
+from horizonml.errors import JobError, is_out_of_memory
 
 BATCH = 10
 
@@ -42,7 +47,7 @@ def a_kill() -> Ledger:
         2,
         {
             0: [*begin, failed(105.5), run(2, 1, 106.0), *alone, run(3, 2, 109.0), *together],
-            1: [*begin[:-1], run(3, 2, 109.1), *together],
+            1: [*begin[:-1], failed(105.3), run(3, 2, 109.1), *together],  # what it notices itself counts for nobody
         },
     )
 
@@ -66,7 +71,7 @@ def test_what_is_lost_does_not_count_as_trained() -> None:
 
 def test_a_pause_that_breaks_no_group_costs_the_longest_stop() -> None:
     before = [run(1, 2, 100.0), step(1, 101.0), step(2, 101.1)]
-    after = [step(3, 101.2), step(4, 104.3), step(5, 104.4)]
+    after = [step(3, 101.2), step(4, 104.3), step(5, 104.4), step(6, 109.0)]  # the last stop has another reason
     found = Ledger(2, {0: [*before, *after], 1: [*before, *after]}).aftermath(
         Injected("pause", 1, 101.15, 104.2), 110.0
     )
@@ -92,12 +97,29 @@ def test_a_group_is_whole_once_it_has_all_ranks_and_has_finished_a_step() -> Non
     ledger.add(0, step(2, 103.0))
     assert not ledger.whole_since(0.0)
     assert ledger.members() == {0}
+    for rank in range(2):
+        ledger.add(rank, run(3, 2, 104.0))
+    assert not ledger.whole_since(0.0), "all are in the new group, but it has not finished a step yet"
+    ledger.add(1, step(3, 105.0))
+    assert ledger.whole_since(0.0)
 
 
 def test_ranks_that_recorded_different_losses_disagree() -> None:
     first = [run(1, 2, 100.0), step(1, 101.0, 2.0)]
     assert Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.0)]}).agree()
     assert not Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.1)]}).agree()
+
+
+def test_who_printed_a_traceback_is_named_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("all is well\nerror: quoted Trace\n")
+    assert tracebacks(tmp_path) == []
+    (tmp_path / "rank-1.log").write_text("begins\nTraceback (most recent call last):\n  File ...\n")
+    assert tracebacks(tmp_path) == [f"rank 1 printed a traceback ({tmp_path / 'rank-1.log'}, line 2)"]
+
+
+def test_a_thread_that_cannot_be_started_is_a_lack_of_memory() -> None:
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert not is_out_of_memory(RuntimeError("can't be right"))
 
 
 def test_the_loss_of_a_repeated_step_is_compared_with_what_it_was() -> None:
@@ -168,12 +190,27 @@ def test_without_the_programs_for_networks_it_says_which_are_missing(monkeypatch
     assert "iproute2, util-linux" in problem
 
 
+def test_output_is_complete_even_if_a_process_has_left_another_behind(tmp_path: Path) -> None:
+    output, log = Output(), tmp_path / "log"
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & echo said"], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        output.take(process, log)
+        process.wait(timeout=10)
+        closing = threading.Thread(target=output.close, daemon=True)
+        closing.start()
+        closing.join(timeout=20)
+        assert not closing.is_alive(), "it waits for a process that nobody has started here"
+        assert log.read_text() == "said\n"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 WRITER = """
 import resource, signal, sys
 from pathlib import Path
 from horizonml.telemetry.log import JsonLines
 lines = JsonLines(Path(sys.argv[1]))
-for number, limit in enumerate((-1, 0, -1)):
+for number, limit in enumerate((-1, 0, 0, -1, 0, -1)):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
     lines.write({"number": number})
     lines.flush()
@@ -186,5 +223,5 @@ def test_records_are_written_again_once_the_disk_has_room(tmp_path: Path) -> Non
     path = tmp_path / "rank-0.jsonl"
     command = [sys.executable, "-c", WRITER, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert [record["number"] for record in read_records(path)] == [0, 1, 2]
-    assert done.stderr.count("records cannot be written") == 1
+    assert [record["number"] for record in read_records(path)] == [0, 1, 2, 3, 4, 5]
+    assert done.stderr.count("records cannot be written") == 2  # once for each time that it was full
