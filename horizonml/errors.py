@@ -117,8 +117,9 @@ def of_kind(name: str, message: str) -> HorizonError:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
-    # PyTorch has no error class for this on the CPU: its text is all that there is.
-    text = str(error)
+    # PyTorch has no error class for this on the CPU, nor has Python for a thread without a stack: their texts are all
+    # that there is.
+    texts = ("can't allocate memory", "not enough memory", "can't start new thread")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )

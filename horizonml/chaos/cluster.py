@@ -49,7 +49,9 @@ class Exit:
     @property
     def reason(self) -> str:
         """Return the reason in words."""
-        return f"killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        if self.killed:
+            return "was killed by this fault"
+        return f"was killed by {explain_signal(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
 
 
 class Cluster:
@@ -130,8 +132,8 @@ class Cluster:
         """Start a rank, which does not run, and return its process."""
         with self._lock:
             assert self.exit_code(rank) is not None or rank not in self.processes, f"rank {rank} runs already"
-            command = [sys.executable, "-m", "horizonml", "train", self._job, "--workers", str(self.ranks)]
-            command += ["--set", f"folder={self.run_folder}", *self._options]
+            command = [sys.executable, "-m", "horizonml", "train", self._job, *self._options]
+            command += ["--workers", str(self.ranks), "--set", f"folder={self.run_folder}"]
             if self._networks is not None:
                 command = self._networks.at_rank(rank, command)
             places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
@@ -141,11 +143,12 @@ class Cluster:
             return process
 
     def kill(self, rank: int) -> None:
-        """Kill a rank with SIGKILL."""
+        """Kill a rank with SIGKILL, and wait until it is gone."""
         with self._lock:
             process = self.processes[rank]
             self._killed.add(process.pid)
             process.kill()
+            process.wait()
             self._continue(rank)
 
     def pause(self, rank: int) -> None:
@@ -189,6 +192,11 @@ class Cluster:
         """Return the exit code of a rank, negative for a signal, or None while it runs."""
         process = self.processes.get(rank)
         return process.poll() if process is not None else None
+
+    @property
+    def service_exit(self) -> int | None:
+        """Return the exit code of the rendezvous service, or None while it runs."""
+        return self._service.poll() if self._service is not None else None
 
     @property
     def alive(self) -> list[int]:

@@ -67,9 +67,7 @@ class Networks:
     def close(self) -> None:
         """Let go of the networks, which end with the last process within them."""
         for holder in reversed(self._holders):
-            assert holder.stdin is not None
-            holder.stdin.close()
-            holder.wait()
+            holder.communicate()  # closes the pipe that it reads from
         self._holders.clear()
 
     def __enter__(self) -> Networks:

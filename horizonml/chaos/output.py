@@ -6,6 +6,7 @@ import os
 import selectors
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,20 +40,25 @@ class Output:
         os.close(self._woken)
 
     def _copy(self) -> None:
+        """Copy until `close` is called and all that was printed before is copied."""
         while True:
             ready = self._selector.select()
             for key, _ in ready:
-                content = os.read(key.fd, _BLOCK)
                 if key.data is None:
+                    if not self._closing.is_set():
+                        os.read(key.fd, 1)  # one at a time, so that what `close` has written stays to be seen
                     continue
+                content = os.read(key.fd, _BLOCK)
                 if content:
-                    key.data.write(content)
+                    # What the host's own disk has no room for is lost; whoever prints must not wait for it.
+                    with suppress(OSError):
+                        key.data.write(content)
                 else:
                     self._drop(key.fileobj, key.data)
             if self._closing.is_set() and all(key.data is None for key, _ in ready):
                 break
         for key in list(self._selector.get_map().values()):
-            if key.data is not None:  # a process that ended later than it was waited for
+            if key.data is not None:  # something else has inherited the pipe, and lives on
                 self._drop(key.fileobj, key.data)
 
     def _drop(self, pipe: object, file: IO[bytes]) -> None:

@@ -13,6 +13,7 @@ from typer.core import TyperArgument
 
 from horizonml import __version__
 from horizonml.cli.bench import app as bench
+from horizonml.cli.chaos import chaos
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.jobs import init, schema, validate
 from horizonml.cli.plan import plan, profile, simulate
@@ -42,6 +43,7 @@ for command in (train, init, validate, schema, plan, simulate, profile):
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
 app.command()(export)
 app.command()(report)
+app.command()(chaos)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 

@@ -11,41 +11,42 @@ from typing import IO, Any
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 1.0
+_KEPT = 1 << 20  # bytes that wait for room on the disk
 
 
 class JsonLines:
-    """Appends records to a file; a full or broken disk ends the recording with a warning, not the training."""
+    """Appends records to a file. While a disk is full or broken, records are lost with a warning; training goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting = bytearray()  # what is not in the file yet
+        self._broken = False  # whether a warning says so already
         self._flushed = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8", buffering=1 << 16)
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
-            self._give_up(error)
+            self._warn(error)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; it is on disk within about a second, or after `flush`."""
         if self._file is None:
             return
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            if time.monotonic() - self._flushed > _FLUSH_SECONDS:
-                self.flush()
-        except OSError as error:
-            self._give_up(error)
+        if len(self._waiting) < _KEPT:
+            self._waiting += (json.dumps(record) + "\n").encode()
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
-        """Pass what was written to the operating system."""
-        if self._file is None:
-            return
-        try:
-            self._file.flush()
-        except OSError as error:
-            self._give_up(error)
+        """Pass what was written to the operating system, as far as it takes it."""
         self._flushed = time.monotonic()
+        try:
+            while self._file is not None and self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+            self._broken = False
+        except OSError as error:
+            self._warn(error)
 
     def close(self) -> None:
         """Write what is left, and close the file."""
@@ -54,9 +55,10 @@ class JsonLines:
             self._file.close()
             self._file = None
 
-    def _give_up(self, error: OSError) -> None:
-        _log.warning("records are no longer written to %s: %s", self._path, error.strerror or error)
-        self._file = None
+    def _warn(self, error: OSError) -> None:
+        if not self._broken:
+            _log.warning("records cannot be written to %s: %s", self._path, error.strerror or error)
+        self._broken = True
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -39,7 +39,7 @@ TABLE: dict[str, set[str]] = {
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
-    "chaos": {"machine"},
+    "chaos": {"machine", "report"},
     "cli": {
         "bench", "chaos", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
         "report", "runtime", "spec", "starter", "state",

@@ -1,0 +1,193 @@
+"""The command that breaks things on purpose, and measures what that costs: `horizonml chaos`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from horizonml.cli.options import JobFile, Overrides, load_job
+from horizonml.machine.extras import require
+
+if TYPE_CHECKING:
+    from horizonml.chaos.campaign import Result, Settings
+
+_FOREVER = 1_000_000  # epochs
+
+
+def chaos(
+    job_file: JobFile,
+    faults: Annotated[
+        str, typer.Option(metavar="KIND,...", help="What is done to ranks: kill, pause, partition, oom, disk.")
+    ] = "kill,pause,partition,oom,disk",
+    every: Annotated[str, typer.Option(metavar="TIME", help="The time between two faults, such as 30s.")] = "30s",
+    length: Annotated[
+        str, typer.Option("--for", metavar="TIME", help="How long faults are injected, such as 10m.")
+    ] = "10m",
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", metavar="N", min=2, help="World size. Default: the job's.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed hits the same ranks with the same faults.")] = 0,
+    restart_after: Annotated[
+        str, typer.Option(metavar="TIME", help="How long after its death a rank is started again.")
+    ] = "1s",
+    deadline: Annotated[
+        str, typer.Option(metavar="TIME", help="How long after a fault all ranks must step again.")
+    ] = "2m",
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="How long the job runs without faults, before and after. Default: a tenth of --for, 5s to 60s.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder for records, logs, numbers and the picture. Default: runs/chaos."),
+    ] = None,
+) -> None:
+    """Train a job on this machine while ranks are killed, paused and starved, and measure what that costs.
+
+    For example, a kill or a pause every ten seconds for a minute:
+
+    \b
+        horizonml chaos digits --faults kill,pause --every 10s --for 1m --ranks 3
+
+    A rank that dies is started again. The result is the goodput, which is the share of the samples that the same ranks
+    train without faults in the same time, and how fast each fault was noticed and overcome. The exit code is 1 if a
+    rank hangs, does not step again by the deadline, or prints a traceback.
+
+    \b
+    kill       the process ends at once (SIGKILL)
+    pause      the process is stopped (SIGSTOP) for 1 to 10 s; after 5 s a rank counts as lost
+    partition  the network is cut for 1 to 10 s, and no connection is closed (Linux, as root or with user namespaces)
+    oom        no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so an allocation fails soon (Linux)
+    disk       writing to files fails (RLIMIT_FSIZE) for 4 to 10 s (Linux)
+    """
+    require("matplotlib", "`horizonml chaos`")
+    settings = _settings(
+        job_file, faults, every, length, ranks, seed, restart_after, deadline, reference, overrides, out
+    )
+    result = _run(settings)
+    _show(result)
+    if result.failures:
+        raise typer.Exit(1)
+
+
+def _settings(
+    job_file: Path,
+    faults: str,
+    every: str,
+    length: str,
+    ranks: int | None,
+    seed: int,
+    restart_after: str,
+    deadline: str,
+    reference: str | None,
+    overrides: list[str] | None,
+    out: Path | None,
+) -> Settings:
+    """Return what the options ask for. Raises JobError."""
+    from horizonml.chaos.campaign import Settings
+    from horizonml.cli.durations import duration
+    from horizonml.errors import JobError
+
+    interval, seconds = duration(every, "--every"), duration(length, "--for")
+    if interval > seconds:
+        raise JobError(f"--every: {every} is longer than --for {length}, so there would be no fault")
+    job = load_job(job_file, overrides, ranks)
+    world_size = job.parallel.world_size()
+    if world_size < 2:
+        raise JobError("the job trains on one rank, and nobody could go on without it; say --ranks 3")
+    return Settings(
+        job=job_file,
+        ranks=world_size,
+        folder=_free(out),
+        faults=_kinds(faults),
+        every=interval,
+        length=seconds,
+        reference=duration(reference, "--reference") if reference else min(60.0, max(5.0, seconds / 10)),
+        seed=seed,
+        restart_after=duration(restart_after, "--restart-after", -1.0),
+        deadline=duration(deadline, "--deadline"),
+        options=(*(word for one in overrides or [] for word in ("--set", one)), "--set", f"epochs={_FOREVER}"),
+    )
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    """Return the kinds of faults that an option names, without those that this machine cannot do. Raises JobError."""
+    from horizonml.chaos.faults import FAULTS
+    from horizonml.errors import JobError
+    from horizonml.text import nearest
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in FAULTS:
+            raise JobError(f"--faults: {name!r} is not one of {', '.join(FAULTS)}{nearest(name, FAULTS)}")
+    problems = {name: problem for name in names if (problem := FAULTS[name].problem()) is not None}
+    if not names:
+        raise JobError(f"--faults: name at least one of {', '.join(FAULTS)}")
+    if len(problems) == len(names):
+        raise JobError("; ".join(f"--faults: {name}: {problem}" for name, problem in problems.items()))
+    for name, problem in problems.items():
+        print(f"{name} is left out: {problem}", file=sys.stderr, flush=True)
+    return tuple(name for name in names if name not in problems)
+
+
+def _free(out: Path | None) -> Path:
+    """Return the folder to write to, which must not hold a campaign yet. Raises JobError."""
+    from horizonml.errors import JobError
+
+    if out is not None:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise JobError(f"--out: {out} is there already; choose another folder, or delete it")
+        return out
+    numbers = (Path("runs/chaos" if not number else f"runs/chaos-{number + 1}") for number in range(10_000))
+    return next(path for path in numbers if not path.exists())
+
+
+def _run(settings: Settings) -> Result:
+    """Run the campaign, and show how far it is. Raises Exit if the user interrupts it."""
+    from horizonml.chaos.campaign import Campaign, Interrupted
+    from horizonml.chaos.display import display
+    from horizonml.chaos.report import briefly
+    from horizonml.machine.signals import StopRequest, handling
+    from horizonml.text import count
+
+    stop, shown = StopRequest(), display()
+    shown.say(
+        f"{count(settings.ranks, 'rank')} of {settings.job}: {', '.join(settings.faults)}, one fault every "
+        f"{briefly(settings.every)} for {briefly(settings.length)} (seed {settings.seed})"
+    )
+    try:
+        with handling(stop.note):
+            return Campaign(settings, shown, lambda: stop.wanted).run()
+    except Interrupted:
+        shown.close()
+        print(f"interrupted: all ranks have ended; records and logs are in {settings.folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        shown.close()
+
+
+def _show(result: Result) -> None:
+    """Print what came out, and write it down."""
+    from horizonml.chaos import report
+    from horizonml.chaos.picture import draw
+    from horizonml.cli.tables import print_table
+
+    if result.faults:
+        print()
+        print_table("Medians, and the worst in brackets", report.KINDS_HEADER, report.kinds_table(result))
+        print()
+        print_table("", ("in all", "measured"), report.facts(result), (0, 1))
+        print()
+        for path in [*report.write(result), draw(result, result.settings.folder / "chaos.png")]:
+            print(path, flush=True)
+    for failure in result.failures:
+        print(f"error: {failure}", file=sys.stderr)

@@ -1,0 +1,135 @@
+"""Faults that are injected into real ranks: what comes out, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from horizonml.chaos import network
+from horizonml.chaos.cluster import Cluster
+from tests.distributed.processes import horizonml, ours, wait_for
+from tests.programs import need
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def test_a_job_that_is_killed_and_paused_goes_on_and_its_goodput_is_measured(folder: Path) -> None:
+    done = horizonml(
+        folder, "chaos", "job.yaml", "--faults", "kill,pause", "--every", "10s", "--for", "20s", "--reference", "2s",
+        "--restart-after", "500ms", "--out", "out", "--set", "checkpoint.every_steps=20", HORIZONML_TEST=str(folder),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = json.loads((folder / "out" / "chaos.json").read_text())
+    found = {fault["fault"]: fault for fault in numbers["faults"]}
+    assert set(found) == {"kill", "pause"}
+    assert numbers["goodput"] > 0
+    assert 0 <= found["kill"]["seconds_to_notice"] < found["kill"]["seconds_to_step"]
+    assert found["kill"]["generations"] >= 1
+    assert found["pause"]["seconds_to_step"] > 0.5
+    assert [(end["rank"], end["code"]) for end in numbers["exits"] if end["killed"]] == [
+        (found["kill"]["rank"], -signal.SIGKILL)
+    ]
+    assert (folder / "out" / "chaos.png").stat().st_size > 10_000
+    assert "kill,pause" not in done.stdout
+    assert "goodput" in done.stdout
+    assert not ours(folder)
+
+
+def test_a_rank_that_does_not_come_back_is_named_with_its_log(folder: Path) -> None:
+    done = horizonml(
+        folder, "chaos", "job.yaml", "--faults", "kill", "--every", "5s", "--for", "10s", "--reference", "1s",
+        "--restart-after", "1h", "--deadline", "2s", "--out", "out", HORIZONML_TEST=str(folder),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    killed = json.loads((folder / "out" / "chaos.json").read_text())["faults"][0]["rank"]
+    log = folder / "out" / "logs" / f"rank-{killed}.log"
+    said = f"error: rank {killed} does not run 2.0 s after kill of rank {killed}; its last process was killed by this"
+    assert said in done.stderr
+    assert str(log) in done.stderr
+    assert log.exists()
+    assert not ours(folder)
+
+
+def test_a_job_that_cannot_start_says_why_at_once(folder: Path) -> None:
+    job = folder / "job.yaml"
+    job.write_text(job.read_text().replace("samples: 300", "folder: nowhere").replace("name: digits", "name: folder"))
+    done = horizonml(folder, "chaos", "job.yaml", "--faults", "kill", "--out", "out", HORIZONML_TEST=str(folder))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "nowhere" in done.stderr
+    assert "although nothing was done to it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, number: int, code: int) -> None:
+    process = start("chaos", "job.yaml", "--faults", "pause", "--every", "60s", "--for", "2m", "--reference", "1s")
+
+    def paused() -> bool:
+        return any(other.status() == psutil.STATUS_STOPPED for other in ours(folder))
+
+    wait_for(paused, "a rank that is paused")
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
+    wait_for(lambda: not ours(folder), "the end of all that was started", 20)
+
+
+def test_a_rank_that_is_cut_off_stops_the_others_or_is_lost_and_comes_back(folder: Path) -> None:
+    need("ip", "iproute2")
+    problem = network.problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+    def newest() -> int:
+        return max(
+            (record["step"] for rank in range(2) for record in cluster.records(rank) if "lr" in record), default=0
+        )
+
+    options = ["--set", "epochs=100000", "--set", "checkpoint.every_steps=20"]
+    with Cluster(
+        folder / "job.yaml", 2, folder / "out", {"HORIZONML_TEST": str(folder)}, options, None, True
+    ) as cluster:
+        wait_for(lambda: newest() > 50, "the first steps")
+        interfaces = set(psutil.net_if_addrs())
+        cluster.partition(1)
+        time.sleep(1.5)  # what was under way has come to its end, and what was recorded is in the file
+        before = newest()
+        time.sleep(2)
+        assert newest() == before, "two ranks made steps together although nothing gets from one to the other"
+        assert cluster.alive == [0, 1], "no connection was closed, so neither can know yet"
+        cluster.heal(1)
+        wait_for(lambda: newest() > before + 50, "steps after the network is back")
+        assert set(psutil.net_if_addrs()) == interfaces, "the network of this machine is not touched"
+    assert cluster.hung == []
+    assert not ours(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--faults", "kill,paus"], "--faults: 'paus' is not one of kill, pause, partition, oom, disk; did you mean"),
+        (["--every", "30"], "--every: '30' has no unit; did you mean 30s"),
+        (["--for", "10x"], "--for: '10x' is not a duration, for example 30s"),
+        (["--every", "1h"], "--every: 1h is longer than --for 10m"),
+        (["--set", "parallel.strategy=single", "--set", "parallel.workers=1"], "on one rank"),
+        (["--out", "."], "--out: . is there already"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(folder: Path, arguments: list[str], said: str) -> None:
+    done = horizonml(folder, "chaos", "job.yaml", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["job.yaml"]
+
+
+def test_a_fault_that_this_machine_cannot_do_is_refused_with_what_is_missing(folder: Path) -> None:
+    done = horizonml(folder, "chaos", "job.yaml", "--faults", "partition", PATH="/nowhere")
+    assert done.returncode == 2
+    assert "--faults: partition: cutting a rank's network needs Linux with ip, unshare, nsenter" in done.stderr

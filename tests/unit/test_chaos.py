@@ -1,0 +1,227 @@
+"""What faults cost, counted from records written by hand; durations; and what a machine cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.chaos import report
+from horizonml.chaos.accounting import Injected, Ledger, Span, read_records
+from horizonml.chaos.campaign import Result, Settings
+from horizonml.chaos.checks import tracebacks
+from horizonml.chaos.faults import FAULTS
+from horizonml.chaos.output import Output
+from horizonml.cli.durations import duration
+from horizonml.errors import JobError, is_out_of_memory
+
+BATCH = 10
+
+
+def run(generation: int, world_size: int, time: float) -> dict[str, Any]:
+    return {"kind": "run", "generation": generation, "world_size": world_size, "time": time}
+
+
+def step(number: int, time: float, loss: float = 1.0) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "time": time, "loss": loss, "batch": BATCH}
+
+
+def failed(time: float) -> dict[str, Any]:
+    return {"kind": "end", "time": time, "outcome": "failed"}
+
+
+def a_kill() -> Ledger:
+    """Rank 1 of two is killed at 105.2; rank 0 goes on alone from step 3, and rank 1 is taken in after step 6."""
+    alone = [step(4, 107.0), step(5, 107.5), step(6, 108.0)]
+    together = [step(7, 110.0), step(8, 110.5)]
+    begin = [run(1, 2, 100.0), *(step(number, 100.0 + number) for number in range(1, 6))]
+    return Ledger(
+        2,
+        {
+            0: [*begin, failed(105.5), run(2, 1, 106.0), *alone, run(3, 2, 109.0), *together],
+            1: [*begin[:-1], failed(105.3), run(3, 2, 109.1), *together],  # what it notices itself counts for nobody
+        },
+    )
+
+
+def test_a_kill_is_counted_from_the_records_of_those_that_survive() -> None:
+    found = a_kill().aftermath(Injected("kill", 1, 105.2, 105.2), until=120.0)
+    assert found.noticed == pytest.approx(0.3)
+    assert found.stepped == pytest.approx(1.8)
+    assert found.whole == pytest.approx(4.8)
+    assert found.repeated == 2  # steps 4 and 5
+    assert found.generations == 2
+
+
+def test_what_is_lost_does_not_count_as_trained() -> None:
+    ledger = a_kill()
+    assert [samples for _, samples in ledger.progress()] == [10, 20, 30, 40, 50, 40, 50, 60, 70, 80]
+    assert ledger.samples(Span(101.0, 105.0)) == 40
+    assert ledger.samples(Span(105.0, 108.0)) == 10
+    assert ledger.repeated() == 2
+
+
+def test_a_pause_that_breaks_no_group_costs_the_longest_stop() -> None:
+    before = [run(1, 2, 100.0), step(1, 101.0), step(2, 101.1)]
+    after = [step(3, 101.2), step(4, 104.3), step(5, 104.4), step(6, 109.0)]  # the last stop has another reason
+    found = Ledger(2, {0: [*before, *after], 1: [*before, *after]}).aftermath(
+        Injected("pause", 1, 101.15, 104.2), 110.0
+    )
+    assert found.noticed is None
+    assert found.stepped == found.whole == pytest.approx(3.1)
+    assert (found.repeated, found.generations) == (0, 0)
+
+
+def test_a_fault_after_which_nothing_happens_has_no_end() -> None:
+    ledger = Ledger(2, {0: [run(1, 2, 100.0), step(1, 101.0)], 1: [run(1, 2, 100.0), step(1, 101.0)]})
+    found = ledger.aftermath(Injected("pause", 1, 101.5, 104.0), 200.0)
+    assert (found.noticed, found.stepped, found.whole) == (None, None, None)
+
+
+def test_a_group_is_whole_once_it_has_all_ranks_and_has_finished_a_step() -> None:
+    ledger = Ledger(2, {0: [run(1, 2, 100.0)], 1: []})
+    ledger.add(0, step(1, 101.0))
+    assert not ledger.whole_since(0.0), "the other rank has not said yet that it is in the group"
+    ledger.add(1, run(1, 2, 100.1))
+    assert ledger.whole_since(100.5)
+    assert not ledger.whole_since(101.0)
+    ledger.add(0, run(2, 1, 102.0))
+    ledger.add(0, step(2, 103.0))
+    assert not ledger.whole_since(0.0)
+    assert ledger.members() == {0}
+    for rank in range(2):
+        ledger.add(rank, run(3, 2, 104.0))
+    assert not ledger.whole_since(0.0), "all are in the new group, but it has not finished a step yet"
+    ledger.add(1, step(3, 105.0))
+    assert ledger.whole_since(0.0)
+
+
+def test_ranks_that_recorded_different_losses_disagree() -> None:
+    first = [run(1, 2, 100.0), step(1, 101.0, 2.0)]
+    assert Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.0)]}).agree()
+    assert not Ledger(2, {0: [*first, step(2, 102.0, 1.0)], 1: [*first, step(2, 102.0, 1.1)]}).agree()
+
+
+def test_who_printed_a_traceback_is_named_with_the_line(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("all is well\nerror: quoted Trace\n")
+    assert tracebacks(tmp_path) == []
+    (tmp_path / "rank-1.log").write_text("begins\nTraceback (most recent call last):\n  File ...\n")
+    assert tracebacks(tmp_path) == [f"rank 1 printed a traceback ({tmp_path / 'rank-1.log'}, line 2)"]
+
+
+def test_a_thread_that_cannot_be_started_is_a_lack_of_memory() -> None:
+    assert is_out_of_memory(RuntimeError("can't start new thread"))
+    assert not is_out_of_memory(RuntimeError("can't be right"))
+
+
+def test_the_loss_of_a_repeated_step_is_compared_with_what_it_was() -> None:
+    assert a_kill().loss_difference() == 0
+    begin = [run(1, 1, 100.0), step(1, 101.0, 2.0), step(2, 102.0, 1.0)]
+    assert Ledger(1, {0: begin}).loss_difference() is None
+    assert Ledger(1, {0: [*begin, run(2, 1, 103.0), step(2, 104.0, 0.5)]}).loss_difference() == pytest.approx(0.5)
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    assert read_records(path) == []
+    path.write_text('{"kind": "step"}\n{"kind": "st{"kind": "run"}\n{"kind": "end"}\n{"ki')
+    assert [record["kind"] for record in read_records(path)] == ["step", "end"]
+
+
+def test_the_numbers_are_written_with_a_row_for_each_fault(tmp_path: Path) -> None:
+    settings = Settings(Path("job.yaml"), 2, tmp_path, ("kill",), 30.0, 10.0, 4.0)
+    fault = Injected("kill", 1, 105.2, 105.2)
+    result = Result(settings, a_kill(), [fault], [Span(101.0, 105.0)], Span(105.0, 110.5), [])
+    assert result.goodput == pytest.approx((30 / 5.5) / (40 / 4.0))
+    report.write(result)
+    numbers = json.loads((tmp_path / "chaos.json").read_text())
+    assert numbers["faults"][0]["seconds_to_notice"] == pytest.approx(0.3)
+    assert (tmp_path / "chaos.csv").read_text().splitlines()[1].startswith("kill,1,105.2")
+    assert report.kinds_table(result) == [["kill", "1", "300.0 ms", "1.8 s", "4.8 s", "2 (at most 2)"]]
+    assert dict(report.facts(result))["goodput"] == "54.5% of the unfaulted samples"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("1.5 min", 90)]
+)
+def test_durations_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert duration(text, "--for") == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("30", "has no unit; did you mean 30s"),
+        ("30x", "is not a duration"),
+        ("m10", "is not a duration"),
+        ("", "is not a duration"),
+        ("-5s", "is not a duration"),
+        ("0s", "is too short"),
+    ],
+)
+def test_other_durations_are_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(JobError, match=said) as error:
+        duration(text, "--for")
+    assert str(error.value).startswith("--for: ")
+
+
+def test_a_fault_is_found_by_its_being_there_and_lasts_as_long_as_its_seed_says() -> None:
+    assert list(FAULTS) == ["kill", "pause", "partition", "oom", "disk"]
+    lasting = [FAULTS["pause"].seconds(random.Random(0)) for _ in range(2)]
+    assert lasting[0] == lasting[1]
+    dice = random.Random(1)
+    many = [FAULTS["pause"].seconds(dice) for _ in range(50)]
+    assert min(many) < 5 < max(many)
+
+
+def test_without_the_programs_for_networks_it_says_which_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    problem = FAULTS["partition"].problem()
+    assert problem is not None
+    assert "ip, unshare, nsenter" in problem
+    assert "iproute2, util-linux" in problem
+
+
+def test_output_is_complete_even_if_a_process_has_left_another_behind(tmp_path: Path) -> None:
+    output, log = Output(), tmp_path / "log"
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & echo said"], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        output.take(process, log)
+        process.wait(timeout=10)
+        closing = threading.Thread(target=output.close, daemon=True)
+        closing.start()
+        closing.join(timeout=20)
+        assert not closing.is_alive(), "it waits for a process that nobody has started here"
+        assert log.read_text() == "said\n"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+WRITER = """
+import resource, signal, sys
+from pathlib import Path
+from horizonml.telemetry.log import JsonLines
+lines = JsonLines(Path(sys.argv[1]))
+for number, limit in enumerate((-1, 0, 0, -1, 0, -1)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, -1))
+    lines.write({"number": number})
+    lines.flush()
+lines.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the size of files are tested on Linux")
+def test_records_are_written_again_once_the_disk_has_room(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert [record["number"] for record in read_records(path)] == [0, 1, 2, 3, 4, 5]
+    assert done.stderr.count("records cannot be written") == 2  # once for each time that it was full
