@@ -53,16 +53,19 @@ def stepping(options: argparse.Namespace, *settings: str) -> Iterator[Cluster]:
             peers: dict[str, Callable[..., Cluster]] = {"torchrun": Torchrun, "torchft": Torchft}
             made = peers[options.library](folder, options.ranks, options.python)
         with made as cluster:
-            try:
-                wait_for(
-                    "all ranks step",
-                    lambda: all(trace.again(0.0, options.ranks) for trace in cluster.traces()),
-                    START_SECONDS,
-                )
-            except NeverHappened as error:
-                raise SystemExit(f"{error}; rank 0 said:\n{cluster.said(0)}") from None
+            problem = _in_vain("all ranks step", lambda: _trains(cluster), START_SECONDS)
+            if problem is not None:
+                raise SystemExit(f"{problem}; rank 0 said:\n{cluster.said(0)}")
             time.sleep(WARM_UP_SECONDS)
             yield cluster
+
+
+def _trains(cluster: Cluster) -> bool:
+    """Whether all ranks have stepped together. Raises SystemExit if one has ended instead."""
+    for rank in cluster.ranks:
+        if not cluster.alive(rank):
+            raise SystemExit(f"rank {rank} has ended before it trained; it said:\n{cluster.said(rank)}")
+    return all(trace.again(0.0, cluster.world_size) for trace in cluster.traces())
 
 
 def kill(options: argparse.Namespace, number: int) -> Round:
