@@ -77,7 +77,8 @@ class _Collective:
                 return
             except RuntimeError:
                 if self._work.is_completed():
-                    raise
+                    self._work.wait()  # which raises what went wrong, unless it was done just after the time was up
+                    return
                 if self._over.is_set():
                     raise PeerLost("the group was broken off") from None
 
