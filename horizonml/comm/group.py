@@ -84,7 +84,8 @@ class _Collective:
                 return
             except RuntimeError:
                 if self._work.is_completed():
-                    raise
+                    self._work.wait()  # which raises what went wrong, unless it was done just after the time was up
+                    return
                 if self._over.is_set():
                     raise PeerLost("the group was broken off") from None
 
@@ -167,13 +168,18 @@ class Group:
         """Return a group of the same ranks with connections of its own, for a thread that works beside this group's.
 
         Collectives of one process group must come in the same order on all ranks, which two threads cannot promise.
-        The twin is broken off together with this group; who asked for it closes it. All ranks call this in the same
-        order. Raises PeerLost.
+        The twin waits for agreements up to `timeout` seconds, and connects as fast as this group. It is broken off
+        together with this group; who asked for it closes it. All ranks call this in the same order. Raises PeerLost.
         """
         store = PrefixStore(f"{name}-{len(self._twins)}", self._store) if self._store is not None else None
         hosts = self.hosts if self._hosts_known else None
-        self._twins.append(Group(store, self.rank, self.world_size, timeout, hosts))
-        return self._twins[-1]
+        twin = Group(store, self.rank, self.world_size, self._timeout, hosts)
+        if twin._world is not None:
+            twin._world._set_default_timeout(timedelta(seconds=timeout))
+        self._twins.append(twin)
+        if self.is_over:  # which it became while the twin connected
+            twin.abort()
+        return twin
 
     @property
     def timeout(self) -> float:

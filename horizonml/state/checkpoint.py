@@ -64,7 +64,8 @@ class Checkpoints:
         Raises PeerLost if a group newer than `generation` has begun in the folder.
         """
         self._folder, self._group = folder, group
-        self._disks, self._fence = Disks(folder, group), Fence(folder)
+        self._disks = Disks(folder, group)
+        self._fence = Fence(folder, self._disks.word[:8])
         self.newest: int | None = None  # the step of the checkpoint that was saved or resumed last
         self.skipped = 0  # how many were not saved because the one before was still being written
         newest = self._fence.newest()

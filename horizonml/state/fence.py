@@ -2,8 +2,8 @@
 
 A group may be held up for minutes, between any two instructions, and wake up when the others have long formed a new
 one. So each group announces itself in the folder before it writes there, by a file whose name says which generation it
-is, and looks for newer announcements before it turns what it wrote into a checkpoint. Announcements are made
-exclusively, and only ever of newer generations, so that no group that wakes up can take one back.
+is, and looks for newer announcements before it turns what it wrote into a checkpoint. No group removes a newer one's
+announcement, so none that wakes up can take one back.
 """
 
 from __future__ import annotations
@@ -57,44 +57,59 @@ class Term:
 class Fence:
     """Represents the announcements in one folder, as a member of one group."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.term = Term(0, 0)  # of this group
+    def __init__(self, folder: Path, word: str) -> None:
+        """`word` is unique to the group, and consists of letters and digits."""
+        self._folder, self._word = folder, word
+        self.term = Term(0, 0)  # of this group, which is chosen by what `newest` says on all disks
+        self._before = self._announced()
 
     def newest(self) -> Term | None:
-        """Return the newest group that has begun in the folder."""
-        with suppress(OSError):
-            found = (re.fullmatch(r"\.generation-(\d{1,18})-(\d{1,18})", name) for name in os.listdir(self._folder))
-            return max((Term(int(match[1]), int(match[2])) for match in found if match), default=None)
-        return None
+        """Return the newest group that had begun in the folder when this one formed."""
+        return max((term for term, _ in self._before), default=None)
 
     def begin(self) -> None:
         """Announce this group. Raises PeerLost if a newer one has begun since it formed, and this one is over."""
-        term, newest = self.term, self.newest()
-        if newest is not None and newest >= term:
-            raise PeerLost(self._refusal(newest))
+        announced = self._announced()
+        # One with a higher number that has begun meanwhile is of the same run, however the restarts were counted.
+        since = [one for one in announced if one not in self._before and one[0].generation > self.term.generation]
+        newer = max((term for term, _ in since), default=self._newer(announced))
+        if newer is not None:
+            raise PeerLost(self._refusal(newer))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self._file(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            self._file(self.term, self._word).touch()
             sync_folder(self._folder)
-            if newest is not None:
-                self._file(newest).unlink(missing_ok=True)
-        except FileExistsError:
-            raise PeerLost(self._refusal(term)) from None
+            for term, word in announced:
+                if term < self.term:
+                    self._file(term, word).unlink(missing_ok=True)
         except OSError as error:
             _log.warning("cannot write to %s: %s", self._folder, error.strerror or error)
 
     def check(self) -> None:
         """Raise CheckpointError if a newer group has begun."""
-        newest = self.newest()
-        if newest is not None and newest > self.term:
-            raise CheckpointError(self._refusal(newest))
+        newer = self._newer(self._announced())
+        if newer is not None:
+            raise CheckpointError(self._refusal(newer))
 
-    def _file(self, term: Term) -> Path:
-        return self._folder / f".generation-{term.restarts}-{term.generation}"
+    def _newer(self, announced: Iterable[tuple[Term, str]]) -> Term | None:
+        """Return the newest of the groups that this one must leave the folder to, if there are any."""
+        others = (term for term, word in announced if word != self._word and term >= self.term)
+        return max(others, default=None)
 
-    def _refusal(self, newest: Term) -> str:
+    def _announced(self) -> list[tuple[Term, str]]:
+        """Return the groups that have begun in the folder, each with its word."""
+        with suppress(OSError):
+            found = (
+                re.fullmatch(r"\.generation-(\d{1,18})-(\d{1,18})-(\w+)", name) for name in os.listdir(self._folder)
+            )
+            return [(Term(int(match[1]), int(match[2])), match[3]) for match in found if match]
+        return []
+
+    def _file(self, term: Term, word: str) -> Path:
+        return self._folder / f".generation-{term.restarts}-{term.generation}-{word}"
+
+    def _refusal(self, newer: Term) -> str:
         return (
-            f"generation {newest.generation} has begun in {self._folder}, and generation {self.term.generation}, which "
+            f"generation {newer.generation} has begun in {self._folder}, and generation {self.term.generation}, which "
             "is over, may not write there any more"
         )

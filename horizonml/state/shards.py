@@ -170,9 +170,7 @@ def check(metadata: Any, path: Path) -> Metadata:
         raise CheckpointError(f"{path}: format {metadata['format']} is not known to HorizonML {__version__}")
     try:
         return Metadata.model_validate(metadata)
-    except ValidationError as error:
-        raise _damaged(path, error) from error
-    except RecursionError as error:
+    except (ValidationError, RecursionError) as error:
         raise _damaged(path, error) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -96,6 +97,11 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+def without_words(folder: Path) -> list[str]:
+    """What is in a folder of checkpoints, without the words that are unique to each group."""
+    return sorted(re.sub(r"^(\..*)-\w+$", r"\1", path.name) for path in folder.iterdir())
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "checkpoints"]
 
@@ -176,7 +182,7 @@ def awake(rank: int, world_size: int, store: Store, folder: Path) -> dict[str, A
         card.go_on.set()
         late = stale.save(session.state, PLANS["ddp"], {"by": "old"})
     first = stale.finished()[0].problems
-    left = sorted(path.name for path in folder.iterdir())
+    left = without_words(folder)
     metadata = read_metadata(folder / "step-00000002").model_dump()
     old.close()
     new.close()
@@ -211,7 +217,7 @@ def abandoned(rank: int, world_size: int, store: Store, folder: Path) -> tuple[l
         group.close()
         at_once = [] if rank else threads()
     wait_for(lambda: not threads(), "the end of the thread, once its disk answers", 10)
-    files = [path.name for path in (folder / str(rank)).iterdir()]
+    files = without_words(folder / str(rank))
     return at_once, files, checkpoints.newest is None
 
 
@@ -342,4 +348,4 @@ def test_a_process_that_ends_while_a_checkpoint_is_written_leaves_the_one_before
     group.close()
     assert metadata is not None
     assert metadata.step == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".generation-1-0", "step-00000001"]
+    assert without_words(tmp_path) == [".generation-1-0", "step-00000001"]

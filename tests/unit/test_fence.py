@@ -11,9 +11,9 @@ from horizonml.state.fence import Fence, Term
 from horizonml.state.saver import clean
 
 
-def fence(folder: Path, term: Term) -> Fence:
+def fence(folder: Path, term: Term, word: str = "") -> Fence:
     """What a group that formed with this term has in its hands, whether it has begun or not."""
-    found = Fence(folder)
+    found = Fence(folder, word or f"word{term.generation}")
     found.term = term
     return found
 
@@ -35,15 +35,19 @@ def test_a_group_that_is_over_may_neither_begin_nor_write(tmp_path: Path) -> Non
     old, late, new = (fence(folder, Term(0, generation)) for generation in (1, 2, 3))
     old.begin()
     old.check()
+    ahead = fence(folder, Term(1, 1))
     new.begin()
     with pytest.raises(CheckpointError, match=r"generation 3 has begun in .*, and generation 1, which is over"):
         old.check()
     with pytest.raises(PeerLost, match=r"generation 3 has begun in .*, and generation 2, which is over"):
         late.begin()
-    with pytest.raises(PeerLost):  # a second group of the same number
-        fence(folder, Term(0, 3)).begin()
+    with pytest.raises(PeerLost, match="generation 3 has begun"):  # a second group of the same number
+        fence(folder, Term(0, 3), "other").begin()
+    with pytest.raises(PeerLost, match="generation 3 has begun"):  # its job was new when it formed, and is not now
+        ahead.begin()
+    fence(folder, Term(0, 3)).begin()  # another member of the group, which did not know that it shares the folder
     new.check()
-    assert [path.name for path in folder.iterdir()] == [".generation-0-3"]
+    assert [path.name for path in folder.iterdir()] == [".generation-0-3-word3"]
 
 
 def test_leftovers_are_removed_but_nothing_that_was_finished(tmp_path: Path) -> None:
