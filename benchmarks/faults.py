@@ -237,6 +237,7 @@ FAULTS = {
     "cut": kill,
     "replace": replace,
     "join": join,
+    "grow": grow,
     "goodput": goodput,
     "mirror": mirror,
 }
