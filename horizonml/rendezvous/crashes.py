@@ -44,6 +44,8 @@ class Crashes:
             self._of[key] = _History(process, now)
             if len(self._of) > _MOST_RANKS:
                 del self._of[next(iter(self._of))]
+        elif known.process == process and known.died and one.generation > 0:  # it was only silent
+            known.died, known.deaths, known.until = False, max(0, known.deaths - 1), 0.0
         # In a container, a process that was started anew has the number of the one before.
         elif known.process != process or known.died:
             known.process, known.first_joined, known.died = process, max(now, known.until), False

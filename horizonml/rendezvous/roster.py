@@ -269,7 +269,7 @@ class Roster:
     def _lose(self, number: int, now: float) -> None:
         """Drop a rank that is gone; what a member still does for its generation is fenced off."""
         member = self._members.pop(number)
-        if member.silent(now) > _BEAT_SECONDS:
+        if member.silent(now) >= ABSENT_SECONDS:
             self._crashes.died(member.fingerprint, KILLED, now)
         if not member.formed:
             return

@@ -624,6 +624,47 @@ def test_a_process_that_joins_again_and_again_without_dying_is_no_crash_loop() -
     assert crashes.closed("d1", 29.0) == set()
 
 
+def test_a_member_that_dies_soon_after_each_time_it_is_taken_in_is_held_back() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2, pid=200))
+    pair, victim, now = (1, 2), 3, 1.0
+    alive(roster, *pair, victim, start=0.25, end=now)
+    for generation in (1, 3, 5):
+        # Rank 2 is killed, and the others go on without it after a second.
+        for number in pair:
+            roster.leave(number, LOST_PEER, now)
+        come_back(roster, 0, 1, generation=generation, size=3, at=now, first=100 * generation)
+        pair = (100 * generation, 100 * generation + 1)
+        verdicts = alive(roster, *pair, start=now, end=now + 1.25)
+        assert [verdict.joins for verdict in verdicts] == [list(pair)]
+        # It is started anew, and taken in unless it has to wait.
+        now, victim = now + 2, 1000 + generation
+        roster.join(victim, rank(2, pid=victim), now)
+        alive(roster, *pair, victim, start=now, end=now)
+        if generation == 5:
+            break
+        assert roster.newcomers(now) == [2]
+        for number in pair:
+            roster.leave(number, Farewell("meets again", Departure.AGAIN), now)
+        come_back(roster, 0, 1, generation=generation + 1, size=2, at=now, first=100 * generation + 50)
+        pair = (100 * generation + 50, 100 * generation + 51)
+        alive(roster, *pair, victim, start=now, end=now + 1)
+        now += 1
+    assert roster.newcomers(now) == []
+    assert [held.number for held in roster.held_back(now)] == [victim]
+    alive(roster, *pair, victim, start=now, end=now + 10)
+    assert roster.newcomers(now + 10) == [2]
+
+
+def test_a_process_that_was_only_silent_has_not_died() -> None:
+    crashes = Crashes()
+    for second in range(10):
+        crashes.joined(rank(2, generation=second), second)
+        crashes.died(rank(2, generation=second), "killed", second + 0.5)
+    crashes.joined(rank(2, generation=10), 10.0)
+    assert crashes.left(rank(2), 10.0) == 0
+
+
 def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
     roster = Roster()
     gather(roster, rank(0), rank(1))
