@@ -48,7 +48,7 @@ class Injected:
     time: float  # Unix time at which it took effect
     until: float  # when it was undone; as `time` for one that is over at once
     detail: str = ""  # in words
-    struck: bool = True  # whether it did anything to the rank
+    struck: bool = True  # whether the rank ended by it, if it was to
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class Campaign:
         detail = f"{ended - at:.1f} s" if seconds and not kind.deadly else ""
         struck = process.poll() is not None or not kind.deadly
         if not struck:
-            detail = f"did not strike in {ended - at:.0f} s"
+            detail = f"survived {ended - at:.0f} s"
         self._faults.append(Injected(kind.name, rank, at, max(at, ended), detail, struck))
 
     def _tell(self, fault: Injected, begin: float) -> None:

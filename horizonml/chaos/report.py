@@ -63,7 +63,7 @@ def kinds_table(result: Result) -> list[list[str]]:
 
 def _kind(fault: Injected) -> str:
     """Return the kind of a fault in words."""
-    return fault.kind if fault.struck else f"{fault.kind} (did not strike)"
+    return fault.kind if fault.struck else f"{fault.kind} (survived)"
 
 
 def _typical(values: Sequence[float | None]) -> str:

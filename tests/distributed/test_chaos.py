@@ -14,6 +14,7 @@ import pytest
 
 from horizonml.chaos import network
 from horizonml.chaos.cluster import Cluster
+from horizonml.chaos.faults import FAULTS
 from tests.distributed.processes import horizonml, ours, wait_for
 from tests.programs import need
 
@@ -80,7 +81,7 @@ def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, num
     wait_for(lambda: not ours(folder), "the end of all that was started", 20)
 
 
-def test_a_rank_that_is_cut_off_stops_the_others_or_is_lost_and_comes_back(folder: Path) -> None:
+def test_a_rank_is_cut_off_and_its_disk_is_full_and_both_pass(folder: Path) -> None:
     need("ip", "iproute2")
     problem = network.problem()
     if problem is not None:
@@ -106,6 +107,13 @@ def test_a_rank_that_is_cut_off_stops_the_others_or_is_lost_and_comes_back(folde
         cluster.heal(1)
         wait_for(lambda: newest() > before + 50, "steps after the network is back")
         assert set(psutil.net_if_addrs()) == interfaces, "the network of this machine is not touched"
+        FAULTS["disk"].begin(cluster, 0)
+        wait_for(
+            lambda: "records cannot be written" in cluster.log(0).read_text(), "rank 0 saying that its disk is full"
+        )
+        FAULTS["disk"].end(cluster, 0)
+        recorded = len(cluster.records(0))
+        wait_for(lambda: len(cluster.records(0)) > recorded + 20, "records after the disk has room again")
     assert cluster.hung == []
     assert not ours(folder)
 

@@ -18,6 +18,7 @@ from horizonml.chaos import report
 from horizonml.chaos.accounting import Injected, Ledger, Span, read_records
 from horizonml.chaos.campaign import Result, Settings
 from horizonml.chaos.checks import tracebacks
+from horizonml.chaos.cluster import Cluster
 from horizonml.chaos.faults import FAULTS
 from horizonml.chaos.output import Output
 from horizonml.cli.durations import duration
@@ -203,6 +204,38 @@ def test_output_is_complete_even_if_a_process_has_left_another_behind(tmp_path: 
         assert log.read_text() == "said\n"
     finally:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+EATER = """
+import sys
+for line in sys.stdin:
+    try:
+        bytearray(1 << 28)
+        print("had it", flush=True)
+    except MemoryError:
+        print("had it not", flush=True)
+"""
+
+
+@pytest.mark.skipif(FAULTS["oom"].problem() is not None, reason="limits of another process can be set on Linux only")
+def test_without_memory_an_allocation_fails_until_there_is_some_again(tmp_path: Path) -> None:
+    cluster = Cluster("job.yaml", 1, tmp_path)
+    command = [sys.executable, "-c", EATER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        cluster.processes[0] = process
+
+        def eat() -> str:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            print("eat", file=process.stdin, flush=True)
+            return process.stdout.readline().strip()
+
+        assert eat() == "had it"
+        FAULTS["oom"].begin(cluster, 0)
+        assert eat() == "had it not"
+        FAULTS["oom"].end(cluster, 0)
+        assert eat() == "had it"
+    FAULTS["oom"].end(cluster, 0)  # which does nothing to a process that has ended
 
 
 WRITER = """
