@@ -77,7 +77,7 @@ class _Part:
         if mine is not None:
             assert lost is not None
             kept = lost.mirror.log.messages(self.how.owner, self.how.step, self.until)
-        content = serialise({f"{step}/{tag}": tensor.contiguous() for (step, tag), tensor in kept.items()})
+        content = serialise({f"{step}/{tag}": tensor.clone() for (step, tag), tensor in kept.items()})
         sizes = group.gather_json(len(content))
         received = {}
         tag = group.channel("mirror").tag(group.world_size + self.how.owner)
