@@ -72,6 +72,7 @@ class Service:
         )
         self._store: Store = self._server
         self._roster = Roster(time.monotonic() + settle)
+        self._over = 0  # the generation whose end was logged last
         self._asks: deque[tuple[Ask, float]] = deque(maxlen=_MOST_ASKS)  # and when they came
 
     def run(self, stop: Callable[[], bool]) -> None:
@@ -158,7 +159,9 @@ class Service:
             self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
         # Before the verdicts and the status: who learns that it is no member any more must find out why.
         for generation, ended in self._roster.endings().items():
-            _log.warning("generation %d is over: %s", generation, ended.reason)
+            known = "; ".join(map(str, ended.lost)) if generation == self._over else ended.reason
+            _log.warning("generation %d is over: %s", generation, known)
+            self._over = generation
             self._store.set(f"over/{generation}", json.dumps(ended.to_json()))
         for verdict in verdicts:
             if isinstance(verdict, Formed):
