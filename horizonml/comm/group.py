@@ -373,7 +373,10 @@ class Group:
         dropped = [*self._subgroups.values(), self._world]
         self._subgroups.clear()
         self._world = None
-        threading.Thread(target=_drop, args=(dropped,), name="group-drop", daemon=True).start()
+        try:
+            threading.Thread(target=_drop, args=(dropped,), name="group-drop", daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # no memory for one more thread: they are released here and now
+            _log.debug("closing a group: %s", error)
 
 
 def _drop(groups: list[Any]) -> None:

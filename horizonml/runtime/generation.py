@@ -134,12 +134,12 @@ class Generation:
         torch.set_num_threads(threads)
 
     def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
-        """Agree on a plan: the one before where the ranks are the same, since another one ends elsewhere by rounding.
+        """Agree on a plan: one made for the same ranks before, if any, as another one ends elsewhere by rounding.
 
-        A rank that was replaced takes it over from one that has it.
+        A rank that does not know it takes it over from one that does.
         """
         life, group = self.life, self.group
-        kept = life.agreed if life.planned_for == self.started_as else None
+        kept = life.plans.get(tuple(self.started_as))
         kept_by = group.gather_json(kept.to_json() if kept is not None else None)
         agreed = next((Agreed.from_json(value) for value in kept_by if value is not None), None)
         if agreed is None:
@@ -149,7 +149,7 @@ class Generation:
                 life.measured, life.measured_for = agreed.measured, self.started_as
         elif kept is not None and kept.to_json() == agreed.to_json():
             agreed = kept  # which, on rank 0, also knows the problem
-        life.agreed, life.planned_for = agreed, self.started_as
+        life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
 
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
@@ -240,7 +240,8 @@ class Generation:
         self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
         self.say(detector.plan.describe(model.chain.names))
         moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group)))
-        self.life.agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
+        agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
+        self.life.agreed = self.life.plans[tuple(self.started_as)] = agreed
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 
     def _about(self, model: Model, plan: Plan, here: Host) -> RunInfo:

@@ -42,7 +42,7 @@ class Life:
     state: TrainState | None = None
     info: ImageInfo | None = None  # of the data that the state is for
     agreed: Agreed | None = None
-    planned_for: list[int] = field(default_factory=list)  # the ranks that the plan is for, as they were started
+    plans: dict[tuple[int, ...], Agreed] = field(default_factory=dict)  # made so far, by the ranks as they were started
     measured: Measured | None = None
     measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
     threads: int | None = None

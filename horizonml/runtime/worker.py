@@ -99,9 +99,10 @@ class Worker:
                 return Outcome.STOPPED_WAITING
             self._rank = membership.rank
             if life.outage is not None and old is not None:
-                life.outage = replace(life.outage, lost=_missing(old, membership))
+                # A rank that was taken for lost may be back already.
+                life.outage = replace(life.outage, lost=_missing(old, membership) or life.outage.lost)
             try:
-                outcome = self._train(life, membership)
+                outcome = self._train(life, membership, rejoin)
             except PeerLost as error:
                 named = membership.name_lost(error)
                 self._note_loss(life, membership)
@@ -145,8 +146,8 @@ class Worker:
         """Show that these ranks have not come yet."""
         self._metrics.waiting(ranks)
 
-    def _train(self, life: Life, membership: Membership | None) -> Outcome:
-        """Train as a member of one group."""
+    def _train(self, life: Life, membership: Membership | None, rejoin: bool = False) -> Outcome:
+        """Train as a member of one group, which takes in newcomers if its ranks can `rejoin`."""
         rank = membership.rank if membership else 0
         nodes = [member.host_id for member in membership.members] if membership else [machine_id()]
         names = [member.hostname for member in membership.members] if membership else [socket.gethostname()]
@@ -155,7 +156,7 @@ class Worker:
         generation = membership.generation if membership else 0
 
         def newcomers() -> bool:
-            return membership is not None and bool(membership.newcomers)
+            return rejoin and membership is not None and bool(membership.newcomers)
 
         group = None
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from queue import SimpleQueue
 
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
@@ -22,13 +23,17 @@ class Background:
         """
         self.group = group.twin(name, timeout)
         self._broken = False
-        self._name, self._thread = name, threading.Thread()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        # It waits for work from the beginning: when memory is short, a thread that is started then may never begin.
+        threading.Thread(target=self._run, name=name, daemon=True).start()
         group.at_close(self._end)
 
     @property
     def busy(self) -> bool:
         """Return whether work is still under way."""
-        return self._thread.is_alive()
+        return not self._idle.is_set()
 
     @property
     def broken(self) -> bool:
@@ -38,8 +43,11 @@ class Background:
     def start(self, work: Callable[[], None]) -> None:
         """Begin with work; there must be none under way. If it raises PeerLost or anything else, that was the last."""
         assert not self.busy
+        self._idle.clear()
+        self._work.put(work)
 
-        def run() -> None:
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
             self._broken = True  # unless the work comes to its end
             try:
                 with suppress(PeerLost):  # which the group notices by itself, if it is lost as well
@@ -50,19 +58,17 @@ class Background:
                     self.group.abort()  # so that the other ranks' threads do not wait for this one
                 if self.group.is_over:
                     self.group.close()
-
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+                self._idle.set()
 
     def wait(self, seconds: float) -> None:
         """Wait for the work that is under way, but not for longer."""
-        if self.busy:
-            self._thread.join(seconds)
+        self._idle.wait(seconds)
 
     def _end(self) -> None:
         """Break the connections, and wait a moment for the thread; one that is held up closes them when it goes on."""
         self._broken = True
         self.group.abort()
+        self._work.put(None)
         self.wait(_END_SECONDS)
         if not self.busy:
             self.group.close()

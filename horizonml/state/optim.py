@@ -109,7 +109,9 @@ def _zeros_like(parameter: Tensor) -> Tensor:
 
     For tensors without memory, PyTorch's own `zeros_like` would import its compiler, which takes 0.3 s.
     """
-    return torch.empty_like(parameter) if parameter.is_meta else torch.zeros_like(parameter)
+    if parameter.is_meta:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return torch.zeros_like(parameter)
 
 
 def learning_rate(spec: LrSchedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
