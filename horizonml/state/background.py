@@ -27,7 +27,8 @@ class Background:
         self._idle = threading.Event()
         self._idle.set()
         # It waits for work from the beginning: when memory is short, a thread that is started then may never begin.
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
         group.at_close(self._end)
 
     @property
@@ -69,6 +70,6 @@ class Background:
         self._broken = True
         self.group.abort()
         self._work.put(None)
-        self.wait(_END_SECONDS)
+        self._thread.join(_END_SECONDS)
         if not self.busy:
             self.group.close()
