@@ -200,8 +200,9 @@ class Generation:
         if checkpoints is None:
             if not first:
                 raise PeerLost(
-                    "the lost rank alone held some of the layers, and no copy of them is left; with checkpoints "
-                    "(checkpoint.enabled: true) the others would go on from the newest one"
+                    "a lost rank alone held some of the layers, and no copy of them can be used; with checkpoints "
+                    "(checkpoint.enabled: true) the others would go on from the newest one",
+                    ends_job=True,
                 )
         elif first and not self.life.job.checkpoint.resume:
             checkpoints.set_aside()
