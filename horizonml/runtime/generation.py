@@ -224,7 +224,7 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
-        mirror = mirror_for(life, session, self.started_as)
+        mirror = mirror_for(life, session, self._place())
         life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)

@@ -56,8 +56,9 @@ def rebuild(
         problem = part.run(job, info, state, lost, group)
         if problem is not None:
             return problem
+    held = group.gather_json(state.layers())
     for layer in found.missing:
-        holders[layer] = [rank for rank, layers in enumerate(group.gather_json(state.layers())) if layer in layers]
+        holders[layer] = [rank for rank, layers in enumerate(held) if layer in layers]
     done = Recovery(found.step, holders)
     return done if not done.missing else f"layers {done.missing} could not be rebuilt"
 

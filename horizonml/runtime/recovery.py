@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from horizonml.comm.group import Group
 from horizonml.data.images import ImageInfo
 from horizonml.engine.session import Session
+from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.runtime.agreement import Measured
 from horizonml.runtime.life import Life
 from horizonml.runtime.rebuild import rebuild
-from horizonml.state.mirror import Mirror, owners
+from horizonml.state.mirror import Mirror, buddy, owners
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import Recovery
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.record import Source
+from horizonml.text import human_bytes
 
 _ASSUMED_BANDWIDTH = 100e6  # bytes per second of a link that was not measured: about a gigabit
+_MIRROR_SHARE = 0.5  # of the memory that is left when training begins; activations and gradients take the rest
+_LOG_SHARE = 0.2  # likewise, for the messages that a rank keeps
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,43 @@ def known(life: Life, started_as: Sequence[int]) -> Measured | None:
     return life.measured.among([life.measured_for.index(rank) for rank in started_as])
 
 
-def mirror_for(life: Life, session: Session, started_as: Sequence[int]) -> Mirror | None:
-    """Return what copies the state of ranks to each other's memory, if the plan needs that."""
-    recovery, rank = life.job.recovery, session.group.rank
-    if not recovery.mirror or not owners(session.plan):
+def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
+    """Return what copies the state of ranks to each other's memory, if the plan needs that and there is room for it.
+
+    All ranks of the group call this.
+    """
+    recovery, group, plan = life.job.recovery, session.group, session.plan
+    group.log = None  # that of a plan before
+    if not recovery.mirror or not owners(plan):
         return None
-    measured = known(life, started_as)
+    left = memory_left() / group.hosts.count(group.hosts[group.rank])
+    spare = group.gather_json([session.state.bytes() if group.rank in owners(plan) else 0, left])
+    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare])
+    if short is not None:
+        rank, needed = short
+        place.say(
+            f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} for them "
+            f"and has {human_bytes(spare[rank][1])} left. If a stage is lost, the others go on from a checkpoint "
+            "(recovery.mirror: false turns copies and this warning off)"
+        )
+        return None
+    measured = known(life, place.started_as)
 
     def speed(to: int) -> float:
-        return measured.network.between(rank, to).bandwidth if measured is not None else _ASSUMED_BANDWIDTH
+        return measured.network.between(group.rank, to).bandwidth if measured is not None else _ASSUMED_BANDWIDTH
 
-    return Mirror(session.plan, session.state, session.group, speed, recovery.mirror_budget, recovery.log_bytes)
+    log_bytes = min(recovery.log_bytes, int(left * _LOG_SHARE))
+    return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)
+
+
+def crowded(plan: Plan, state_bytes: Sequence[int], left: Sequence[float]) -> tuple[int, int] | None:
+    """Return a rank that has too little memory for mirroring, and the bytes that it would need; None if there is none.
+
+    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving.
+    """
+    needed = [
+        state_bytes[rank] + sum(2 * state_bytes[owner] for owner in owners(plan) if buddy(plan, owner) == rank)
+        for rank in range(plan.world_size)
+    ]
+    worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))
+    return (worst, needed[worst]) if needed[worst] > left[worst] * _MIRROR_SHARE else None

@@ -73,8 +73,9 @@ class _Loop:
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
+        caught_up = self._catch_up()
         if self.state.step >= self.total:
-            return Outcome.ALREADY_COMPLETE
+            return Outcome.COMPLETE if caught_up else Outcome.ALREADY_COMPLETE
         while self.state.step < self.total:
             step = self._step()
             done = self.state.step
@@ -94,6 +95,21 @@ class _Loop:
             if replan:
                 return Outcome.RE_PLAN
         return Outcome.COMPLETE
+
+    def _catch_up(self) -> bool:
+        """Do what a group before has left undone after its last step; return whether there was anything.
+
+        The state may have outlived a group that was lost while it evaluated, or saved the last checkpoint.
+        """
+        done = self.state.step
+        epoch, within = divmod(done, self.per_epoch)
+        evaluating = done > 0 and within == 0 and self.state.metrics.get("epoch") != epoch
+        saving = done == self.total and self.checkpoints is not None and self.checkpoints.newest != done
+        if evaluating:
+            self._evaluate(done)
+        if saving and self.checkpoints is not None:
+            self._save(self.checkpoints, done, stopping=False)
+        return evaluating or saving
 
     def _step(self) -> Step:
         """Train on one global batch and record it."""

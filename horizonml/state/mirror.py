@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from horizonml.comm.group import Group, Work
 from horizonml.comm.log import MessageLog
+from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 
@@ -36,8 +38,11 @@ class Replica:
     content: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        return load(self.content.numpy().tobytes()) if self.content is not None else {}
+        """Return the tensors by name. Raises PeerLost if the owner has not sent what it announced."""
+        try:
+            return load(self.content.numpy().tobytes()) if self.content is not None else {}
+        except SafetensorError as error:
+            raise PeerLost(f"the copy of rank {self.owner}'s state cannot be read: {error}") from error
 
 
 def owners(plan: Plan) -> list[int]:
@@ -194,8 +199,9 @@ class Mirror:
         if rank == owner:
             if course.cycle(step)[1] == 0:
                 self._own = torch.frombuffer(bytearray(save(self._contiguous())), dtype=torch.uint8)
+                if len(self._own) != course.bytes:  # a parameter was first updated after the ranks had agreed on sizes
+                    self._own = torch.zeros(course.bytes, dtype=torch.uint8)  # which nobody takes for a state
             assert self._own is not None
-            assert len(self._own) == course.bytes
             if end > begin:
                 self._works.append((self._group.send(self._own[begin:end], target, tag), target))
         else:

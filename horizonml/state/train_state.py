@@ -178,6 +178,10 @@ class TrainState:
             found |= {f"optimizer/{name}/{key}": value for key, value in self.optimizer.expected(parameter).items()}
         return found
 
+    def bytes(self) -> int:
+        """Return the bytes of all tensors of the layers that are held, with optimizer state that is still to come."""
+        return sum(tensor.nbytes for layer in self.layers() for tensor in self.expected(layer).values())
+
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
         layers = {layer: self._slice(layer) for layer in {self.layer_of(key) for key in tensors}}

@@ -22,6 +22,7 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.rebuild import rebuild
+from horizonml.runtime.recovery import crowded
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
 from horizonml.state.move import move, senders
@@ -167,6 +168,14 @@ def test_only_stages_with_one_member_are_mirrored() -> None:
     assert owners(PLANS["interleaved"]) == [0, 1, 2]
     assert keepers(PLANS["interleaved"], 1) == {0, 2}
     assert owners(Plan((Stage(0, LAYERS, (0,), ONE),))) == []
+
+
+def test_where_memory_is_short_nothing_is_mirrored() -> None:
+    assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 1000.0]) is None
+    # Rank 2 sends a copy of its own state, and keeps two of rank 1's.
+    assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 139.0]) == (2, 70)
+    assert crowded(PIPELINE, [10, 20, 30], [1000.0, 1000.0, 141.0]) is None
+    assert crowded(PLANS["before members"], [10, 0, 0], [30.0, 10.0, 100.0]) == (1, 20)
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
