@@ -86,7 +86,7 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
         rank, needed = short
         place.say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank][1])} left. If a stage is lost, the others go on from a checkpoint "
+            f"for them, with {human_bytes(spare[rank][1])} left. If a stage is lost, all go on from a checkpoint "
             "(recovery.mirror: false turns copies and this warning off)"
         )
         return None
