@@ -73,7 +73,13 @@ class StopAfter(StopRequest):
 
 
 def run(
-    rank: int, world_size: int, store: Store, job: Job, stop_after: int | None = None, stopping_rank: int = 0
+    rank: int,
+    world_size: int,
+    store: Store,
+    job: Job,
+    stop_after: int | None = None,
+    stopping_rank: int = 0,
+    outlived: bool = False,
 ) -> tuple[str, dict[str, Tensor], Metadata | None]:
     """What a rank does after the rendezvous; its outcome, its state, and what it resumed from."""
     group = Group(store, rank, world_size, 30.0)
@@ -92,6 +98,13 @@ def run(
     )
     try:
         resumed = checkpoints.resume(session.state, plan)
+        if outlived:  # as if the ranks had the state in memory, and had lost their group before they saved it
+            group.barrier()
+            session.state.metrics = {}
+            checkpoints.newest = None
+            if rank == 0:
+                shutil.rmtree(max((job.run_folder / "checkpoints").glob("step-*")))
+            group.barrier()
         stop = StopAfter(stop_after) if stop_after is not None and rank == stopping_rank else StopRequest()
         outcome = train(job, session, data, checkpoints, recorder, stop)
         state = state_of(session)
@@ -162,6 +175,19 @@ def test_a_run_interrupted_and_resumed_equals_the_uninterrupted_one(pool: Pool, 
     third = pool.run(kind.world_size, run, broken)
     assert {outcome for outcome, _, _ in third} == {"already complete"}
     assert equal(whole(third), whole(second))
+
+
+def test_a_state_that_outlived_its_group_is_evaluated_and_saved(pool: Pool, tmp_path: Path) -> None:
+    kind = Kind("ddp 2", 2)
+    whole_run = pool.run(2, run, kind.job(tmp_path))
+    again = pool.run(2, run, kind.job(tmp_path), None, 0, True)
+    assert {outcome for outcome, _, _ in again} == {"complete"}
+    assert equal(whole(again), whole(whole_run))
+    evaluations = [line for line in read_lines(tmp_path / "rank-0.jsonl") if line["kind"] == "evaluation"]
+    assert evaluations[-1]["step"] == evaluations[-2]["step"]
+    third = pool.run(2, run, kind.job(tmp_path))
+    assert {outcome for outcome, _, _ in third} == {"already complete"}
+    assert equal(whole(third), whole(whole_run))
 
 
 def test_a_checkpoint_goes_from_pipeline_5_to_ddp_2_to_single(pool: Pool, tmp_path: Path) -> None:
