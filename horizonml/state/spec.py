@@ -75,7 +75,7 @@ class RecoverySpec(Spec):
         "the messages sent to it since; when its rank is lost, the stage is rebuilt from them.",
     )
     mirror_budget: float = Field(
-        0.02,
+        0.03,
         gt=0,
         le=1,
         description="Share of the time of a step that copying the state to another rank's memory may take on the link "

@@ -53,6 +53,9 @@ class _Window:
         self._records = [*self._records[1 - _WINDOW :], record]
 
     def words(self, short: bool = False) -> str:
+        """Return the averages in words; nothing if no step has been done, as in a state that outlived its group."""
+        if not self._records:
+            return ""
         wall = sum(record.wall for record in self._records)
         parts = {
             name: sum(getattr(record, name) for record in self._records) / wall
@@ -95,7 +98,7 @@ class Lines:
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._last = time.monotonic()
-        print(f"{_evaluated(record, self._epochs)} | {self._window.words()}", flush=True)
+        print(" | ".join(filter(None, [_evaluated(record, self._epochs), self._window.words()])), flush=True)
 
     def close(self) -> None:
         sys.stdout.flush()

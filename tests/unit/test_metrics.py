@@ -241,6 +241,8 @@ def test_people_see_shares_in_percent_and_other_metrics_as_they_are(capsys: pyte
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples) | 320 samples/s |")
     assert second.startswith("epoch 2/8: held-out loss 0.0231, mean absolute error 0.5000 (359 samples)")
+    Lines(8).evaluation(EvaluationRecord(1, 2, 0.0, 0.3, 0.0231, {"accuracy": 0.9916}, 359))  # before any step
+    assert capsys.readouterr().out == "epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples)\n"
 
 
 @pytest.mark.parametrize("version", [1, 2])
