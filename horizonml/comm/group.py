@@ -13,10 +13,12 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take 
 
 
 _ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
+_LOOK_SECONDS = 0.02  # between two looks at who has arrived
 _WAIT = timedelta(seconds=0.2)  # for a sum, before a rank looks again whether its group is over
 
 
@@ -113,11 +116,18 @@ class Group:
     """Holds this rank's connections to all others; with a world size of 1 there are none."""
 
     def __init__(
-        self, store: Store | None, rank: int, world_size: int, timeout: float, hosts: Sequence[str] | None = None
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        hosts: Sequence[str] | None = None,
+        over: threading.Event | None = None,
     ) -> None:
-        """Connect to the other ranks through `store`, within `timeout` seconds. Raises PeerLost.
+        """Connect to the other ranks through `store`, within `timeout` seconds; give up when `over` is set.
 
         The network interface is the one named by GLOO_SOCKET_IFNAME. `hosts[r]`, if known, is the machine of rank r.
+        Raises PeerLost.
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
@@ -126,12 +136,13 @@ class Group:
         self._sockets: set[tuple[int, int]] = set()
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
-        self._arrive()
-        self._world = self._connect("world", tuple(range(world_size)))
+        self._over = over or threading.Event()  # set once the group has been broken off
         self._subgroups: dict[tuple[tuple[int, ...], int], Any] = {}
         self._closing: list[Callable[[], Any]] = []
-        self._over = threading.Event()  # set once the group has been broken off
         self._twins: list[Group] = []
+        self._twins_over: list[threading.Event] = []
+        self._arrive()
+        self._world = self._connect("world", tuple(range(world_size)))
 
     def _arrive(self) -> None:
         """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
@@ -140,9 +151,15 @@ class Group:
         assert self._store is not None
         seconds = min(self._timeout, _ARRIVE_SECONDS)
         keys = [f"arrived/{rank}" for rank in range(self.world_size)]
+        until = time.monotonic() + seconds
         try:
             self._store.set(keys[self.rank], "")
-            self._store.wait(keys, timedelta(seconds=seconds))
+            while not self._store.check(keys):
+                if self._over.is_set():
+                    raise PeerLost("the group was broken off before all of its ranks had connected")
+                if time.monotonic() > until:
+                    raise RuntimeError("Timed out")
+                time.sleep(_LOOK_SECONDS)
         except _GLOO_ERRORS as error:
             try:
                 missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -157,8 +174,9 @@ class Group:
         assert self._store is not None
         prefix = PrefixStore(name, self._store)
         before = _open_sockets()
+        options = prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout)
         try:
-            return ProcessGroupGloo(prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout))
+            return _unless(self._over, lambda: ProcessGroupGloo(*options))
         except (*_GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
             raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
         finally:
@@ -173,7 +191,9 @@ class Group:
         """
         store = PrefixStore(f"{name}-{len(self._twins)}", self._store) if self._store is not None else None
         hosts = self.hosts if self._hosts_known else None
-        twin = Group(store, self.rank, self.world_size, self._timeout, hosts)
+        over = threading.Event()
+        self._twins_over.append(over)
+        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over)
         if twin._world is not None:
             twin._world._set_default_timeout(timedelta(seconds=timeout))
         self._twins.append(twin)
@@ -344,7 +364,8 @@ class Group:
         process group waits for its operations before it closes anything. Without `abort`, ranks that have all lost the
         same peer would wait for one another until the timeout. Any thread may call this.
         """
-        self._over.set()
+        for over in (self._over, *self._twins_over):
+            over.set()
         for twin in self._twins:
             twin.abort()
         store = self._store
@@ -377,6 +398,32 @@ class Group:
             threading.Thread(target=_drop, args=(dropped,), name="group-drop", daemon=True).start()
         except (RuntimeError, MemoryError) as error:  # no memory for one more thread: they are released here and now
             _log.debug("closing a group: %s", error)
+
+
+def _unless(over: threading.Event, connect: Callable[[], T]) -> T:
+    """Return what `connect` returns. Raises PeerLost as soon as `over` is set; the connection is then left to itself.
+
+    gloo connects without looking right or left: a rank that is lost meanwhile would hold it up as long as a step.
+    """
+    done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((connect(), None))
+        except Exception as error:  # noqa: BLE001 (it is raised below)
+            done.put((None, error))
+
+    threading.Thread(target=run, name="group-connect", daemon=True).start()
+    while True:
+        try:
+            found, error = done.get(timeout=_WAIT.total_seconds())
+            break
+        except Empty:
+            if over.is_set():
+                raise PeerLost("the group was broken off before all of its ranks had connected") from None
+    if error is not None:
+        raise error
+    return cast(T, found)
 
 
 def _drop(groups: list[Any]) -> None:

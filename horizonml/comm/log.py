@@ -51,9 +51,9 @@ class MessageLog:
         return min(self._bytes, default=None)
 
     @property
-    def bytes(self) -> int:
-        """Return how many bytes of memory the messages keep."""
-        return sum(self._bytes.values())
+    def room(self) -> int:
+        """Return how many steps fit into the log, if all are like the largest one so far; at least one."""
+        return max(1, self._most // max(1, *self._bytes.values(), 1))
 
     def messages(self, receiver: int, since: int, before: int) -> dict[tuple[int, int], Tensor]:
         """Return the messages to a receiver by step and tag, of steps `since` to `before - 1`."""

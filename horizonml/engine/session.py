@@ -97,7 +97,7 @@ class Session:
         step, and `newcomers` that it knows of ranks that want to join. Raises PeerLost; raises Diverged on every rank,
         before any parameter changes, if the loss or a gradient is not finite.
         """
-        self._prepared = False
+        self._prepared, self.state.prepared = False, None
         try:
             return self._step(batch, learning_rate, measure_divergence, stop, newcomers)
         except PeerLost:

@@ -22,6 +22,7 @@ from horizonml.rendezvous.messages import Ended, Resume, Status, read_ended, rea
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25
+_MOST_DOUBLINGS = 3  # of the time between two attempts: a service that answers again must hear a beat within 5 s
 _CONNECT_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery
 
@@ -100,7 +101,7 @@ class Heartbeat(threading.Thread):
                 connected, failed = False, failed + 1
             else:
                 failed = 0
-            self.stop.wait(BEAT_SECONDS * 2 ** min(failed, 6))
+            self.stop.wait(BEAT_SECONDS * 2 ** min(failed, _MOST_DOUBLINGS))
 
     def _beat(self, store: Store) -> _Heard:
         """Beat, and return what the service says; in the line's thread."""

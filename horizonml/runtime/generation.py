@@ -26,7 +26,7 @@ from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
 from horizonml.runtime.life import Last, Life
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
@@ -90,9 +90,15 @@ class Generation:
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
-                outcome = self._train(session, data, checkpoints, recorder, detector)
+                unsaved = None
+                try:
+                    outcome = self._train(session, data, checkpoints, recorder, detector)
+                except LeavesUnsaved as error:
+                    outcome, unsaved = Outcome.STOPPED, error
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
                 hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
+            if unsaved is not None:
+                raise unsaved
             if outcome is not Outcome.RE_PLAN:
                 return outcome
             assert detector is not None
@@ -228,6 +234,9 @@ class Generation:
         life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
+            if mirror is not None and outcome is Outcome.RE_PLAN:
+                mirror.finish()
+                life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
             return outcome
         finally:

@@ -49,7 +49,7 @@ def rebuild(
             plans = [[one.owner, one.step, place[one.builder], [[r, place[r]] for r in one.keepers]] for one in chosen]
     plans = group.broadcast(plans, survivors[0])
     if plans is None:
-        return "a rank and the copy of its state were lost together, or the copy is not complete yet"
+        return "a rank and the copy of its state were lost together, or the copy cannot be used"
     holders = [list(ranks) for ranks in found.holders]
     for owner, since, builder, keepers in plans:
         part = _Part(Rebuild(owner, since, builder, tuple(old for old, _ in keepers)), dict(keepers), found.step)

@@ -45,11 +45,11 @@ def recover(life: Life, info: ImageInfo, found: Recovery, plan: Plan, place: Pla
         rebuilt = rebuild(life.job, info, state, life.last, found, place.group, place.started_as)
         if isinstance(rebuilt, str):
             place.say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
-            state.keep([])
+            state.drop()
             return None
         found, source = rebuilt, Source.REPLICA
     move(state, senders(found.holders, plan), place.group)
-    state.step = found.step
+    state.step, state.valid = found.step, True
     return source
 
 

@@ -17,7 +17,7 @@ from horizonml.engine.step import Step
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
-from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.mirror import Mirror
@@ -176,7 +176,7 @@ class _Loop:
         if problems and (complete or (stopping and self.stop.wanted)):
             newest = checkpoints.newest
             kept = "no checkpoint is there" if newest is None else f"the newest checkpoint is that of step {newest}"
-            raise CheckpointError(
+            raise (CheckpointError if complete else LeavesUnsaved)(
                 f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
             )
 

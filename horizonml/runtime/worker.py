@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -158,9 +159,11 @@ class Worker:
         def newcomers() -> bool:
             return rejoin and membership is not None and bool(membership.newcomers)
 
-        group = None
+        group, over = None, threading.Event()
         try:
-            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes)
+            if membership is not None:  # so that not even connecting waits for a rank that is lost
+                membership.on_end(lambda ended: over.set())
+            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over)
             if membership is not None:
                 abort = group.abort
                 membership.on_end(lambda ended: abort())

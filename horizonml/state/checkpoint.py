@@ -218,6 +218,7 @@ class Checkpoints:
         metadata = self._resumption.resume(state, plan)
         if metadata is not None:
             self.newest = state.step = metadata.step
+            state.valid = True
             state.metrics = dict(metadata.metrics)
         return metadata
 

@@ -8,6 +8,7 @@ from the copy and brought to the present by repeating its work on those messages
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 
+_log = logging.getLogger(__name__)
+
 _WARM_UP = 2  # steps of a session before its owners know the size of their state and the time of a step
-_LONGEST = 64  # steps for one copy
+_LONGEST = 64  # steps for one copy, unless more can be repeated soon enough
+_REPLAY_SECONDS = 30.0  # to repeat two copies' steps, at most
 _HASTE = 4  # the first copy of a session may take so many times the budget, because until then there is none
 
 
@@ -127,6 +131,7 @@ class Mirror:
         group.log = self.log if mine else None
         # At step 0 everyone knows everyone's state.
         self.replicas = {owner: Replica(owner, 0) for owner in self.owners} if state.step == 0 else {}
+        self.bare: set[int] = set()  # the owners that cannot be mirrored within the budget
         self._courses: dict[int, _Course] = {}
         self._begun: int | None = None
         self._seconds = math.inf
@@ -150,6 +155,12 @@ class Mirror:
             self._slice(owner, course, step)
         self.log.begin(step)
 
+    def finish(self) -> None:
+        """Wait for what is under way, before another plan's mirror takes over. Raises PeerLost."""
+        for work, peer in self._works:
+            self._group.wait(work, peer)
+        self._works = []
+
     def after_step(self) -> None:
         """Stop logging until the next step."""
         self.log.pause()
@@ -163,7 +174,7 @@ class Mirror:
     def age(self) -> int | None:
         """Return how many steps old the newest replica of this rank's state is, or None if there is none."""
         rank = self._group.rank
-        if rank not in self.owners:
+        if rank not in self.owners or rank in self.bare:
             return None
         found = self._courses[rank].complete(self._state.step) if rank in self._courses else None
         if found is None:
@@ -178,13 +189,25 @@ class Mirror:
         """Agree on when which rank sends what."""
         own = None
         if self._group.rank in self.owners:
-            size = len(save(self._contiguous()))
             budget = self._speed(buddy(self.plan, self._group.rank)) * self._budget * self._seconds
-            steps = max(1, min(_LONGEST, math.ceil(size / max(1.0, budget))))
-            own = [size, max(1, steps // _HASTE), steps]
-        for owner, values in enumerate(self._group.gather_json(own)):
-            if owner in self.owners:
-                self._courses[owner] = _Course(step, *map(int, values))
+            size = len(save(self._contiguous()))
+            longest = max(_LONGEST, int(_REPLAY_SECONDS / 2 / max(self._seconds, 1e-3)))
+            own = [size, max(1, math.ceil(size / max(1.0, budget))), longest]
+        answers = self._group.gather_json([own, self.log.room])
+        for owner in self.owners:
+            size, steps, longest = map(int, answers[owner][0])
+            # Just before a copy is complete, the log reaches back to the beginning of the one before.
+            longest = min(longest, *(int(answers[keeper][1]) // 2 - 1 for keeper in keepers(self.plan, owner)))
+            if steps <= longest:
+                self._courses[owner] = _Course(step, size, max(1, steps // _HASTE), steps)
+            else:
+                self.bare.add(owner)
+                if owner == self._group.rank:
+                    _log.warning(
+                        "no other rank keeps a copy of rank %d's state: %.1f MB would take %d steps on this link, and "
+                        "only %d can be bridged; raise recovery.mirror_budget or recovery.log_bytes, or choose a plan "
+                        "in which every stage has several members", owner, size / 1e6, steps, max(0, longest),
+                    )  # fmt: skip
 
     def _contiguous(self) -> dict[str, Tensor]:
         return {name: tensor.contiguous() for name, tensor in self._state.tensors().items()}
@@ -212,9 +235,7 @@ class Mirror:
 
     def _finish_slices(self, step: int) -> None:
         """Wait for the slices of the step before, and drop what newer copies make superfluous."""
-        for work, peer in self._works:
-            self._group.wait(work, peer)
-        self._works = []
+        self.finish()
         needed = []
         for owner, course in self._courses.items():
             complete = course.complete(step)
@@ -223,8 +244,8 @@ class Mirror:
             # Only once the step before this one has ended everywhere have all ranks seen the copy complete.
             known = course.complete(step - 1) if step > course.start else None
             needed.append(known if known is not None else 0)
-        if needed:
-            self.log.forget(min(needed))
+        if self._courses or self.bare:
+            self.log.forget(min(needed, default=step))
 
     def report(self) -> dict[str, Any]:
         """Return what this rank could contribute to rebuilding lost owners, as plain JSON values."""

@@ -102,4 +102,4 @@ def _adopt(state: TrainState, step: int) -> None:
     elif state.step == step - 1 and state.prepared is not None:
         state.settle(apply=True)
     else:
-        state.keep([])
+        state.drop()

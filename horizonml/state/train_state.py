@@ -40,6 +40,9 @@ class TrainState:
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
         self.prepared: Prepared | None = None
+        self.valid = (
+            True  # false while layers have initial values, or some of a checkpoint's, and the step says otherwise
+        )
         self.parts: dict[str, Part] = {}  # the parameters and buffers of which this rank holds only a part
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
@@ -86,7 +89,7 @@ class TrainState:
 
     def layers(self) -> list[int]:
         """Return the layers of which this rank holds the whole state, in memory that outlives its groups."""
-        if self.parts:
+        if self.parts or not self.valid:
             return []
         held = self._held
         return sorted({self._layers[name] for name in held})
@@ -97,8 +100,13 @@ class TrainState:
         kept = {name: tensor for name, tensor in self._held.items() if self._layers[name] in wanted}
         for module in self._modules:
             _let_go(module)
-        self._modules, self._received, self.parts = [], kept, {}
+        self._modules, self._received, self.parts, self.prepared = [], kept, {}, None
         self._optimizer = {name: entries for name, entries in self._optimizer.items() if name in kept}
+
+    def drop(self) -> None:
+        """Hold nothing, until a checkpoint has been resumed wholly, or the state has been restarted or received."""
+        self.keep([])
+        self.valid = False
 
     def settle(self, apply: bool) -> None:
         """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`."""
@@ -120,7 +128,7 @@ class TrainState:
 
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
-        self.prepared = None
+        self.prepared, self.valid = None, True
         self.step, self.metrics, self._optimizer = 0, {}, {}
         self._set_to_initial(self._held)
 
@@ -204,7 +212,7 @@ class TrainState:
 
         Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
         """
-        self.prepared = None
+        self.prepared, self.valid = None, False  # until all ranks have loaded the same step
         available = set(names)
         saved, held = self._saved, self._held
         for name in sorted(saved):

@@ -27,7 +27,7 @@ from horizonml.runtime.trainer import training_batch
 from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
 from horizonml.state.move import move, senders
 from horizonml.state.recover import Held, Recovery, agree_on_state, newest
-from horizonml.state.train_state import TrainState
+from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
 from tests.distributed.pool import Pool
@@ -155,6 +155,31 @@ def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) ->
 
 def test_before_the_first_copy_a_stage_is_rebuilt_from_its_initial_values(pool: Pool) -> None:
     expect_rebuilt(pool, "pipeline", 1, 2, 1.0)
+
+
+def test_over_a_link_that_is_too_slow_nothing_is_mirrored(pool: Pool) -> None:
+    results = pool.run(3, lose, "pipeline", 1, 5, 1.0)
+    assert isinstance(results[1], dict)
+    assert {results[0], results[2]} == {
+        "a rank and the copy of its state were lost together, or the copy cannot be used"
+    }
+
+
+def test_a_state_that_was_dropped_counts_only_once_it_is_whole_again() -> None:
+    state = fresh()
+    state.take([(0, LAYERS)])
+    state.step = 7
+    everything = state.layers()
+    assert everything
+    state.prepared = Prepared({}, {}, LR)
+    state.drop()
+    state.take([(0, LAYERS)])  # with initial values
+    assert (state.layers(), state.prepared) == ([], None)
+    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    state.load(tensors.__getitem__, tensors)  # of a step on which the ranks have not agreed yet
+    assert state.layers() == []
+    state.restart()
+    assert (state.step, state.layers()) == (0, everything)
 
 
 def test_only_stages_with_one_member_are_mirrored() -> None:
