@@ -6,6 +6,7 @@ Rank 0 measures and chooses the plan, and all ranks follow it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,18 @@ def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
     """Return the data as all ranks see it, and the model for it. Raises DataError or ModelError."""
     info = describe_data(job, group)
     return info, model_for(job, info)
+
+
+def prepare(job: Job) -> tuple[ImageInfo, Model] | None:
+    """Return the data and the model as far as this rank can tell by itself, so that no other rank waits for it later.
+
+    Return None if there is anything wrong; the ranks find out together, so that each of them can say what it is.
+    """
+    with suppress(Exception):
+        info = describe(job.data, task_for(job).channels(job.model))
+        if info is not None:
+            return info, model_for(job, info)
+    return None
 
 
 def model_for(job: Job, info: ImageInfo) -> Model:

@@ -19,11 +19,13 @@ from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
+from horizonml.runtime.agreement import prepare
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
+from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.recorder import Outage
@@ -87,6 +89,9 @@ class Worker:
         self._life = life
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
+        prepared = prepare(job)
+        if prepared is not None:
+            life.info, life.state = prepared[0], TrainState(prepared[1], job.optimizer)
         if self._address is None:
             return self._train(life, None)
         membership, fruitless = None, 0
