@@ -150,3 +150,35 @@ def test_a_fault_that_this_machine_cannot_do_is_refused_with_what_is_missing(fol
     done = horizonml(folder, "chaos", "job.yaml", "--faults", "partition", PATH="/nowhere")
     assert done.returncode == 2
     assert "--faults: partition: cutting a rank's network needs Linux with ip, unshare, nsenter" in done.stderr
+
+
+def test_the_side_that_reaches_the_service_goes_on_and_the_other_writes_nothing(folder: Path) -> None:
+    need("ip", "iproute2")
+    problem = network.problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+    def worlds(rank: int) -> list[int]:
+        return [record["world_size"] for record in cluster.records(rank) if record["kind"] == "run"]
+
+    options = ["--set", "epochs=100000", "--set", "checkpoint.every_steps=20"]
+    with Cluster(
+        folder / "job.yaml", 3, folder / "out", {"HORIZONML_TEST": str(folder)}, options, None, True
+    ) as cluster:
+        wait_for(lambda: bool(worlds(2)) and len(cluster.records(2)) > 50, "the first steps")
+        cluster.partition(2)
+        cut = time.time()
+        wait_for(lambda: worlds(0)[-1] == 2, "the others going on")
+        together, wanted = time.time(), len(cluster.records(0)) + 50
+        wait_for(lambda: len(cluster.records(0)) > wanted, "steps of the others")
+        healed = time.time()
+        cluster.heal(2)
+        wait_for(lambda: worlds(0)[-1] == 3 and worlds(2)[-1] == 3, "all three together again")
+        alone = [record for record in cluster.records(2) if cut + 1 < record["time"] < healed and "lr" in record]
+        assert not alone, "a rank that reaches nobody has made steps"
+        assert any(together < record["time"] < healed for record in cluster.records(0) if "lr" in record)
+        assert worlds(0) == [3, 2, 3], "a group fell apart that nothing was done to"
+        latest = json.loads((max(cluster.run_folder.glob("checkpoints/step-*")) / "checkpoint.json").read_text())
+        assert latest["generation"] >= 2
+    assert cluster.hung == []
+    assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(3))

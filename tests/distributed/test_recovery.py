@@ -316,7 +316,7 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     assert worlds(2) == [3, 2, 3, 2, 3]
     assert "this rank gave no sign of life for too long, and its group goes on without it" in outputs[0]
     assert "Traceback" not in "".join(outputs)
-    records = [read_lines(folder / f"runs/test/rank-{number}.jsonl") for number in range(3)]
+    records = [list(read_lines(folder / f"runs/test/rank-{number}.jsonl")) for number in range(3)]
     done = [[record["step"] for record in lines if record["kind"] == "step"] for lines in records]
     assert len(done[2]) == len(set(done[2]))  # none is repeated
     assert sorted(set().union(*done)) == list(range(1, 121))  # and none is missing

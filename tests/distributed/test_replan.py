@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -137,8 +138,8 @@ def test_a_device_that_slows_down_gets_less_to_do(
     work = [sum(_share(stage, busiest) for stage in plan["stages"]) for plan in (plans[0][0], plans[0][-1])]
     assert work[1] < 0.7 * work[0], plans[0]
     walls = [line["wall"] for line in records[0] if line["kind"] == "step"]
-    held_up = max(sum(walls[place : place + 8]) for place in range(8, len(walls) - 8))
-    assert sum(walls[-8:]) < 0.8 * held_up
+    held_up = max(median(walls[place : place + 8]) for place in range(8, len(walls) - 8))
+    assert median(walls[-8:]) < 0.8 * held_up
     # It is still the training of one process on the same batches.
     alone = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=single", "--set", "name=alone")
     assert alone.returncode == 0, alone.stderr
