@@ -46,7 +46,7 @@ class Injected:
     kind: str
     rank: int
     time: float  # Unix time at which it took effect
-    until: float  # when it was undone; as `time` for one that is over at once
+    until: float  # when it was undone; the same as `time` for one that is over at once
     detail: str = ""  # in words
     struck: bool = True  # whether the rank ended by it, if it was to
 

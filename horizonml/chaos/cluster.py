@@ -1,8 +1,8 @@
 """Runs the ranks of a job and their rendezvous service on this machine, and lets a test do anything to them.
 
-Every rank is the same command that a container would run. The supervisor restarts ranks that die under the same number,
-like a StatefulSet. Whatever happens, nothing is left behind: what a fault has changed is undone first, then ranks are
-asked to stop, and killed if they do not. If this process itself is killed, the ranks beneath it end.
+Every rank is the same command that a container would run. A rank that dies is restarted by the supervisor, with its
+number, like a StatefulSet. Whatever happens, nothing is left behind: what a fault has changed is undone first, then
+ranks are asked to stop, and killed if they do not. If this process itself is killed, the ranks beneath it end.
 """
 
 from __future__ import annotations

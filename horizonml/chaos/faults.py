@@ -1,4 +1,4 @@
-"""Defines the faults, one class for each. A new class is found by its being here."""
+"""Defines the faults, one class for each; a class that is added here is found automatically."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Pause(Fault):
 
 
 class Partition(Fault):
-    """Cuts a rank's network in both directions, like Wi-Fi that is gone: no connection is closed, nothing answers."""
+    """Cuts a rank's network in both directions, as when Wi-Fi is gone: no connection is closed, and nothing answers."""
 
     name = "partition"
     about = "the network is cut in both directions, and no connection is closed; needs network namespaces (Linux)"
@@ -121,7 +121,7 @@ class _Limit(Fault):
 
 
 class OutOfMemory(_Limit):
-    """Gives a rank no further memory, so that its next allocation that needs some fails.
+    """Gives a rank no further memory, so that the next allocation that needs some fails.
 
     RLIMIT_AS and RLIMIT_DATA are used because a cgroup's limit needs privileges; the first one refuses new mappings,
     and the second one growth within those that are reserved. What a rank sees is an allocation that fails, as on a

@@ -1,4 +1,4 @@
-"""Takes down what processes print, outside them: a rank whose disk is full can still say so, as in a container."""
+"""Records from outside what processes print: a rank whose disk is full can still say so, as in a container."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells what a campaign has measured: as tables, as JSON, and as CSV with a row for each fault."""
+"""Reports what a campaign has measured: as tables, as JSON, and as CSV with a row for each fault."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ class Group:
 def _unless(over: threading.Event, connect: Callable[[], T]) -> T:
     """Return what `connect` returns. Raises PeerLost as soon as `over` is set; the connection is then left to itself.
 
-    gloo connects without looking right or left: a rank that is lost meanwhile would hold it up as long as a step.
+    gloo notices nothing else while it connects: a rank that is lost meanwhile would hold it up as long as a step.
     """
     done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
 

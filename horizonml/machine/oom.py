@@ -9,9 +9,9 @@ _CONTAINER = ("memory.events", "memory/memory.oom_control")
 
 
 def killed_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return how many processes of this container the kernel has ended for their memory; None where it is not told.
+    """Return how many processes of this container the kernel has ended for their memory; None if unknown.
 
-    The count belongs to the container: one that is started anew, as Kubernetes does it, counts from 0 again.
+    The count belongs to the container: one that is started anew, as by Kubernetes, counts from 0 again.
     """
     for name in _CONTAINER:
         found = _count(root / name)

@@ -1,4 +1,4 @@
-"""Recognises a rank that dies soon after each start, and takes it in again only after a growing time."""
+"""Recognises a rank that dies soon after each start, and takes it in again only after increasing delays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from horizonml.rendezvous.fingerprint import Fingerprint
 
 SOON_SECONDS = 30.0  # a process that dies within this time of its first join has crashed at its start
-WELL_SECONDS = 60.0  # a process that has run for this long has nothing of the ones before it held against its rank
+WELL_SECONDS = 60.0  # once a process has run for this long, the earlier deaths of its rank are forgotten
 _FREE_DEATHS = 2  # in a row, before a rank has to wait
 _FIRST_WAIT, _LONGEST_WAIT = 10.0, 300.0
 _MOST_RANKS = 8192  # remembered at a time
@@ -27,7 +27,7 @@ class _History:
     deaths: int = 0  # in a row, soon after joining
     last: str = ""  # why the last one died
     place: str = ""
-    until: float = 0.0  # the rank is not taken in before
+    until: float = 0.0  # the rank is not taken in before this time
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Crashes:
                 del self._of[next(iter(self._of))]
         elif known.process == process and known.died and one.generation > 0:  # it was only silent
             known.died, known.deaths, known.until = False, max(0, known.deaths - 1), 0.0
-        # In a container, a process that was started anew has the number of the one before.
+        # In a container, a restarted process has the process id of the one before.
         elif known.process != process or known.died:
             known.process, known.first_joined, known.died = process, max(now, known.until), False
 

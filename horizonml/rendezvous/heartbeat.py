@@ -2,7 +2,7 @@
 
 It is a thread with a connection of its own, which does nothing but beat: a step that computes, a disk that blocks or a
 collective that waits does not hold it up, because all of them release the interpreter's lock. A garbage collection
-does not, but it takes seconds only beyond tens of millions of objects.
+does not release it, but takes seconds only beyond tens of millions of objects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Heard:
     """What the service says at one beat."""
 
     status: Status
-    ended: Ended | None  # how the generation has ended, unless that was known
+    ended: Ended | None  # how the generation has ended, unless that was known before
 
 
 class Heartbeat(threading.Thread):
@@ -54,7 +54,7 @@ class Heartbeat(threading.Thread):
         self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
-        self._said: set[int] = set()  # joins that are held back, as was said
+        self._said: set[int] = set()  # joins that are held back, which was reported already
         self.line = Line(connect)
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Asks the rendezvous service something, and waits for the answer no longer than it is asked to."""
+"""Asks the rendezvous service questions, and waits for each answer for a limited time only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Line:
     """A store's client behind a thread.
 
-    PyTorch's client waits for an answer for ever once it is connected, as when the network is gone without a word. A
+    Once it is connected, PyTorch's client waits for an answer for ever, even if the network is gone without a word. A
     line that has not answered is given up, together with its thread, and another one is made.
     """
 

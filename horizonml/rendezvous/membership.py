@@ -79,7 +79,7 @@ class Membership:
                 time.sleep(min(0.1, left))
             if not lost:
                 after = self._ask(lambda store: _beats(store, others))
-                # Who has left has lost a peer, too, and meets the others again.
+                # A rank that has left has lost a peer, too, and meets the others again.
                 left_too = self._ask(lambda store: [r for r, join in others.items() if peek(store, f"gone/{join}")])
                 quiet = [rank for rank in others if before.get(rank) == after.get(rank) and rank not in left_too]
                 lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]

@@ -43,7 +43,7 @@ class Departure(StrEnum):
 
     @property
     def blames(self) -> bool:
-        """Return whether it is this rank for which its group ends."""
+        """Return whether the group ends because of this rank."""
         return self in (Departure.FAILED, Departure.OTHER, Departure.SILENT)
 
 

@@ -1,4 +1,4 @@
-"""Decides when those who wait may form a group, and says in words what they wait for otherwise."""
+"""Decides when the ranks that wait may form a group, and says in words what they wait for until then."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from horizonml.rendezvous.members import Members, formed, ranks_of
 from horizonml.rendezvous.newest import STUCK_SECONDS, NewestGeneration
 
 ABSENT_SECONDS = 1.0  # a member whose heartbeat has not moved for this long is not awaited when the others are back
-_BEGIN_SECONDS = 10.0  # after its last join a first meeting begins with fewer ranks than the world has, where it may
-_MAJORITY_SECONDS = 4.0  # after its last join a majority goes on that was formed by a service before this one
+_BEGIN_SECONDS = 10.0  # after its last join, a first meeting begins with fewer ranks than the world size, where it may
+_MAJORITY_SECONDS = 4.0  # after its last join, the majority of a group that an earlier service formed goes on
 
 
 def awaited(members: Members, newest: NewestGeneration, now: float) -> set[int]:

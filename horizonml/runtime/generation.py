@@ -108,7 +108,7 @@ class Generation:
         return Place(self.group, self.started_as, self.say)
 
     def _agree_on_begin(self) -> bool:
-        """Return whether no rank of this group has trained this run before; move a run before away, if that is asked.
+        """Return whether no rank of this group has trained this run before; move an earlier run away, if that is asked.
 
         Raises JobError on all ranks.
         """

@@ -48,7 +48,7 @@ class Life:
     threads: int | None = None
     last: Last | None = None  # the group before
     outage: Outage | None = None  # since a loss, until the first step after it
-    # Set once all ranks have agreed on it: a run before is moved away, and this one begins, once only.
+    # Set once all ranks have agreed on it: an earlier run is moved away, and this one begins, only once.
     moved_away: bool = False
     begun: bool = False
     steps: int = 0  # done by this process

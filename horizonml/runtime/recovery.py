@@ -1,4 +1,4 @@
-"""Brings the state that ranks have in memory to a new group and its plan, and prepares for the next loss."""
+"""Brings the state in the ranks' memory to a new group and its plan, and prepares for the next loss."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
     All ranks of the group call this.
     """
     recovery, group, plan = life.job.recovery, session.group, session.plan
-    group.log = None  # that of a plan before
+    group.log = None  # drops that of an earlier plan
     if not recovery.mirror or not owners(plan):
         return None
     left = memory_left() / group.hosts.count(group.hosts[group.rank])

@@ -97,7 +97,7 @@ class _Loop:
         return Outcome.COMPLETE
 
     def _catch_up(self) -> bool:
-        """Do what a group before has left undone after its last step; return whether there was anything.
+        """Do what an earlier group has left undone after its last step; return whether there was anything.
 
         The state may have outlived a group that was lost while it evaluated, or saved the last checkpoint.
         """

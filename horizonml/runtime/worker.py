@@ -67,8 +67,8 @@ class Worker:
     def run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end. Raises HorizonError.
 
-        With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on from the newest
-        checkpoint; otherwise that ends it, too.
+        With `rejoin`, when another rank is lost or stops, this one meets the others again and goes on with the state in
+        memory, or from the newest checkpoint if that is not complete; otherwise that ends it, too.
         """
         try:
             return self._run(fresh, rejoin)
@@ -131,7 +131,7 @@ class Worker:
 
     def _note_loss(self, life: Life, membership: Membership) -> None:
         """Note when the loss of ranks became known, for the record of the recovery."""
-        lost = [member.rank for member in membership.lost]  # more are known when the others have met
+        lost = [member.rank for member in membership.lost]  # more may be known once the others have met
         silent = max((member.silent for member in membership.lost), default=None)
         self._metrics.lost(max(1, len(lost)), silent)
         step = life.state.step if life.state is not None else 0

@@ -80,7 +80,7 @@ class Checkpoints:
         self._causes: list[str] = []  # of the last failure, as they were told
 
     def _begin(self) -> None:
-        """Announce this group in the folder, and remove what groups before have left half done."""
+        """Announce this group in the folder, and remove what earlier groups have left half done."""
         self._fence.term = self._term
         if self._disks.is_lead:
             self._fence.begin()
@@ -108,8 +108,8 @@ class Checkpoints:
     def begin(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> None:
         """Copy the state, and write a checkpoint of it while training goes on; all ranks call this after the same step.
 
-        If the checkpoint before is still being written, there will be none of this step. `finished` tells what became
-        of it.
+        If the previous checkpoint is still being written, there will be none of this step. `finished` tells what became
+        of each.
         """
         started = time.perf_counter()
         ready = self._prepare(state, plan)

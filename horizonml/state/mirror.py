@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _WARM_UP = 2  # steps of a session before its owners know the size of their state and the time of a step
 _LONGEST = 64  # steps for one copy, unless more can be repeated soon enough
 _REPLAY_SECONDS = 30.0  # to repeat two copies' steps, at most
-_HASTE = 4  # the first copy of a session may take so many times the budget, because until then there is none
+_HASTE = 4  # the first copy of a session may take this many times the budget, because until then there is none
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Mirror:
         return self._begun == 0
 
     def _set_out(self, step: int) -> None:
-        """Agree on when which rank sends what."""
+        """Agree on which rank sends what, and when."""
         own = None
         if self._group.rank in self.owners:
             budget = self._speed(buddy(self.plan, self._group.rank)) * self._budget * self._seconds

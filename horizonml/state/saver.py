@@ -169,7 +169,7 @@ class Saver:
 
 
 def clean(folder: Path, word: str) -> None:
-    """Remove what groups before have left half done in a folder; finished checkpoints stay.
+    """Remove what earlier groups have left half done in a folder; finished checkpoints stay.
 
     `word` is unique to the group that begins. Folders are renamed before they are deleted, so that a group that wakes
     up finds its own either whole or not at all.

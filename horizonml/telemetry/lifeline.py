@@ -128,7 +128,7 @@ class Lifeline:
         if self._thread is not None:
             self._thread.join(5.0)  # a disk that hangs must not keep the process
         self._trace = self._thread = None
-        with suppress(OSError):  # then the next process explains an end that was none; it is a message only
+        with suppress(OSError):  # then the next process explains an end that was none, which is only a message
             self._path.unlink(missing_ok=True)
 
     def _keep(self) -> None:

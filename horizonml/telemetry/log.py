@@ -15,7 +15,7 @@ _KEPT = 1 << 20  # bytes that wait for room on the disk
 
 
 class JsonLines:
-    """Appends records to a file. While a disk is full or broken, records are lost with a warning; training goes on."""
+    """Appends records to a file. A full or broken disk delays or loses records, with a warning; training goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

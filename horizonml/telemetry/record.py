@@ -110,7 +110,7 @@ class EvaluationRecord:
 
 
 class Source(StrEnum):
-    """Tells where the state came from with which training went on after a loss."""
+    """Tells where the state was taken from that training went on with after a loss."""
 
     MEMORY = "memory"  # of the ranks that survived
     REPLICA = "replica"  # the lost rank's state, as it was mirrored to another rank's memory
