@@ -165,7 +165,7 @@ _FOOT = """
 A histogram `x` has the series `x_bucket` (label `le`), `x_sum` and `x_count`. `phase` is `compute`, `transfer` or
 `wait`; `direction` is `previous` (the stage before), `next` (the stage after) or `members` (of the same stage).
 
-`source` is where the state came from with which training went on after a loss: `memory` (of the survivors), `replica`
+`source` is where the state that training went on with after a loss came from: `memory` (of the survivors), `replica`
 (a lost rank's state, mirrored to another rank), `disk` (a checkpoint) or `start` (nothing was left: step 0). `cause` is
 `outage` (from the last step before the group broke up, or was formed anew, to the beginning of the next one) or
 `repeated` (steps that were done again). Goodput is 1 minus the share of both in the wall time since the first step of

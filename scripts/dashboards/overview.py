@@ -71,7 +71,8 @@ PANELS = [
     Panel(
         "stat",
         "Checkpoint age",
-        "How much work is not saved yet? The age of the newest checkpoint, which is what a crash would cost.",
+        "How much work is not saved yet? The age of the newest checkpoint, which is lost if all ranks are."
+        " The loss of one rank costs no step.",
         "s",
         [(AGE, "")],
         width=4,
