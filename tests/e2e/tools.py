@@ -111,6 +111,7 @@ MAY_BE_EMPTY = (
     "horizonml_loss_notice_seconds",
     "horizonml_recovery_seconds",
     "horizonml_replica",
+    "horizonml_plan_memory_bytes",  # of automatic plans
 )
 
 
