@@ -223,7 +223,7 @@ def test_mp_survives_a_deleted_pod_and_scales(clean: Cluster, tmp_path: Path) ->
     wait_for(lambda: (clean.metric(0, "horizonml_generation") or 0) >= 3, "the group with the new pod", 120)
     assert "meeting again" in clean.log(0)
     wait_for(lambda: ready(clean) == 5, "all five being ready", 60)
-    assert clean.metric(0, "horizonml_world_size") == 5
+    wait_for(lambda: clean.metric(0, "horizonml_world_size") == 5, "a group of five", 60)
     assert clean.metric(0, "horizonml_steps_repeated_total") == 0
     wait_for(lambda: not empty_panels(clean.query), "data in every panel", 60)
 
