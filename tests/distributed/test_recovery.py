@@ -269,7 +269,7 @@ def get_or_none(port: int) -> tuple[int, str] | None:
 
 FAULTS = """
 name: test
-epochs: 12
+epochs: 16
 batch_size: 48
 model: {name: "tests.models:slow"}
 data: {name: digits, samples: 480}
@@ -293,9 +293,13 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     (folder / "job.yaml").write_text(FAULTS % strategy)
     assert horizonml(folder, "train", "job.yaml", "--set", "folder=undisturbed").returncode == 0
 
+    slow = folder / "slow"
+    slow.write_text("2")  # so that the training lasts until all of it has happened
+
     def rank(number: int) -> subprocess.Popen[str]:
         return start(
-            "train", "job.yaml", RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address
+            "train", "job.yaml", RANK=str(number), WORLD_SIZE="3",
+            HORIZONML_RENDEZVOUS=service.address, HORIZONML_TEST_SLOW=str(slow),
         )  # fmt: skip
 
     def worlds(number: int) -> list[object]:
@@ -311,6 +315,8 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     stopped.suspend()
     wait_for(lambda: worlds(2)[-1] == 2, "a group without the stopped rank")
     stopped.resume()
+    wait_for(lambda: worlds(2)[-1] == 3, "a group with the rank that woke up")
+    slow.write_text("")
     outputs = [process.communicate(timeout=90)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0, 0], outputs
     assert worlds(2) == [3, 2, 3, 2, 3]
@@ -319,7 +325,7 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     records = [list(read_lines(folder / f"runs/test/rank-{number}.jsonl")) for number in range(3)]
     done = [[record["step"] for record in lines if record["kind"] == "step"] for lines in records]
     assert len(done[2]) == len(set(done[2]))  # none is repeated
-    assert sorted(set().union(*done)) == list(range(1, 121))  # and none is missing
+    assert sorted(set().union(*done)) == list(range(1, 161))  # and none is missing
     recoveries = [record for record in records[2] if record["kind"] == "recovery"]
     assert [(r["lost"], r["steps_repeated"]) for r in recoveries] == [([1], 0), ([0], 0)]
     assert {r["source"] for r in recoveries} == {"memory" if strategy == "ddp" else "replica"}
