@@ -94,10 +94,11 @@ class Membership:
 
     def _published(self, store: Store, others: dict[int, int]) -> tuple[list[str], bool]:
         """Return whom the service knows to be lost, for people, and whether that ends the job. Raises ValueError."""
-        if self.ended is not None and self.ended.evicted:
-            return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         over = peek(store, f"over/{self.generation}")
         self.lost = read_ended(over).lost if over is not None else ()
+        evicted = self.ended is not None and self.ended.evicted
+        if evicted or self.members[self.rank].rank in [one.rank for one in self.lost]:
+            return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         known = {one.rank: str(one) for one in self.lost}
         ends_job = False
         for rank, join in others.items():
