@@ -102,12 +102,14 @@ def without_words(folder: Path) -> list[str]:
     return sorted(re.sub(r"^(\..*)-\w+$", r"\1", path.name) for path in folder.iterdir())
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "checkpoints"]
+def threads(before: set[threading.Thread]) -> list[str]:
+    """The threads that save and were not there before: the process has served other tests."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "checkpoints" and thread not in before]
 
 
 def going_on(rank: int, world_size: int, store: Store, plan: Plan, folder: Path, own_disks: bool) -> dict[str, Any]:
     """Train on while a slow card writes, twice; what was said, counted and saved."""
+    others = set(threading.enumerate())
     group = Group(PrefixStore("first", store), rank, world_size, 30.0)
     session = trained(plan, group, 3)
     folder = folder / str(rank) if own_disks else folder
@@ -145,7 +147,7 @@ def going_on(rank: int, world_size: int, store: Store, plan: Plan, folder: Path,
         "skipped": checkpoints.skipped,
         "messages": [message for message in messages if "there will be no checkpoint" in message],
         "loaded": loaded,
-        "threads": threads(),
+        "threads": threads(others),
     }
 
 
@@ -205,6 +207,7 @@ def test_a_group_that_wakes_up_writes_nothing_into_the_folder_of_a_newer_one(poo
 
 def abandoned(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], list[str], bool]:
     """Rank 1 is held up in the middle of writing, and its group ends; the threads and files that are left."""
+    others = set(threading.enumerate())
     group = Group(store, rank, world_size, 30.0)
     session = trained(PLANS["ddp"], group, 2)
     checkpoints = Checkpoints(folder / str(rank), group, 2, {})
@@ -215,8 +218,8 @@ def abandoned(rank: int, world_size: int, store: Store, folder: Path) -> tuple[l
         assert card.reached.wait(30)
         group.abort()  # which is what both do when a rank is lost
         group.close()
-        at_once = [] if rank else threads()
-    wait_for(lambda: not threads(), "the end of the thread, once its disk answers", 10)
+        at_once = [] if rank else threads(others)
+    wait_for(lambda: not threads(others), "the end of the thread, once its disk answers", 10)
     files = without_words(folder / str(rank))
     return at_once, files, checkpoints.newest is None
 
