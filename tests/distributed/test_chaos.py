@@ -87,11 +87,16 @@ def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, num
     wait_for(lambda: not ours(folder), "the end of all that was started", 20)
 
 
-def test_a_rank_is_cut_off_and_its_disk_is_full_and_both_pass(folder: Path) -> None:
+def need_networks() -> None:
+    """Go on only where ranks can have networks of their own, which a kernel or a container may forbid."""
     need("ip", "iproute2")
     problem = network.problem()
     if problem is not None:
         pytest.skip(problem)
+
+
+def test_a_rank_is_cut_off_and_its_disk_is_full_and_both_pass(folder: Path) -> None:
+    need_networks()
 
     def made() -> list[dict[str, Any]]:
         return [record for rank in range(2) for record in cluster.records(rank) if "lr" in record]
@@ -153,10 +158,7 @@ def test_a_fault_that_this_machine_cannot_do_is_refused_with_what_is_missing(fol
 
 
 def test_the_side_that_reaches_the_service_goes_on_and_the_other_writes_nothing(folder: Path) -> None:
-    need("ip", "iproute2")
-    problem = network.problem()
-    if problem is not None:
-        pytest.skip(problem)
+    need_networks()
 
     def worlds(rank: int) -> list[int]:
         return [record["world_size"] for record in cluster.records(rank) if record["kind"] == "run"]

@@ -1,0 +1,211 @@
+"""Rosters at their bounds, worlds that grow, numbers that the service gives, and ranks that die again and again."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from horizonml.rendezvous.crashes import Crashes
+from horizonml.rendezvous.messages import Ask, Departure, Farewell, Formed, Refused
+from horizonml.rendezvous.numbers import Given
+from horizonml.rendezvous.roster import Roster
+from tests.unit.test_roster import (
+    LOST_PEER,
+    alive,
+    beat,
+    come_back,
+    formed,
+    gather,
+    rank,
+    survivor,
+)
+
+
+def test_a_first_meeting_begins_with_the_least_number_of_ranks_when_no_further_one_comes() -> None:
+    roster = Roster()
+    gather(roster, *(rank(number, 4, begin_with=2) for number in (0, 2)))
+    assert alive(roster, 1, 2, start=0.0, end=5.0) == []
+    assert roster.short(5.0) == "waiting for rank 1, 3 to join, for 5 s at most (parallel.min_workers)"
+    roster.join(3, rank(3, 4, begin_with=2), 5.0)
+    assert alive(roster, 1, 2, 3, start=5.25, end=14.75) == []
+    (verdict,) = alive(roster, 1, 2, 3, start=15.0, end=15.0)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 2, 3]
+    # One rank is too few, however long it waits.
+    roster = Roster()
+    gather(roster, rank(0, 4, begin_with=2))
+    assert alive(roster, 1, start=0.0, end=60.0) == []
+
+
+def test_a_world_grows_beyond_its_beginning() -> None:
+    roster = Roster()
+    wide = {"max_world_size": 5}
+    (verdict,) = gather(roster, *(rank(number, **wide) for number in (0, 1, 4)))  # three ranks, of whatever numbers
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 4]
+    roster.join(9, rank(3, **wide), 1.0)
+    alive(roster, 1, 2, 3, 9, start=1.0, end=2.0)
+    assert roster.newcomers(100.0) == [3]
+    for number in (1, 2, 3):
+        roster.leave(number, Farewell("meets again", Departure.AGAIN), 2.0)
+    come_back(roster, 0, 1, 4, generation=1, size=3, at=2.0, first=11, **wide)
+    (verdict,) = alive(roster, 9, 11, 12, 13, start=2.25, end=2.25)
+    assert isinstance(verdict, Formed)
+    assert [member.rank for member in verdict.members] == [0, 1, 3, 4]
+
+
+def question(number: int, host: str = "m9", pid: int = 7, **changes: Any) -> Ask:
+    return replace(Ask(number, host, pid, "d1", 5, 4), **changes)
+
+
+def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    assert roster.give_number(question(1), 0.0) == Given(3, 3)  # the world size is that of the run
+    assert roster.give_number(question(2), 1.0) == Given(3, 3)  # the same process asks again
+    nobody = roster.give_number(question(3, pid=8), 1.0)
+    assert isinstance(nobody, Refused)
+    assert "at most 4 ranks (parallel.max_workers)" in nobody.reason
+    assert roster.give_number(question(4, pid=8), 62.0) == Given(3, 3)  # the first process has not come
+    alive(roster, 1, 3, start=62.0, end=62.0)
+    assert roster.give_number(question(5, pid=9), 62.0) == Given(1, 3)  # rank 1 is lost
+    # Where nobody is yet, the question itself says what the world size is.
+    roster = Roster()
+    assert [roster.give_number(question(n, pid=n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
+
+
+def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
+    roster = Roster(settled=4.0)
+    assert roster.give_number(question(1), 3.0) is None
+    roster.resume(11, survivor(0, generation=2), [0, 1, 2], 3.5)
+    assert roster.give_number(question(1), 5.0) is None
+    for number, one in ((12, 1), (13, 2)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 5.0)
+    assert roster.give_number(question(1), 5.0) == Given(3, 3)
+
+
+def test_members_that_do_not_report_to_a_new_service_are_lost_in_the_end() -> None:
+    roster = Roster(settled=4.0)
+    for number, one in ((11, 0), (12, 1)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
+    alive(roster, 11, 12, start=1.0, end=20.75)
+    assert roster.endings() == {}
+    alive(roster, 11, 12, start=21.0, end=21.0)
+    assert roster.endings()[2].reason == "rank 2 has not reported to the rendezvous service"
+
+
+def test_a_rank_that_dies_soon_after_each_start_waits_ever_longer() -> None:
+    crashes, now, waits = Crashes(), 0.0, []
+    for pid in range(1, 11):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "has run out of memory", now + 5)
+        crashes.died(rank(2, pid=pid), "killed", now + 5)  # told twice
+        waits.append(crashes.left(rank(2, pid=pid), now + 5))
+        now += 5 + waits[-1]
+    assert waits == [0, 0, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert crashes.words(rank(2)) == (
+        "rank 2 on host2 has ended 10 times within 30 s of joining, last: has run out of memory; it is taken in again "
+        "after 300 s"
+    )
+    assert crashes.left(rank(1), now) == crashes.left(rank(2, digest="d2"), now) == 0
+    # A process that runs for a minute clears its rank, and so does one that dies only after a while.
+    crashes.joined(rank(2, pid=90), now)
+    crashes.ran(rank(2, pid=90), now + 60)
+    crashes.died(rank(2, pid=90), "killed", now + 61)
+    assert crashes.left(rank(2, pid=90), now + 61) == 0
+    for pid, lasted in ((91, 5), (92, 5), (93, 40), (94, 5), (95, 5)):
+        crashes.joined(rank(2, pid=pid), now)
+        crashes.died(rank(2, pid=pid), "killed", now + lasted)
+        assert crashes.left(rank(2, pid=pid), now + lasted) == 0
+
+
+def test_a_process_that_joins_again_and_again_without_dying_is_no_crash_loop() -> None:
+    crashes = Crashes()
+    for second in range(10):
+        crashes.joined(rank(2, generation=second), second)
+    crashes.died(rank(2, generation=9), "killed", 29.0)
+    assert crashes.closed("d1", 29.0) == set()
+
+
+def test_a_member_that_dies_soon_after_each_time_it_is_taken_in_is_held_back() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2, pid=200))
+    pair, victim, now = (1, 2), 3, 1.0
+    alive(roster, *pair, victim, start=0.25, end=now)
+    for generation in (1, 3, 5):
+        # Rank 2 is killed, and the others go on without it after a second.
+        for number in pair:
+            roster.leave(number, LOST_PEER, now)
+        come_back(roster, 0, 1, generation=generation, size=3, at=now, first=100 * generation)
+        pair = (100 * generation, 100 * generation + 1)
+        verdicts = alive(roster, *pair, start=now, end=now + 1.25)
+        assert [verdict.joins for verdict in verdicts] == [list(pair)]
+        # It is started anew, and taken in unless it has to wait.
+        now, victim = now + 2, 1000 + generation
+        roster.join(victim, rank(2, pid=victim), now)
+        alive(roster, *pair, victim, start=now, end=now)
+        if generation == 5:
+            break
+        assert roster.newcomers(now) == [2]
+        for number in pair:
+            roster.leave(number, Farewell("meets again", Departure.AGAIN), now)
+        come_back(roster, 0, 1, generation=generation + 1, size=2, at=now, first=100 * generation + 50)
+        pair = (100 * generation + 50, 100 * generation + 51)
+        alive(roster, *pair, victim, start=now, end=now + 1)
+        now += 1
+    assert roster.newcomers(now) == []
+    assert [held.number for held in roster.held_back(now)] == [victim]
+    alive(roster, *pair, victim, start=now, end=now + 10)
+    assert roster.newcomers(now + 10) == [2]
+
+
+def test_a_process_that_was_only_silent_has_not_died() -> None:
+    crashes = Crashes()
+    for second in range(10):
+        crashes.joined(rank(2, generation=second), second)
+        crashes.died(rank(2, generation=second), "killed", second + 0.5)
+    crashes.joined(rank(2, generation=10), 10.0)
+    assert crashes.left(rank(2), 10.0) == 0
+
+
+def test_the_others_go_on_without_a_rank_that_is_held_back() -> None:
+    roster = Roster()
+    gather(roster, rank(0), rank(1))
+    for pid in (201, 202, 203):  # rank 2 is killed at each start, before the others have begun with it
+        roster.join(pid, rank(2, pid=pid), 8.0 * (pid - 201))
+        roster.withdraw(1)  # so that the group is not complete
+        alive(roster, 2, start=8.0 * (pid - 201), end=8.0 * (pid - 201) + 7.75)
+    roster.join(3, rank(0), 24.0)
+    roster.join(204, rank(2, pid=204), 24.0)
+    assert alive(roster, 2, 3, 204, start=24.0, end=28.0) == []
+    assert roster.present() == [0, 1, 2]
+    (held,) = roster.held_back(28.0)
+    assert held.number == 204
+    assert "rank 2 on host2 has ended 3 times" in held.reason
+    assert "last: it was killed or lost its power" in held.reason
+    assert roster.give_number(question(1, digest="d1"), 28.0) == Given(3, 3)
+    verdicts = alive(roster, 2, 3, 204, start=28.25, end=36.0)
+    assert [verdict.joins for verdict in verdicts] == [[3, 2, 204]]
+    assert roster.held_back(36.0) == []
+
+
+def test_a_roster_is_bounded() -> None:
+    roster = Roster()
+    for number in range(8192):
+        roster.join(number, rank(0, world_size=4096, pid=1 + number), 0.0)
+    with pytest.raises(ValueError, match="8192 ranks wait already"):
+        roster.join(8192, rank(1, world_size=4096), 0.0)
+    assert len(roster.missing()) == 4095
+
+
+def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alone() -> None:
+    roster = Roster()
+    (formed,) = gather(roster, rank(0), rank(1), rank(2))
+    assert isinstance(formed, Formed)
+    roster.join(9, rank(5, world_size=6), 1.0)  # a place that nobody has
+    beat(roster, 1, 2, 3, count=1, at=2.0)
+    (refused,) = roster.decide(2.1)
+    assert isinstance(refused, Refused)
+    assert refused.joins == [9]
+    assert "world size 6" in refused.reason
+    assert roster.running() == [1, 2, 3]
