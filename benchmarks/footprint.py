@@ -53,7 +53,7 @@ def help_seconds() -> list[float]:
 def memory() -> None:
     """Resident memory and parameters of each rank of a five-stage ResNet-18."""
     plan = pipeline_plan(CUTS, LAYERS, MICRO_BATCHES)
-    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec((3, 32, 32)))
+    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec.of((3, 32, 32)))
     sizes = [parameter_bytes(model, stage.start, stage.stop) for stage in Plan.from_json(plan).stages]
     one = variant("HorizonML pipeline", "horizonml", 5, BATCH, plan=plan)
     with started([one]):
@@ -95,7 +95,7 @@ def described(plan: Plan) -> RunInfo:
 
 def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, steps: int) -> None:
     """Steps with and without recording, interleaved in one process."""
-    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
     session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch = RandomBatch(batch_size, shape)
@@ -141,7 +141,7 @@ for line in sys.stdin:
 
 def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, seconds: float) -> None:
     """Recorded steps with metrics that another process scrapes every second, and without, interleaved."""
-    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
     session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
     batch, metrics = RandomBatch(batch_size, shape), Metrics(0)

@@ -270,7 +270,7 @@ def main() -> None:
     store = PrefixStore(config["name"], TCPStore("127.0.0.1", config["port"], None, False, wait_for_workers=False))
     batch = RandomBatch(config["batch_size"], tuple(config["shape"]))
     model = build(
-        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec(tuple(config["shape"]))
+        ModelSpec(name=config["model"], options=config.get("options", {})), 0, 10, InputSpec.of(tuple(config["shape"]))
     )
     step = PEERS[config["peer"]](config, rank, store, model, batch)
     print("ready", flush=True)

@@ -13,7 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from horizonml.data.dataset import Inputs
 from horizonml.data.seeds import name_seed
+from horizonml.data.tensors import TensorSpec
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.tasks.task import InputSpec, Task, Tree
@@ -40,13 +42,15 @@ class Regression:
     units_per_sample: ClassVar[int] = 1
     metrics: ClassVar[tuple[str, ...]] = ("mean absolute error",)
 
-    def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
+    def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum over samples of the mean over both values."""
+        assert isinstance(outputs, Tensor)
         assert isinstance(targets, Tensor)
         return (outputs - targets).square().mean(1).sum()
 
-    def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the sum over samples of the mean absolute error of both values."""
+        assert isinstance(outputs, Tensor)
         assert isinstance(targets, Tensor)
         return (outputs - targets).abs().mean(1).sum(dtype=torch.float64).reshape(1)
 
@@ -59,13 +63,15 @@ class WeightedRegression:
     units_per_sample: ClassVar[int] = OUTPUTS
     metrics: ClassVar[tuple[str, ...]] = ("mean absolute error", "accuracy")
 
-    def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
+    def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum over values."""
+        assert isinstance(outputs, Tensor)
         values, weights = _parts(targets)
         return ((outputs - values).square() * (weights[:, None] if training else 1)).sum()
 
-    def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the sum of absolute errors, and the number of values that are less than 0.5 away."""
+        assert isinstance(outputs, Tensor)
         errors = (outputs - _parts(targets)[0]).abs().double()
         return torch.stack([errors.sum(), (errors < 0.5).sum()])
 
@@ -90,20 +96,24 @@ class Kind:
         """Return the model, with the same first values wherever it is made."""
         return build(ModelSpec(name=f"tests.tasks:{self.model_name}"), 0, OUTPUTS, self.input)
 
+    @property
+    def _tensor(self) -> TensorSpec:
+        return self.input.tensors[0]
+
     def samples(self, count: int) -> Samples:
         """Return noise, the same wherever it is made."""
         generator = torch.Generator().manual_seed(name_seed(0, self.model_name, count))
-        if self.input.dtype.is_floating_point:
-            inputs = torch.randn(count, *self.input.shape, generator=generator)
+        if self._tensor.dtype.is_floating_point:
+            inputs = torch.randn(count, *self._tensor.shape, generator=generator)
         else:
-            inputs = torch.randint(0, WORDS, (count, *self.input.shape), generator=generator)
+            inputs = torch.randint(0, WORDS, (count, *self._tensor.shape), generator=generator)
         values, weights = torch.randn(count, OUTPUTS, generator=generator), torch.rand(count, generator=generator)
         return Samples(inputs, values if isinstance(self.task, Regression) else {"values": values, "weights": weights})
 
 
 KINDS = {
-    "floats": Kind(Regression(), "perceptron", InputSpec((5,))),
-    "integers": Kind(WeightedRegression(), "embedding", InputSpec((6,), torch.int64)),
+    "floats": Kind(Regression(), "perceptron", InputSpec.of((5,))),
+    "integers": Kind(WeightedRegression(), "embedding", InputSpec.of((6,), torch.int64)),
 }
 
 
@@ -124,6 +134,6 @@ class Samples:
             return self.truth[indices]
         return {name: value[indices] for name, value in self.truth.items()}
 
-    def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
+    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
         """Return the inputs as they are."""
         return inputs

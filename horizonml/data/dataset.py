@@ -11,6 +11,18 @@ from torch import Tensor
 Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"]
 """Any nesting of tensors in mappings and sequences; the first dimension of each tensor is the batch."""
 
+Inputs = Tensor | tuple[Tensor, ...]
+"""What a model takes: a tensor of any dtype, or several in the order of the task's `InputSpec`."""
+
+
+def detached(tree: Tree) -> Tree:
+    """Return the same tree of tensors without their history."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
+    if isinstance(tree, Mapping):
+        return {key: detached(value) for key, value in tree.items()}
+    return [detached(value) for value in tree]
+
 
 class Batch(Protocol):
     """Provides the rows of a global batch; a rank reads only those that it needs."""
@@ -19,8 +31,8 @@ class Batch(Protocol):
     def size(self) -> int:
         """Return the number of samples in the global batch."""
 
-    def inputs(self, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop - 1` of the model's inputs, of any dtype; the first stage asks for them."""
+    def inputs(self, start: int, stop: int) -> Inputs:
+        """Return rows `start` to `stop - 1` of the model's inputs; the first stage asks for them."""
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return rows `start` to `stop - 1` of the targets to judge outputs against; the last stage asks for them."""
@@ -44,13 +56,13 @@ class Split(Protocol):
     Every rank must get the same sample for the same index.
     """
 
-    def inputs(self, indices: Tensor) -> Tensor:
+    def inputs(self, indices: Tensor) -> Inputs:
         """Return the model's inputs for these samples, `[len(indices), ...]`."""
 
     def targets(self, indices: Tensor) -> Tree:
         """Return the targets for these samples, each tensor `[len(indices), ...]`."""
 
-    def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
+    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
         """Return randomly varied training inputs; a data set that does not augment returns them unchanged.
 
         `inputs` are the samples from `start` on of a global batch of `batch` samples. With the same seed, a sample must
@@ -80,7 +92,7 @@ class DataBatch:
         """Return the number of samples in the global batch."""
         return len(self.indices)
 
-    def inputs(self, start: int, stop: int) -> Tensor:
+    def inputs(self, start: int, stop: int) -> Inputs:
         """Return the inputs of rows `start` to `stop - 1`."""
         inputs = self.split.inputs(self.indices[start:stop])
         if self.augment_seed is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizonml.data.dataset import Data
+from horizonml.data.dataset import Data, Inputs
 from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
 from horizonml.data.seeds import name_seed
 from horizonml.data.source import ArraySource, Source
@@ -128,12 +128,13 @@ class ImageSplit:
         """Return the images' classes, int64 `[len(indices)]`."""
         return self._source.labels(self._members[indices])
 
-    def augment(self, inputs: Tensor, batch: int, start: int, seed: int) -> Tensor:
+    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Tensor:
         """Return the images, shifted and mirrored at random if the job asks for it.
 
         They are the samples from `start` on of a batch of `batch` samples. The random numbers are drawn for the whole
         batch, so a sample is varied in the same way on whichever rank holds it.
         """
+        assert isinstance(inputs, Tensor)
         if not self._augment:
             return inputs
         generator = torch.Generator().manual_seed(seed)

@@ -11,34 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.models.boundary import Values
+
 
 class _Seed(torch.autograd.Function):
-    """Makes a scalar whose gradient with respect to `output` is `gradient`."""
+    """Makes a scalar whose gradients with respect to the `outputs` are the `gradients`."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return output.new_zeros(())
+    def forward(ctx: Any, gradients: Values, *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *ones: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient, None
+    def backward(ctx: Any, *ones: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.gradients)
 
 
-def seeded(output: Tensor, gradient: Tensor | None) -> Tensor:
+def seeded(outputs: Values, gradients: Values | None) -> Tensor:
     """Return a scalar from which to start a backward pass.
 
-    `gradient` has the shape of `output`; it is None if `output` is a loss.
+    Each gradient has the shape of its output; there are none if the only output is a loss.
     """
-    if gradient is None:
-        return output
-    number: Tensor = _Seed.apply(output, gradient)  # type: ignore[no-untyped-call]
+    if gradients is None:
+        (loss,) = outputs
+        return loss
+    number: Tensor = _Seed.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return number
 
 
-def backward(output: Tensor, gradient: Tensor | None) -> None:
-    """Compute the gradients of all leaves from `gradient`.
-
-    `gradient` has the shape of `output`; it is None if `output` is a loss.
-    """
-    torch.autograd.backward(seeded(output, gradient))
+def backward(outputs: Values, gradients: Values | None) -> None:
+    """Compute the gradients of all leaves from those of the `outputs`; there are none if the only output is a loss."""
+    torch.autograd.backward(seeded(outputs, gradients))

@@ -11,32 +11,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from horizonml.models.chain import Boundary
+from horizonml.data.tensors import TensorSpec
+from horizonml.models.boundary import Boundary, Values
 from horizonml.plan.plan import FORMATS
 
 _SMALLEST_CHANNEL = 64  # the fewest values that share a scale, so that the scale's four bytes are negligible
 
 
 class Codec:
-    """Encodes tensors `[rows, *boundary.shape]` of float32 in one of the formats `plan.FORMATS`."""
+    """Encodes tensors `[rows, *spec.shape]` of float32 in one of the formats `plan.FORMATS`."""
 
-    def __init__(self, boundary: Boundary, format: str) -> None:
-        """Prepare the encoding of the tensors at `boundary`; a dtype other than float32 is always sent unchanged."""
-        self._boundary = boundary
-        self.format = format if boundary.dtype == torch.float32 else "fp32"
-        values = boundary.bytes_per_sample // boundary.dtype.itemsize
-        by_channel = len(boundary.shape) > 1 and values // boundary.shape[0] >= _SMALLEST_CHANNEL
-        self.scales = boundary.shape[0] if by_channel else 1
-        self.bytes_per_sample = int(boundary.bytes_per_sample * FORMATS[self.format])
+    def __init__(self, spec: TensorSpec, format: str) -> None:
+        """Prepare the encoding of such tensors; a dtype other than float32 is always sent unchanged."""
+        self._spec = spec
+        self.format = format if spec.dtype == torch.float32 else "fp32"
+        by_channel = len(spec.shape) > 1 and spec.values_per_sample // spec.shape[0] >= _SMALLEST_CHANNEL
+        self.scales = spec.shape[0] if by_channel else 1
+        self.bytes_per_sample = int(spec.bytes_per_sample * FORMATS[self.format])
         if self.format == "int8":
             self.bytes_per_sample += 4 * self.scales
 
     def empty(self, rows: int) -> Tensor:
         """Return an uninitialised tensor for `rows` encoded rows, with the rows along the first dimension."""
         if self.format == "fp32":
-            return torch.empty(rows, *self._boundary.shape, dtype=self._boundary.dtype)
+            return torch.empty(rows, *self._spec.shape, dtype=self._spec.dtype)
         if self.format == "bf16":
-            return torch.empty(rows, *self._boundary.shape, dtype=torch.bfloat16)
+            return torch.empty(rows, *self._spec.shape, dtype=torch.bfloat16)
         return torch.empty(rows, self.bytes_per_sample, dtype=torch.uint8)
 
     def encode(self, tensor: Tensor) -> Tensor:
@@ -65,4 +65,45 @@ class Codec:
         head = 4 * self.scales
         scales = encoded[:, :head].contiguous().view(torch.float32)
         values = encoded[:, head:].view(torch.int8).to(torch.float32).view(len(encoded), self.scales, -1)
-        return values.mul_(scales.unsqueeze(2)).view(len(encoded), *self._boundary.shape)
+        return values.mul_(scales.unsqueeze(2)).view(len(encoded), *self._spec.shape)
+
+
+class BoundaryCodec:
+    """Encodes all tensors that cross a boundary into one: a single tensor as `Codec` does, several as rows of bytes."""
+
+    def __init__(self, boundary: Boundary, format: str) -> None:
+        """Prepare the encoding of the tensors at `boundary`, which must not be empty."""
+        self._codecs = [Codec(spec, format) for spec in boundary.tensors]
+        self.format = format if any(codec.format != "fp32" for codec in self._codecs) else "fp32"
+        self.bytes_per_sample = sum(codec.bytes_per_sample for codec in self._codecs)
+
+    def empty(self, rows: int) -> Tensor:
+        """Return an uninitialised tensor for `rows` encoded rows, with the rows along the first dimension."""
+        if len(self._codecs) == 1:
+            return self._codecs[0].empty(rows)
+        return torch.empty(rows, self.bytes_per_sample, dtype=torch.uint8)
+
+    def encode(self, values: Values) -> Tensor:
+        """Return the rows of the tensors as they are sent."""
+        parts = [codec.encode(value) for codec, value in zip(self._codecs, values, strict=True)]
+        if len(parts) == 1:
+            return parts[0]
+        encoded, start = self.empty(len(parts[0])), 0
+        for codec, part in zip(self._codecs, parts, strict=True):
+            stop = start + codec.bytes_per_sample
+            encoded[:, start:stop] = part.view(len(part), -1).view(torch.uint8)
+            start = stop
+        return encoded
+
+    def decode(self, encoded: Tensor) -> Values:
+        """Return the tensors that `encode` was given, except for rounding."""
+        if len(self._codecs) == 1:
+            return (self._codecs[0].decode(encoded),)
+        values, start = [], 0
+        for codec in self._codecs:
+            stop = start + codec.bytes_per_sample
+            like = codec.empty(0)
+            part = encoded[:, start:stop].contiguous().view(like.dtype)
+            values.append(codec.decode(part.view(len(encoded), *like.shape[1:])))
+            start = stop
+        return tuple(values)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from horizonml.comm.group import Group, Work
 from horizonml.engine.clock import Clock
-from horizonml.engine.codec import Codec
-from horizonml.models.chain import Boundary
+from horizonml.engine.codec import BoundaryCodec
+from horizonml.models.boundary import Boundary, Values
 from horizonml.plan.plan import MOST_MICRO_BATCHES, Route
 
 SMALL = 64 << 10
@@ -37,7 +37,7 @@ class Direction(IntEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """Describes the boundary between two stages: its tensor, the format on the link, and the later stage's number."""
+    """Describes the boundary between two stages: its tensors, the format on the link, and the later stage's number."""
 
     boundary: Boundary
     format: str
@@ -58,7 +58,8 @@ class Link:
     """Carries one direction of a boundary for this rank: a link either only receives or only sends."""
 
     def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
-        self._group, self._clock, self._codec = group, clock, Codec(cut.boundary, cut.format)
+        crossing = cut.boundary if direction is Direction.ACTIVATIONS else cut.boundary.gradients
+        self._group, self._clock, self._codec = group, clock, BoundaryCodec(crossing, cut.format)
         self._rank = group.rank
         self._first = group.channel("boundaries").tag(cut.number * 4 * MOST_MICRO_BATCHES + 2 * direction)
         self._expected: dict[int, _Expected] = {}
@@ -91,7 +92,7 @@ class Link:
             expected.parts.append((self._group.receive(part, route.peer, self._tag(micro)), route.peer))
         self._expected[micro] = expected
 
-    def receive(self, micro: int) -> Tensor:
+    def receive(self, micro: int) -> Values:
         """Return the rows of a micro-batch, waiting until all of them are here."""
         expected = self._expected.pop(micro)
         everything_small = not expected.headers
@@ -107,11 +108,11 @@ class Link:
             self._clock.switch("compute", "decode", micro)
         return self._codec.decode(expected.encoded)
 
-    def send(self, micro: int, tensor: Tensor, routes: list[Route]) -> None:
+    def send(self, micro: int, values: Values, routes: list[Route]) -> None:
         """Begin to send this rank's rows of a micro-batch."""
         if self._codec.format != "fp32":
             self._clock.switch("compute", "encode", micro)
-        encoded = self._codec.encode(tensor.detach())
+        encoded = self._codec.encode(tuple(value.detach() for value in values))
         self._clock.switch("transfer", "send", micro)
         for route in routes:
             if self._has_header(route):

@@ -299,10 +299,9 @@ class Session:
             if all(micro.rows != 1 for micro in self._cut(size)[number]):
                 continue
             buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
-            sample = torch.zeros(1, *stage.entry.shape, dtype=stage.entry.dtype)
             try:
                 with torch.no_grad():
-                    torch.func.functional_call(stage.module.train(), buffers, sample)
+                    torch.func.functional_call(stage.module.train(), buffers, stage.entry.zeros(1))
             except ValueError as error:
                 return str(error)
         return None

@@ -23,6 +23,7 @@ from torch.autograd.graph import (
 )
 
 from horizonml.engine.backward import backward, seeded
+from horizonml.models.boundary import Values
 
 
 @dataclass
@@ -41,23 +42,21 @@ class _Join:
 class SplitBackward:
     """Runs the backward pass of one micro-batch: `input_part` first, and `weight_part` at any later time."""
 
-    output: Tensor
-    gradient: Tensor | None  # of `output`; None if `output` is a loss
-    entered: Tensor | None  # the stage's input; None for a first stage, which sends no gradient
+    outputs: Values
+    gradients: Values | None  # of the outputs; None if the only one is a loss
+    entered: Values | None  # the stage's inputs that want gradients; None for a first stage, which sends none
     _joins: list[_Join] = field(default_factory=list)
 
     def input_part(self) -> None:
-        """Compute `entered.grad`, and the gradients of the parameters that cost next to nothing."""
-        if self.entered is None or not self.output.requires_grad:
+        """Compute the gradients of the inputs, and those of the parameters that cost next to nothing."""
+        if self.entered is None or not self.outputs:
             return
-        if self.output.grad_fn is None:  # the stage hands on what entered it
-            backward(self.output, self.gradient)
-            return
-        self._joins, others = _find_joins(self.output.grad_fn, self.entered)
+        start = seeded(self.outputs, self.gradients)
+        assert start.grad_fn is not None
+        self._joins, others = _find_joins(start.grad_fn, self.entered)
         handles = [join.node.register_prehook(join.keep) for join in self._joins]
         try:
-            start = seeded(self.output, self.gradient)
-            torch.autograd.backward(start, inputs=[self.entered, *others], retain_graph=True)
+            torch.autograd.backward(start, inputs=[*self.entered, *others], retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -70,8 +69,8 @@ class SplitBackward:
     def weight_part(self) -> None:
         """Compute the gradients that are still missing."""
         if self.entered is None:
-            if self.output.requires_grad:
-                backward(self.output, self.gradient)
+            if self.outputs:
+                backward(self.outputs, self.gradients)
             return
         for join in self._joins:
             given = [(place, gradient) for place, gradient in enumerate(join.gradients) if gradient is not None]
@@ -85,20 +84,20 @@ class SplitBackward:
         self._joins = []
 
 
-def _find_joins(root: Node, entered: Tensor) -> tuple[list[_Join], list[Tensor]]:
-    """Return the joins between `root` and the input, and the parameters whose gradients the first part computes.
+def _find_joins(root: Node, entered: Values) -> tuple[list[_Join], list[Tensor]]:
+    """Return the joins between `root` and the inputs, and the parameters whose gradients the first part computes.
 
     A weight that joins at several places is among these parameters, because the path from one place leads to the other.
     """
     order = _topological(root)
-    target = get_gradient_edge(entered).node
-    on_path = {target}
-    for node in order:  # starting at the input
+    targets = {get_gradient_edge(one).node for one in entered}
+    on_path = set(targets)
+    for node in order:  # starting at the inputs
         if any(child in on_path for child, _ in node.next_functions):
             on_path.add(node)
     reached: dict[Node, list[Tensor]] = {}
     for node in order:
-        if node in on_path and node is not target:
+        if node in on_path and node not in targets:
             branches = [child for child, _ in node.next_functions if child is not None and child not in on_path]
             reached[node] = [leaf for branch in branches for leaf in _leaves(branch)]
     places: dict[int, int] = {}

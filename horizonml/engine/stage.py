@@ -17,10 +17,10 @@ from horizonml.engine.split_backward import SplitBackward
 from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import Members, trainable
-from horizonml.models.chain import Boundary
+from horizonml.models.boundary import Boundary, Values, values_of
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Route, routes
-from horizonml.tasks.task import Batch, Task
+from horizonml.tasks.task import Batch, Task, Tree, detached
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class StageStep:
 
     def __init__(self, batch: Batch, micros: list[Micro], task: Task, seed: int, number: int) -> None:
         self.batch, self.micros, self.seed, self.number = batch, micros, seed, number
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each micro-batch
+        self.held: dict[int, tuple[Values, Values]] = {}  # inputs and outputs of each micro-batch
         self.split: dict[int, SplitBackward] = {}
         self._task = task
         self.loss = torch.zeros(())  # of these rows, as a part of the batch's mean
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
 
-    def judge(self, outputs: Tensor, micro: Micro) -> Tensor:
+    def judge(self, outputs: Tree, micro: Micro) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
         targets = self.batch.targets(micro.start, micro.stop)
         with torch.no_grad():
-            self.sums += self._task.judge(outputs.detach(), targets)
+            self.sums += self._task.judge(detached(outputs), targets)
         loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
         loss = loss / (self.batch.size * self._task.units_per_sample)
         self.loss += loss.detach()
@@ -83,7 +83,7 @@ class StageRuntime:
         before = "fp32" if self.is_first else self._plan.stages[self.number - 1].send
         entry = Cut(boundaries[self.stage.start], before, self.number)
         end = Cut(boundaries[self.stage.stop], self.stage.send, self.number + 1)
-        self.entry = entry.boundary
+        self.entry, self._exit = entry.boundary, end.boundary
         self._inputs = Link(group, self._clock, entry, Direction.ACTIVATIONS)
         self._outputs = Link(group, self._clock, end, Direction.ACTIVATIONS)
         self._gradients_in = Link(group, self._clock, end, Direction.GRADIENTS)
@@ -179,35 +179,36 @@ class StageRuntime:
         torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
-            entered = step.batch.inputs(micro.start, micro.stop)
+            entered = values_of(step.batch.inputs(micro.start, micro.stop))
         else:
-            entered = self._inputs.receive(number).requires_grad_(torch.is_grad_enabled())
+            entered = self.entry.leaves(self._inputs.receive(number), torch.is_grad_enabled())
         self._clock.switch("compute", "forward", number)
-        left: Tensor = self.module(entered)
+        result = self.module(*entered)
         if self.is_last:
-            left = step.judge(left, micro)
+            left: Values = (step.judge(result, micro),)
         else:
+            left = values_of(result)
             self._outputs.send(number, left, micro.after)
         if torch.is_grad_enabled():
             step.held[number] = entered, left
 
     def backward(self, number: int) -> None:
         """Run the backward pass of a micro-batch, and send the gradient of its input."""
-        entered, left, gradient = self._gradient(number)
+        entered, left, gradients = self._gradients(number)
         self._clock.switch("compute", "backward", number)
-        if left.requires_grad:  # false in a first stage without parameters
-            backward(left, gradient)
-        self._send_gradient(number, entered)
+        if left:  # nothing in a first stage without parameters
+            backward(left, gradients)
+        self._send_gradients(number, entered)
 
     def backward_input(self, number: int) -> None:
         """Run the part of the backward pass for which the previous stage waits."""
         assert self._step is not None
-        entered, left, gradient = self._gradient(number)
+        entered, left, gradients = self._gradients(number)
         self._clock.switch("compute", Kind.BACKWARD_INPUT.value, number)
-        split = SplitBackward(left, gradient, None if self.is_first else entered)
+        split = SplitBackward(left, gradients, None if self.is_first else self.entry.differentiable(entered))
         split.input_part()
         self._step.split[number] = split
-        self._send_gradient(number, entered)
+        self._send_gradients(number, entered)
 
     def backward_weight(self, number: int) -> None:
         """Run the rest of the backward pass."""
@@ -215,17 +216,28 @@ class StageRuntime:
         self._clock.switch("compute", Kind.BACKWARD_WEIGHT.value, number)
         self._step.split.pop(number).weight_part()
 
-    def _gradient(self, number: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the input of the layers, their output, and the gradient of the output (None for a loss)."""
+    def _gradients(self, number: int) -> tuple[Values, Values, Values | None]:
+        """Return the inputs of the layers, the outputs that depend on what is trained, and the outputs' gradients.
+
+        A loss has no gradients: they begin with it.
+        """
         assert self._step is not None
         entered, left = self._step.held.pop(number)
-        return entered, left, None if self.is_last else self._gradients_in.receive(number)
+        if self.is_last:
+            return entered, tuple(value for value in left if value.requires_grad), None
+        arrived = self._gradients_in.receive(number)
+        pairs = zip(self._exit.differentiable(left), arrived, strict=True)
+        wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad]
+        return entered, tuple(value for value, _ in wanted), tuple(gradient for _, gradient in wanted)
 
-    def _send_gradient(self, number: int, entered: Tensor) -> None:
+    def _send_gradients(self, number: int, entered: Values) -> None:
         assert self._step is not None
         if not self.is_first:
-            assert entered.grad is not None
-            self._gradients_out.send(number, entered.grad, self._step.micros[number].before)
+            found = (
+                value.grad if value.grad is not None else torch.zeros_like(value)  # of a tensor that is not used here
+                for value in self.entry.differentiable(entered)
+            )
+            self._gradients_out.send(number, tuple(found), self._step.micros[number].before)
 
     def pending(self, action: Action) -> list[Tensor] | None:
         """Return the parameters whose gradients the step's last action computes; None stands for all of them."""

@@ -1,50 +1,27 @@
 """Represents a model as a chain of layers that can be cut at many points.
 
 `torch.fx` records the model's forward pass as a graph. The chain can be cut wherever exactly one tensor is alive,
-because only that tensor then has to travel to the next stage. A slice of the chain is an ordinary module that runs its
-part of the graph and keeps the model's own parameter names, so checkpoints do not depend on the cuts.
+because only that tensor then has to travel to the next stage. Where this leaves a large part of the model in one piece,
+as with the skip connections of a U-Net, that part is cut before its weights, and all tensors that are alive there
+travel. A slice of the chain is an ordinary module that runs its part of the graph and keeps the model's own parameter
+names, so checkpoints do not depend on the cuts.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.tracing import straight_line, trace
+from horizonml.models.boundary import Boundary, flat, values_of
+from horizonml.models.cuts import Graph, cut_points
+from horizonml.models.tracing import trace
 from horizonml.tasks.task import InputSpec
-
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
-)
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Describes the input of a layer: its shape without the batch dimension, and its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes_per_sample(self) -> int:
-        """Return the size of one sample's tensor in bytes."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
-
-    def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
-        """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""
-        shape = (rows, *self.shape)
-        if not self.dtype.is_floating_point:
-            return torch.zeros(shape, dtype=self.dtype)
-        return torch.randn(shape, dtype=self.dtype, requires_grad=needs_gradient)
 
 
 class Chain:
@@ -57,33 +34,55 @@ class Chain:
     def __init__(self, model: nn.Module, input: InputSpec) -> None:
         """Trace `model` (usually on the meta device) for inputs of shape `[batch, *input.shape]`.
 
-        Raises ModelError if the model's forward pass cannot be recorded as a graph, is not a function of one tensor
-        with the batch in its first dimension, or does not fit inputs of this shape.
+        Raises ModelError if the model's forward pass cannot be recorded as a graph, is not a function of tensors with
+        the batch in their first dimension, or does not fit inputs of this shape.
         """
         self._model = model
-        graph = trace(model)
-        self._placeholder, self._nodes = straight_line(model, graph)
-        self._segments = [[node] for node in self._nodes]
-        self._segments = list(self._cut(_cut_points(model, self._placeholder, self._nodes)))
+        self._graph = Graph(model, trace(model, input.names), input.names)
+        self._stops = [*cut_points(self._graph), len(self._graph.nodes)]
         self.boundaries = self._measure(input)
-        self.names = _unique_names(self._segments)
+        self.names = _unique_names([self._nodes(index) for index in range(len(self))])
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self._stops)
+
+    def _nodes(self, index: int) -> list[fx.Node]:
+        """Return the operations of a layer."""
+        return self._graph.nodes[self._start(index) : self._stops[index]]
+
+    def _start(self, index: int) -> int:
+        return self._stops[index - 1] if index else 0
 
     def slice(self, start: int, stop: int) -> fx.GraphModule:
-        """Return layers `start` to `stop - 1` as a module with one input tensor; it shares the model's submodules."""
+        """Return layers `start` to `stop - 1` as a module that takes the tensors of boundary `start` one by one.
+
+        It returns the tensor of boundary `stop`, or a tuple if there are several; the last layer returns what the
+        model returns. The module shares the model's submodules.
+        """
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
-        graph = fx.Graph()
-        entry = self._placeholder if start == 0 else self._segments[start - 1][-1]
-        copies = {entry: graph.placeholder("input")}
-        for segment in self._segments[start:stop]:
-            for node in segment:
-                for source in node.all_input_nodes:
-                    if source.op == "get_attr" and source not in copies:
-                        copies[source] = graph.node_copy(source)
+        first, last = self._start(start), self._stops[stop - 1]
+        source, graph = self._graph, fx.Graph()
+        entering = source.alive(first)
+        names = ["input"] if len(entering) == 1 else [f"input_{number}" for number in range(len(entering))]
+        copies = {node: graph.placeholder(name) for node, name in zip(entering, names, strict=True)}
+
+        def provide(node: fx.Node) -> None:
+            """Copy what does not depend on the input to where it is used first."""
+            if node not in copies and node in source.constants:
+                for needed in node.all_input_nodes:
+                    provide(needed)
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-        graph.output(copies[self._segments[stop - 1][-1]])
+
+        for node in source.nodes[first:last]:
+            for needed in node.all_input_nodes:
+                provide(needed)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        if stop == len(self):
+            result: Any = fx.map_arg(source.result, copies.__getitem__)
+        else:
+            leaving = tuple(copies[node] for node in source.alive(last))
+            result = leaving[0] if len(leaving) == 1 else leaving
+        graph.output(result)
         return fx.GraphModule(self._model, graph)
 
     def skip(self, index: int) -> tuple[str, str, int] | None:
@@ -91,9 +90,8 @@ class Chain:
 
         Return None if every operation of the layer takes the result of the one before it.
         """
-        nodes = self._segments[index]
-        entry = self._segments[index - 1][-1] if index else self._placeholder
-        position = {node: number for number, node in enumerate([entry, *nodes])}
+        nodes = [*self._graph.alive(self._start(index)), *self._nodes(index)]
+        position = {node: number for number, node in enumerate(nodes)}
         spans = [
             (position[user] - position[source] - 1, source.name, user.name)
             for source in position
@@ -103,42 +101,44 @@ class Chain:
         skipped, start, end = max(spans, default=(0, "", ""))
         return (start, end, skipped) if skipped else None
 
-    def _cut(self, points: list[int]) -> Iterator[list[fx.Node]]:
-        start = 0
-        for point in [*points, len(self._nodes)]:
-            yield self._nodes[start:point]
-            start = point
-
     def _measure(self, input: InputSpec) -> list[Boundary]:
-        """Return the boundaries, from a run on zeros; layers are merged where the batch is not the first dimension."""
+        """Return the boundaries, from a run on zeros; layers are merged where a boundary would not do as one."""
         training = self._model.training
         self._model.eval()
         try:
-            shapes = [self._run_on_zeros(batch, input) for batch in (1, 2)]
+            one, two = (self._run_on_zeros(batch, input) for batch in (1, 2))
         finally:
             self._model.train(training)
-        boundaries, segments, pending = [], [], []
-        boundaries.append(Boundary(tuple(input.shape), input.dtype))
-        for segment, one, two in zip(self._segments, *shapes, strict=True):
-            pending += segment
-            if _batch_first(one, two):
-                segments.append(pending)
-                boundaries.append(Boundary(tuple(one.shape[1:]), one.dtype))
-                pending = []
-        if pending:
-            raise ModelError(
-                f"{type(self._model).__name__} does not return one tensor with the batch in its first dimension"
-            )
-        self._segments = segments
+        boundaries, stops = [Boundary(tuple(input.tensors))], []
+        for index, stop in enumerate(self._stops):
+            last = index + 1 == len(self._stops)
+            specs = _specs(one[index], two[index])
+            if specs is None and last:
+                raise ModelError(
+                    f"{type(self._model).__name__} does not return tensors with the batch in their first dimension"
+                )
+            if specs is not None and (last or any(spec.dtype.is_floating_point for spec in specs)):
+                boundary = Boundary(specs) if last else self._marked(specs, stop)
+                boundaries.append(boundary)
+                stops.append(stop)
+        self._stops = stops
         return boundaries
 
-    def _run_on_zeros(self, batch: int, input: InputSpec) -> list[Tensor]:
+    def _marked(self, specs: tuple[TensorSpec, ...], stop: int) -> Boundary:
+        """Return a boundary in which the tensors are marked that depend on parameters; if none does, all are."""
+        learned = [self._graph.learned(node) for node in self._graph.alive(stop)]
+        marks = [found and spec.dtype.is_floating_point for found, spec in zip(learned, specs, strict=True)]
+        if not any(marks):
+            marks = [spec.dtype.is_floating_point for spec in specs]
+        return Boundary(tuple(TensorSpec(s.shape, s.dtype, mark) for s, mark in zip(specs, marks, strict=True)))
+
+    def _run_on_zeros(self, batch: int, input: InputSpec) -> list[tuple[Any, ...]]:
         """Return the outputs of all layers, with the parameters of one layer in memory at a time.
 
         The layers do not run on the meta device, whose Python kernels would load torch's compiler into every rank (70
         MB).
         """
-        value = torch.zeros(batch, *input.shape, dtype=input.dtype)
+        values: tuple[Any, ...] = Boundary(tuple(input.tensors)).zeros(batch)
         outputs = []
         for index in range(len(self)):
             layer = self.slice(index, index + 1)
@@ -148,86 +148,31 @@ class Chain:
             }
             try:
                 with torch.no_grad():
-                    value = torch.func.functional_call(layer, tensors, (value,))
+                    result = torch.func.functional_call(layer, tensors, values)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                where = self._segments[index][-1]
+                where = self._nodes(index)[-1]
+                shapes = " and ".join(str(list(tensor.shape)) for tensor in input.tensors)
                 raise ModelError(
-                    f"{type(self._model).__name__} does not accept inputs of shape {list(input.shape)} "
+                    f"{type(self._model).__name__} does not accept inputs of shape {shapes} "
                     f"(fails at {where.target}): {error}. {input.advice}".rstrip()
                 ) from error
-            outputs.append(value)
+            values = flat(result) if index + 1 == len(self) else values_of(result)
+            outputs.append(values)
         return outputs
 
 
-def _batch_first(one: object, two: object) -> bool:
-    """Return whether these outputs for batches of 1 and 2 differ in their first dimension and nowhere else."""
-    return (
-        isinstance(one, Tensor)
-        and isinstance(two, Tensor)
-        and one.dim() > 0
-        and one.dtype == two.dtype
-        and one.dtype.is_floating_point
-        and (one.shape[0], two.shape[0]) == (1, 2)
-        and one.shape[1:] == two.shape[1:]
-    )
-
-
-def _cut_points(model: nn.Module, placeholder: fx.Node, nodes: list[fx.Node]) -> list[int]:
-    """Return the indices `i` such that the chain may be cut before `nodes[i]`."""
-    position = {node: index for index, node in enumerate(nodes)}
-    last_use = {
-        node: max((position[user] for user in node.users if user in position), default=position.get(node, -1))
-        for node in [placeholder, *nodes]
-    }
-    first, last = _parameter_spans(model, nodes)
-    points = []
-    for index in range(1, len(nodes)):
-        alive = [node for node in [placeholder, *nodes[:index]] if last_use[node] >= index]
-        if alive != [nodes[index - 1]]:
-            continue
-        # The next stage receives this tensor as a leaf of its graph, which must not be changed in place.
-        if any(_changes(model, user, alive[0]) for user in alive[0].users):
-            continue
-        if any(first[name] < index <= last[name] for name in first):
-            continue
-        points.append(index)
-    return points
-
-
-def _parameter_spans(model: nn.Module, nodes: list[fx.Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return where each parameter or buffer is first and last used; a shared one must stay in one stage."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for index, node in enumerate(nodes):
-        tensors: list[Tensor] = []
-        if node.op == "call_module":
-            module = model.get_submodule(str(node.target))
-            tensors += [*module.parameters(), *module.buffers()]
-        for source in node.all_input_nodes:
-            if source.op == "get_attr":
-                tensors.append(operator.attrgetter(str(source.target))(model))
-        for tensor in tensors:
-            first.setdefault(id(tensor), index)
-            last[id(tensor)] = index
-    return first, last
-
-
-def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
-    """Return whether the operation `user` may change `value` in place."""
-    if not user.args or user.args[0] is not value:
-        return False
-    if user.op == "call_module":
-        return bool(getattr(model.get_submodule(str(user.target)), "inplace", False))
-    if user.op == "call_method":
-        return str(user.target).endswith("_")
-    name = getattr(user.target, "__name__", "")
-    return (
-        user.target in _IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
-        or bool(user.kwargs.get("inplace", False))
-    )
+def _specs(one: Sequence[object], two: Sequence[object]) -> tuple[TensorSpec, ...] | None:
+    """Return the descriptions of tensors, seen for batches of 1 and 2; None unless all have the batch first."""
+    found = []
+    for left, right in zip(one, two, strict=True):
+        if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.dim() == 0 or left.dtype != right.dtype:
+            return None
+        if (left.shape[0], right.shape[0]) != (1, 2) or left.shape[1:] != right.shape[1:]:
+            return None
+        found.append(TensorSpec(tuple(left.shape[1:]), left.dtype))
+    return tuple(found)
 
 
 def _unique_names(segments: list[list[fx.Node]]) -> list[str]:

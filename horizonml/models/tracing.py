@@ -5,6 +5,11 @@ Each submodule that cannot be traced becomes one node, which runs the module its
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
 from torch import fx, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
@@ -21,20 +26,23 @@ class _Tracer(fx.Tracer):
         return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
 
 
-def trace(model: nn.Module) -> fx.Graph:
+def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
     """Return the model's graph, which is the same in training and evaluation. Raises ModelError.
+
+    `names` are those of the forward's arguments that the data provides; without any, it is the first. Other arguments
+    keep their defaults.
 
     A submodule whose forward cannot be traced (it branches on its input), or whose graph would depend on the current
     mode (it reads `self.training`), becomes one node that runs the module itself.
     """
     leaves: set[str] = set()
-    training = model.training
+    training, defaults = model.training, _defaults(model, names)
     try:
         while True:
             graphs = []
             for mode in (True, False):
                 model.train(mode)
-                graphs.append(_trace_once(model, leaves))
+                graphs.append(_trace_once(model, leaves, defaults))
                 if graphs[-1] is None:
                     break
             else:
@@ -54,12 +62,25 @@ def trace(model: nn.Module) -> fx.Graph:
         model.train(training)
 
 
-def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
+def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    """Return the default values of the forward's arguments that the data does not provide."""
+    arguments = list(inspect.signature(model.forward).parameters.values())
+    given = set(names or [argument.name for argument in arguments[:1]])
+    return {
+        argument.name: argument.default
+        for argument in arguments
+        if argument.name not in given and argument.default is not argument.empty
+    }
+
+
+def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) -> fx.Graph | None:
     """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     try:
-        return tracer.trace(model)
+        graph = tracer.trace(model, defaults or None)
+        _drop_checks(graph, defaults)
+        return graph
     except Exception as error:  # the model's own code runs here, on proxies, and may fail in any way
         if is_out_of_memory(error):
             raise
@@ -76,6 +97,17 @@ def _trace_once(model: nn.Module, leaves: set[str]) -> fx.Graph | None:
             module._buffers.update(held)
 
 
+def _drop_checks(graph: fx.Graph, defaults: dict[str, Any]) -> None:
+    """Drop the operations with which fx checks at run time that arguments have their defaults."""
+    mine = re.compile(rf"({'|'.join(map(re.escape, defaults)) or '(?!)'})_\d+")
+    for node in graph.nodes:
+        if node.op == "placeholder" and mine.fullmatch(str(node.target)):
+            for user in list(node.users):
+                for check in list(user.users):
+                    graph.erase_node(check)
+                graph.erase_node(user)
+
+
 def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
     """Return the innermost module at the first node in which two graphs differ; "" stands for the model itself."""
     pairs = list(zip(left.nodes, right.nodes, strict=False))
@@ -89,20 +121,3 @@ def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
             stack = list((one.meta.get("nn_module_stack") or {}).values())
             return str(stack[-1][0]) if stack else ""
     return None if len(left.nodes) == len(right.nodes) else ""
-
-
-def straight_line(model: nn.Module, graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
-    """Return the graph's only input and its computing nodes. Raises ModelError unless there is one output, the last."""
-    graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
-    graph.eliminate_dead_code()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    used = [node for node in placeholders if node.users]
-    if len(used) != 1:
-        raise ModelError(f"the model's forward must take one tensor; it takes {len(used)}")
-    result = graph.output_node().args[0]
-    if not isinstance(result, fx.Node):
-        raise ModelError("the model's forward must return one tensor; it returns a collection")
-    nodes = [n for n in graph.nodes if n.op in ("call_module", "call_function", "call_method")]
-    if not nodes or result is not nodes[-1]:
-        raise ModelError("the model's last operation must be the one whose result it returns")
-    return used[0], nodes

@@ -18,12 +18,13 @@ def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..
 
     Raises ModelError unless the input has the shape `[channels, height, width]`.
     """
-    if len(input.shape) != 3:
+    (shape, *more) = (tensor.shape for tensor in input.tensors)
+    if len(shape) != 3 or more:
         raise ModelError(
             f"model {name} takes inputs of shape [channels, height, width], but the data has inputs of shape "
-            f"{list(input.shape)}; choose another model"
+            f"{list(shape)}; choose another model"
         )
-    channels, height, _ = input.shape
+    channels, height, _ = shape
     if name == "digits_cnn":
         return digits_cnn, {"num_classes": outputs, "channels": channels, "image_size": height}
     size = {"image_size": height} if name.startswith("vit") else {}

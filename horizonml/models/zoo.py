@@ -19,7 +19,7 @@ from horizonml.models.source import find
 from horizonml.models.spec import MODELS, ModelSpec
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record
-from horizonml.tasks.task import InputSpec
+from horizonml.tasks.task import InputSpec, OutputSpec
 
 _log = logging.getLogger(__name__)
 _OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number of outputs; the second is torchvision's
@@ -58,9 +58,13 @@ class Model:
         return [[parameter.shape for parameter in self.chain.slice(n, n + 1).parameters()] for n in layers]
 
 
-def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:
-    """Build the model of a job, which must return `outputs` values for each sample of `input`. Raises ModelError."""
-    constructor = _constructor(spec, outputs, input)
+def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> Model:
+    """Build the model of a job for inputs and outputs of these kinds; a number stands for a vector of as many values.
+
+    Raises ModelError.
+    """
+    wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
+    constructor = _constructor(spec, wanted.count, input)
     try:
         model, tape = record(constructor)
     except RuntimeError as reason:  # includes NotImplementedError
@@ -81,11 +85,12 @@ def build(spec: ModelSpec, seed: int, outputs: int, input: InputSpec) -> Model:
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
     chain = Chain(model, input)
-    returned = chain.boundaries[-1].shape
-    if returned != (outputs,):
+    returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
+    if wanted.shape is not None and returned != [wanted.shape]:
+        needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
         raise ModelError(
-            f"{spec.name} returns {list(returned)} values per sample, but the data needs {outputs}; "
-            "set the number of outputs in model.options"
+            f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
+            f"data needs {needed}; set the number of outputs in model.options"
         )
     return Model(chain, tape, seed)
 

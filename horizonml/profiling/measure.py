@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 
 from horizonml.data.seeds import name_seed
+from horizonml.data.tensors import TensorSpec
 from horizonml.engine.backward import backward
 from horizonml.engine.codec import Codec
 from horizonml.files import cache_folder, write_atomically
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import available_cores
-from horizonml.models.chain import Boundary
+from horizonml.models.boundary import Boundary, Values, flat
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import FORMATS
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
 
-_FORMAT = 5
+_FORMAT = 6
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _COLD_BYTES = 64 << 20  # more than caches hold
@@ -48,8 +49,7 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "layers": model.chain.names,
-        "shapes": [boundary.shape for boundary in model.chain.boundaries],
-        "input": str(model.chain.boundaries[0].dtype),
+        "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
         "sizes": sizes,
         **key,
     }
@@ -123,7 +123,7 @@ def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: b
     """
     copies = max(1, min(_REPEATS, _COLD_BYTES // (size * entry.bytes_per_sample)))
     inputs = [entry.example(size, needs_gradient) for _ in range(copies)]
-    kept: list[Tensor] = []
+    kept: list[Values] = []
     runs = []
     for number in range(2 * _REPEATS):
         if number == _REPEATS:  # the first runs warm up, and provide memory for the others
@@ -133,26 +133,28 @@ def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: b
     return runs[_REPEATS:]
 
 
-def _once(module: torch.nn.Module, entered: Tensor, kept: list[Tensor]) -> tuple[float, float]:
-    """Return the forward and backward seconds of one run, and append the output to `kept`."""
+def _once(module: torch.nn.Module, entered: Values, kept: list[Values]) -> tuple[float, float]:
+    """Return the forward and backward seconds of one run, and append the outputs to `kept`."""
     clock = _clock()
     start = clock()
-    left = module(entered)
+    left = flat(module(*entered))
     middle = clock()
-    kept.append(left.detach())
-    if not left.requires_grad:
+    kept.append(tuple(value.detach() for value in left))
+    learned = tuple(value for value in left if value.requires_grad)
+    if not learned:
         return middle - start, 0.0
-    gradient = torch.ones_like(left)
-    entered.grad = None
+    gradients = tuple(torch.ones_like(value) for value in learned)
+    for value in entered:
+        value.grad = None
     begin = clock()
-    backward(left, gradient)
+    backward(learned, gradients)
     return middle - start, clock() - begin
 
 
 @torch.no_grad()
 def _trains_on_one(module: torch.nn.Module, entry: Boundary) -> bool:
     try:
-        module(torch.zeros(1, *entry.shape, dtype=entry.dtype))
+        module(*entry.zeros(1))
     except ValueError:  # raised by BatchNorm, which needs more than one value per channel
         return False
     return True
@@ -172,8 +174,8 @@ def _saved_bytes(module: torch.nn.Module, entry: Boundary, needs_gradient: bool)
 
     entered = entry.example(samples, needs_gradient)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        left = module(entered)  # keeps all saved tensors alive, and their addresses in use, until they are counted
-    return (sum(kept.values()) + int(left.nbytes)) // samples
+        left: Values = flat(module(*entered))  # keeps saved tensors alive, and their addresses in use
+    return (sum(kept.values()) + sum(value.nbytes for value in left)) // samples
 
 
 def _update_seconds_per_byte(module: torch.nn.Module) -> float:
@@ -190,7 +192,7 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
 
 def _codec_seconds_per_byte(format: str) -> float:
     """Return the mean seconds to encode or decode a byte of float32."""
-    codec = Codec(Boundary((64, 32, 32), torch.float32), format)
+    codec = Codec(TensorSpec((64, 32, 32)), format)
     tensor = torch.randn(8, 64, 32, 32)
     clock, times = _clock(), []
     for _ in range(1 + _REPEATS):

@@ -23,7 +23,7 @@ from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import OtherWork, available_cores, threads_per_rank
-from horizonml.models.chain import Boundary
+from horizonml.models.boundary import Boundary, flat
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Host
 
@@ -66,7 +66,7 @@ def _remembered(model: Model, rows: int, most: int) -> int:
         "torch": torch.__version__,
         "waiting": {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")},
         "layers": model.chain.names,
-        "shapes": [boundary.shape for boundary in model.chain.boundaries],
+        "shapes": [[tensor.shape for tensor in one.tensors] for one in model.chain.boundaries],
         "rows": rows,
         "most": most,
         "busy": others.cores_taken() > _BUSY * available_cores(),
@@ -133,9 +133,9 @@ def _try_layer(
         for threads in candidates:
             torch.set_num_threads(threads)
             begin = time.perf_counter()
-            left = layer(entered)
-            if left.requires_grad:
-                backward(left, torch.ones_like(left))
+            left = tuple(value for value in flat(layer(*entered)) if value.requires_grad)
+            if left:
+                backward(left, tuple(torch.ones_like(value) for value in left))
             if turn:  # the first turn warms up
                 times[threads].append(time.perf_counter() - begin)
     for threads, seconds in times.items():

@@ -24,14 +24,16 @@ class ImageClassification:
     units_per_sample: ClassVar[int] = 1
     metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
 
-    def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
+    def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the images' cross-entropy; labels are smoothed in training only."""
+        assert isinstance(outputs, Tensor)
         assert isinstance(targets, Tensor)
         smoothing = self.label_smoothing if training else 0.0  # smoothing serves training, not evaluation
         return functional.cross_entropy(outputs, targets, reduction="sum", label_smoothing=smoothing)
 
-    def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the number of images whose largest logit is that of their class."""
+        assert isinstance(outputs, Tensor)
         assert isinstance(targets, Tensor)
         return (outputs.argmax(1) == targets).sum(dtype=torch.float64).reshape(1)
 
@@ -41,7 +43,7 @@ class ImageClassification:
 
     def input(self, info: ImageInfo) -> InputSpec:
         """Return the model's input: normalised float32 images."""
-        return InputSpec(info.shape, torch.float32, "Set data.image_size to a size the model accepts.")
+        return InputSpec.of(info.shape, torch.float32, "Set data.image_size to a size the model accepts.")
 
     def outputs(self, info: ImageInfo) -> int:
         """Return the number of values that the model must return for each image: a logit for each class."""

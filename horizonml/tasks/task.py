@@ -6,24 +6,47 @@ what outputs mean.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Batch, Tree
+from horizonml.data.dataset import Batch, Inputs, Tree, detached
+from horizonml.data.tensors import TensorSpec
 
-__all__ = ["Batch", "InputSpec", "Task", "Tree"]
+__all__ = ["Batch", "InputSpec", "Inputs", "OutputSpec", "Task", "Tree", "detached"]
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Describes the input of a model: its shape without the batch dimension, and its dtype."""
+    """Describes the input of a model: one tensor, or several that are named like the arguments of its forward."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
+    tensors: tuple[TensorSpec, ...]
+    names: tuple[str, ...] = ()  # without names there is one tensor, the forward's first argument
     advice: str = ""  # a sentence about what to change in a job whose model does not accept this input
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32, advice: str = "") -> InputSpec:
+        """Return the description of a single tensor."""
+        return cls((TensorSpec(tuple(shape), dtype),), (), advice)
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """Describes what a model must return for each sample.
+
+    `count` is handed to the model's constructor, as the number of classes, for example.
+    """
+
+    count: int
+    shape: tuple[int, ...] | None = None  # of the tensor that the model returns; None if the task takes any
+
+    @classmethod
+    def vector(cls, count: int) -> OutputSpec:
+        """Return the description of `count` values for each sample."""
+        return cls(count, (count,))
 
 
 class Task(Protocol):
@@ -45,11 +68,11 @@ class Task(Protocol):
     def metrics(self) -> tuple[str, ...]:
         """Return the names of the means that `judge` sums, such as "accuracy"."""
 
-    def loss(self, outputs: Tensor, targets: Tree, training: bool) -> Tensor:
+    def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the loss over the units of these rows, a differentiable scalar.
 
         What only training uses, such as label smoothing, applies only where `training` is True.
         """
 
-    def judge(self, outputs: Tensor, targets: Tree) -> Tensor:
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return each metric's sum over the units of these rows, float64 `[len(metrics)]`."""

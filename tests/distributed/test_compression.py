@@ -26,7 +26,7 @@ def train(
     rank: int, world_size: int, store: Store, members: tuple[int, ...], model_name: str, send: str, sync: Sync
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps of a plan with so many members per stage, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec(SHAPE))
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec.of(SHAPE))
     stages, first = [], 0
     for number, count in enumerate(members):
         start, stop = (len(model.chain) * (number + k) // len(members) for k in (0, 1))
@@ -43,7 +43,7 @@ def train(
 
 def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: str) -> float:
     """How far parameters are from where they should be, compared with the way that they have come."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec(SHAPE))
+    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec.of(SHAPE))
     start = model.stage(0, len(model.chain)).state_dict()
     names = [name for name in start if f"model/{name}" in state and "running" not in name and "tracked" not in name]
     apart = torch.cat([(state[f"model/{name}"] - exact[f"model/{name}"]).flatten() for name in names])

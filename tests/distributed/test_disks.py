@@ -69,7 +69,7 @@ BOARDS = ["boot1/10.0.0.1", "boot2/10.0.0.2", "boot3/10.0.0.3"]
 def drifting(rank: int, world_size: int, store: Store, folder: Path) -> tuple[list[str], dict[str, Tensor]]:
     """Save, on a board with a disk of its own, when the last bit of a parameter is another one on rank 1."""
     group = Group(store, rank, world_size, 30.0, BOARDS)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec((1, 8, 8)))
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 64)
     session.state.step = 5

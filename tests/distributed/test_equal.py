@@ -47,7 +47,7 @@ def job(folder: Path, **parallel: Any) -> Job:
 
 def test_measuring_leaves_what_is_trained_as_it_was(tmp_path: Path) -> None:
     spec = job(tmp_path, strategy="single").model
-    measured, untouched = (build(spec, 0, 10, InputSpec((1, 8, 8))) for _ in range(2))
+    measured, untouched = (build(spec, 0, 10, InputSpec.of((1, 8, 8))) for _ in range(2))
     measure(measured, (4, 16))
     layers = len(measured.chain)
     ours, theirs = (model.stage(0, layers).state_dict() for model in (measured, untouched))
@@ -114,7 +114,7 @@ def test_memory_is_shared_by_ranks_of_one_machine_and_not_of_one_name(pool: Pool
 def unequal(rank: int, world_size: int, store: Store) -> tuple[list[tuple[int, str]], dict[str, Tensor]]:
     group = Group(store, rank, world_size, 30.0)
     spec = parse('{"model": {"name": "tests.models:normed"}}', "job").model
-    model = build(spec, 0, 10, InputSpec((1, 8, 8)))
+    model = build(spec, 0, 10, InputSpec.of((1, 8, 8)))
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size),))
     session = session_for(plan, model, group, Sgd(), 64)
     if rank == 2:

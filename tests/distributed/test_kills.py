@@ -55,7 +55,9 @@ def rank_of_two_groups(rank: int, port: int, name: str, kind: str, pipe: Connect
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store: Any = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec((1, 8, 8)))  # 10 MB: several buckets on a ring
+    model = build(
+        ModelSpec(name="tests.models:wide"), 0, 10, InputSpec.of((1, 8, 8))
+    )  # 10 MB: several buckets on a ring
     layers = len(model.chain)
     group = Group(PrefixStore(f"{name}-1", store), rank, RANKS, STEP_TIMEOUT)
     session = session_for(plan_for(RANKS, kind, layers), model, group, Sgd(), Noise.size)

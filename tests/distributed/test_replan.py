@@ -55,7 +55,7 @@ def test_only_layers_that_change_hands_travel_and_senders_take_turns() -> None:
 
 def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tuple[dict[str, Tensor], list[int]]:
     """Two steps by each of some plans; what a rank holds in the end, and the bytes it received on the way."""
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
+    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
     assert len(model.chain) == 15
     group = Group(store, rank, world_size, 30.0)
     received: list[int] = []
@@ -88,7 +88,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
         assert any(key.startswith("optimizer/") for key in state)
         assert all(torch.equal(state[key], other[key]) for key in state)
         assert (sum(received) > 0) == bool(received[0] or received[1])
-    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE)).stage(3, 5)
+    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)).stage(3, 5)
     size = sum(2 * value.nbytes for value in layers.parameters()) + sum(value.nbytes for value in layers.buffers())
     assert [received for _, received in moved] == [[0, size], [size, 0], [0, 0]]
 
@@ -96,7 +96,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
 def test_any_plan_follows_any_other(pool: Pool) -> None:
     results = pool.run(3, through, [PIPELINE, HYBRID, DDP, SHIFTED])
     names = {key for state, _ in results for key in state}
-    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE)).stage(0, 15)
+    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)).stage(0, 15)
     assert {f"model/{name}" for name in whole.state_dict()} <= names
     assert all(value.isfinite().all() for state, _ in results for value in state.values())
 

@@ -86,7 +86,7 @@ def told() -> Iterator[list[str]]:
 
 def trained(plan: Plan, group: Group, done: int) -> Session:
     session = session_for(
-        plan, build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE)), group, Sgd(), FULL
+        plan, build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)), group, Sgd(), FULL
     )
     for step in range(done):
         session.step(RandomBatch(step), LR)

@@ -55,7 +55,7 @@ class Failing(RandomBatch):
 
 
 def model() -> Model:
-    return build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec(SHAPE))
+    return build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
 
 
 def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) -> tuple[dict[str, Tensor], bool, int]:
@@ -152,7 +152,7 @@ def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
 def trained(store: Store, rank: int, world_size: int, plan: Plan, steps: int) -> tuple[Session, dict[str, Tensor]]:
     """Train some steps of a model with unusual layers; the session, and copies of what it holds."""
     group = Group(store, rank, world_size, 30.0)
-    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec(SHAPE))
+    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec.of(SHAPE))
     session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
     for step in range(steps):
         session.step(RandomBatch(step), LR)

@@ -85,7 +85,7 @@ def run(
     group = Group(store, rank, world_size, 30.0)
     info = describe(job.data)
     assert info is not None
-    model = build(job.model, job.seed, info.classes, InputSpec(info.shape))
+    model = build(job.model, job.seed, info.classes, InputSpec.of(info.shape))
     plan = fixed_plan(job, len(model.chain), world_size)
     session = session_for(plan, model, group, job.optimizer, job.batch_size)
     data = load(job.data, info, Path("unused"), inputs=session.is_first, targets=session.is_last)
@@ -309,7 +309,7 @@ def test_what_an_earlier_run_saved_is_kept_and_neither_resumed_nor_in_the_way(po
 def set_aside(rank: int, world_size: int, store: Store, job: Job) -> list[str]:
     """Begin anew in a folder with checkpoints, and save one."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(job.model, job.seed, 10, InputSpec((1, 8, 8)))
+    model = build(job.model, job.seed, 10, InputSpec.of((1, 8, 8)))
     plan = fixed_plan(job, len(model.chain), world_size)
     session = session_for(plan, model, group, job.optimizer, job.batch_size)
     compatible = {"model": job.model.name, "batch_size": job.batch_size}

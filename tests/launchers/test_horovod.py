@@ -36,7 +36,7 @@ def pool() -> Iterator[Pool]:
 
 
 def session_of(kind: Sync, rank: int, world_size: int, store: Store, name: str, optimizer: Sgd | Adam) -> Session:
-    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, InputSpec(SHAPE))
+    model = build(ModelSpec(name=f"tests.models:{name}"), 0, 10, InputSpec.of(SHAPE))
     group = Group(store, rank, world_size, 30.0)
     plan = Plan((Stage(0, len(model.chain), tuple(range(world_size)), (1.0,) * world_size, kind),))
     return session_for(plan, model, group, optimizer, FULL)

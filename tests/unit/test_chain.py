@@ -14,6 +14,7 @@ from horizonml.models.weights import materialise, record
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec
 from tests import models
+from tests.chains import compare_with_model
 
 SHAPES = {"digits_cnn": (1, 8, 8), "vit_b_16": (3, 64, 64)}
 OPTIONS = {"vit_b_16": {"patch_size": 16}}
@@ -40,43 +41,14 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
 
     torch.manual_seed(0)
     original = constructor()
-    chain = Chain(original, InputSpec(shape_of(name)))
+    chain = Chain(original, InputSpec.of(shape_of(name)))
     assert len(chain) >= 14
-    layers = [chain.slice(index, index + 1) for index in range(len(chain))]
-    names = [key for layer in layers for key in layer.state_dict()]
-    assert sorted(names) == sorted(original.state_dict())
-
-    images = torch.randn(2, *shape_of(name))
-    original.eval()  # without dropout, and with fixed statistics
-    for layer in layers:
-        layer.eval()
-    expected = original(images)
-    expected.square().mean().backward()
-    gradients = {key: p.grad.clone() for key, p in original.named_parameters() if p.grad is not None}
-    original.zero_grad()
-
-    value, boundaries = images, []
-    for index, layer in enumerate(layers):
-        assert tuple(value.shape[1:]) == chain.boundaries[index].shape
-        if index:
-            value = value.detach().requires_grad_()  # as if it had come over the network
-        entered, value = value, layer(value)
-        boundaries.append((entered, value))
-    torch.testing.assert_close(value, expected, rtol=0, atol=0)
-    gradient = torch.autograd.grad(value.square().mean(), value, retain_graph=True)[0]
-    for entered, left in reversed(boundaries):
-        left.backward(gradient)
-        if entered.grad is not None:
-            gradient = entered.grad
-    for key, parameter in original.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, gradients[key], rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    compare_with_model(original, chain, (torch.randn(2, *shape_of(name)),))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_mode_reaches_the_layers(name: str) -> None:
-    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape_of(name)))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape_of(name)))
     stage = model.stage(0, len(model.chain))
     for mode in (True, False):
         stage.train(mode)
@@ -84,7 +56,7 @@ def test_training_mode_reaches_the_layers(name: str) -> None:
 
 
 def test_slices_of_any_width_are_the_same_function() -> None:
-    model = build(ModelSpec(), 3, 10, InputSpec((1, 8, 8)))
+    model = build(ModelSpec(), 3, 10, InputSpec.of((1, 8, 8)))
     images = torch.randn(4, 1, 8, 8)
     whole = model.stage(0, len(model.chain)).eval()(images)
     for cuts in ([5], [1, 2, 3], [4, 9, 14]):
@@ -96,7 +68,7 @@ def test_slices_of_any_width_are_the_same_function() -> None:
 
 def test_modules_that_cannot_be_traced_or_frozen_become_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), models.BranchesOnMode(), models.BranchesOnValue(), nn.Linear(4, 4))
-    chain = Chain(model, InputSpec((4,)))
+    chain = Chain(model, InputSpec.of((4,)))
     assert len(chain) == 4
     value = torch.randn(3, 4)
     stage = chain.slice(0, 4)
@@ -106,21 +78,21 @@ def test_modules_that_cannot_be_traced_or_frozen_become_layers() -> None:
 
 
 def test_no_cut_where_two_tensors_live_or_a_weight_is_shared() -> None:
-    assert Chain(models.TwoTensors(), InputSpec((8,))).names == ["add", "out"]
-    chain = Chain(models.Tied(), InputSpec((8,)))
+    assert Chain(models.TwoTensors(), InputSpec.of((8,))).names == ["add", "out"]
+    chain = Chain(models.Tied(), InputSpec.of((8,)))
     assert chain.names[-1] == "after"
     assert len(chain) == 2
 
 
 def test_no_cut_before_an_operation_in_place() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU())
-    assert len(Chain(model, InputSpec((4,)))) == 3
+    assert len(Chain(model, InputSpec.of((4,)))) == 3
 
 
 @pytest.mark.parametrize(
     ("constructor", "shape", "words"),
     [
-        (models.two_outputs, (8,), "must return one tensor"),
+        (models.two_outputs, (8,), "must return the results of operations"),
         (models.BranchesOnMode, (8,), "depends on train/eval mode"),
         (models.BranchesOnValue, (8,), "cannot be cut into layers"),
         (models.plain, (3, 8, 8), r"does not accept inputs of shape \[3, 8, 8\]"),
@@ -130,7 +102,7 @@ def test_models_that_cannot_be_chains_are_refused(
     constructor: Callable[[], nn.Module], shape: tuple[int, ...], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
-        Chain(constructor(), InputSpec(shape))
+        Chain(constructor(), InputSpec.of(shape))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +119,7 @@ def test_models_that_cannot_be_chains_are_refused(
 )
 def test_wrong_models_are_named(spec: ModelSpec, words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        build(spec, 0, 10, InputSpec((3, 32, 32)))
+        build(spec, 0, 10, InputSpec.of((3, 32, 32)))
 
 
 # Initial values --------------------------------------------------------------------------------------------------
@@ -169,7 +141,7 @@ def test_recording_allocates_nothing_and_replay_makes_the_values() -> None:
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121", "convnext_tiny", "vit_b_16"])
 def test_initial_values_are_distributed_as_the_model_wants(name: str) -> None:
-    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape_of(name)))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape_of(name)))
     made = model.stage(0, len(model.chain)).state_dict()
     extra = {"image_size": 64} if name == "vit_b_16" else {}
     real = getattr(import_torchvision().models, name)(num_classes=10, **extra).state_dict()
@@ -185,7 +157,7 @@ def test_initial_values_are_distributed_as_the_model_wants(name: str) -> None:
 
 def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
     def values(seed: int, cuts: list[int]) -> dict[str, torch.Tensor]:
-        model = build(ModelSpec(name="resnet18"), seed, 10, InputSpec((3, 32, 32)))
+        model = build(ModelSpec(name="resnet18"), seed, 10, InputSpec.of((3, 32, 32)))
         stages = [model.stage(a, b) for a, b in zip([0, *cuts], [*cuts, len(model.chain)], strict=True)]
         return {key: value for stage in stages for key, value in stage.state_dict().items()}
 
@@ -196,7 +168,7 @@ def test_initial_values_depend_on_seed_and_name_but_not_on_the_plan() -> None:
 
 
 def test_a_stage_holds_its_own_layers_only() -> None:
-    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec((3, 32, 32)))
+    model = build(ModelSpec(name="resnet18"), 0, 10, InputSpec.of((3, 32, 32)))
     stage = model.stage(0, 4)
     assert {p.device.type for p in stage.parameters()} == {"cpu"}
     rest = [p for index in range(4, len(model.chain)) for p in model.chain.slice(index, index + 1).parameters()]
@@ -211,9 +183,9 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-build(ModelSpec(), 0, 10, InputSpec((1, 8, 8))).stage(0, 3)
+build(ModelSpec(), 0, 10, InputSpec.of((1, 8, 8))).stage(0, 3)
 before = peak()
-model = build(ModelSpec(name="tests.models:heavy"), 0, 10, InputSpec((1, 8, 8)))
+model = build(ModelSpec(name="tests.models:heavy"), 0, 10, InputSpec.of((1, 8, 8)))
 stage = model.stage(2, 4)
 print(peak() - before, sum(p.nbytes for p in stage.parameters()) >> 20)
 """
@@ -228,12 +200,12 @@ def test_a_model_larger_than_the_memory_can_be_started() -> None:
 
 
 def test_a_constructor_that_reads_values_back_still_works(caplog: pytest.LogCaptureFixture) -> None:
-    first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec((1, 8, 8))).stage(0, 3).state_dict()
-    again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec((1, 8, 8))).stage(0, 3).state_dict()
+    first = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec.of((1, 8, 8))).stage(0, 3).state_dict()
+    again = build(ModelSpec(name="tests.models:reads_back"), 5, 10, InputSpec.of((1, 8, 8))).stage(0, 3).state_dict()
     assert "builds the whole of tests.models:reads_back" in caplog.text
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
 def test_a_constructor_that_fails_is_told_in_one_line() -> None:
     with pytest.raises(ModelError, match=r"model tests\.models:broken cannot be built: no such device$"):
-        build(ModelSpec(name="tests.models:broken"), 0, 10, InputSpec((1, 8, 8)))
+        build(ModelSpec(name="tests.models:broken"), 0, 10, InputSpec.of((1, 8, 8)))

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from horizonml.data.tensors import TensorSpec
 from horizonml.engine.codec import Codec
 from horizonml.engine.sync.compressed import powersgd_ratio
-from horizonml.models.chain import Boundary
 
 SHAPES = [(8, 16, 16), (32, 4, 4), (40,), (3, 1, 1)]
 
@@ -13,7 +13,7 @@ SHAPES = [(8, 16, 16), (32, 4, 4), (40,), (3, 1, 1)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("format", "bytes_per_value"), [("fp32", 4), ("bf16", 2), ("int8", 1)])
 def test_what_is_encoded_comes_back_but_for_rounding(shape: tuple[int, ...], format: str, bytes_per_value: int) -> None:
-    codec = Codec(Boundary(shape, torch.float32), format)
+    codec = Codec(TensorSpec(shape, torch.float32), format)
     tensor = torch.randn(5, *shape) * torch.logspace(-6, 3, 5).view(5, *[1] * len(shape))
     encoded = codec.encode(tensor)
     assert encoded.nbytes == 5 * codec.bytes_per_sample
@@ -32,14 +32,14 @@ def test_what_is_encoded_comes_back_but_for_rounding(shape: tuple[int, ...], for
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 def test_rows_are_encoded_each_on_its_own(shape: tuple[int, ...], format: str) -> None:
-    codec = Codec(Boundary(shape, torch.float32), format)
+    codec = Codec(TensorSpec(shape, torch.float32), format)
     tensor = torch.randn(6, *shape)
     assert torch.equal(codec.encode(tensor)[2:5], codec.encode(tensor[2:5]))
     assert torch.equal(codec.decode(codec.encode(tensor)[2:5]), codec.decode(codec.encode(tensor))[2:5])
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() -> None:
-    codec = Codec(Boundary((4, 8, 8), torch.float32), "int8")
+    codec = Codec(TensorSpec((4, 8, 8), torch.float32), "int8")
     tensor = torch.zeros(2, 4, 8, 8)
     assert torch.equal(codec.decode(codec.encode(tensor)), tensor)
     for value in (math.nan, math.inf):
@@ -51,7 +51,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() -> None:
 
 
 def test_a_tensor_of_whole_numbers_is_sent_as_it_is() -> None:
-    codec = Codec(Boundary((7,), torch.int64), "int8")
+    codec = Codec(TensorSpec((7,), torch.int64), "int8")
     tensor = torch.arange(21).view(3, 7)
     assert codec.bytes_per_sample == 56
     assert torch.equal(codec.decode(codec.encode(tensor)), tensor)

@@ -15,12 +15,12 @@ from horizonml.tasks.task import InputSpec
 
 
 def pairs(name: str, shape: tuple[int, ...] = (3, 32, 32)) -> list[tuple[str, tuple[str, ...], str]]:
-    model = build(ModelSpec(name=name), 0, 10, InputSpec(shape))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape))
     return [(p.first, p.between, p.second) for p in find_pairs(model.chain.slice(0, len(model.chain)))]
 
 
 def of(module: nn.Module, shape: tuple[int, ...]) -> list[tuple[str, tuple[str, ...], str]]:
-    chain = Chain(module, InputSpec(shape))
+    chain = Chain(module, InputSpec.of(shape))
     return [(p.first, p.between, p.second) for p in find_pairs(chain.slice(0, len(chain)))]
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from horizonml.data.images import ImageInfo
+from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -30,7 +31,7 @@ def test_image_classification_sums_cross_entropy_and_hits() -> None:
 
 def test_image_classification_says_what_a_model_must_take_and_return() -> None:
     task, info = ImageClassification(), ImageInfo(7, (3, 20, 20), 10, 2)
-    assert (task.input(info).shape, task.input(info).dtype, task.outputs(info)) == ((3, 20, 20), torch.float32, 7)
+    assert (task.input(info).tensors, task.outputs(info)) == ((TensorSpec((3, 20, 20)),), 7)
     assert task.channels(ModelSpec(name="resnet18")) == 3
     assert task.channels(ModelSpec(name="digits_cnn")) is None
 
@@ -40,14 +41,14 @@ def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() 
     with pytest.raises(ModelError, match=r"inputs of shape \[3, 8, 8\].*Set data.image_size to a size the model acc"):
         build(ModelSpec(name="tests.models:plain"), 0, 10, ImageClassification().input(info))
     with pytest.raises(ModelError, match=r"does not accept inputs of shape \[4\] .*[^ ]$"):
-        build(ModelSpec(name="tests.tasks:perceptron"), 0, 2, InputSpec((4,)))
+        build(ModelSpec(name="tests.tasks:perceptron"), 0, 2, InputSpec.of((4,)))
 
 
 def test_a_model_for_images_refuses_other_inputs() -> None:
     with pytest.raises(
         ModelError, match=r"digits_cnn takes inputs of shape .* inputs of shape \[6\]; choose another model"
     ):
-        build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec((6,), torch.int64))
+        build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec.of((6,), torch.int64))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -55,6 +56,6 @@ def test_models_of_any_input_are_cut_and_measured(name: str) -> None:
     kind = KINDS[name]
     model = kind.model()
     assert len(model.chain) == 5
-    assert (model.chain.boundaries[0].shape, model.chain.boundaries[0].dtype) == (kind.input.shape, kind.input.dtype)
+    assert model.chain.boundaries[0].tensors == kind.input.tensors
     assert [layer.name for layer in measure(model, (2, 4)).layers] == model.chain.names
     assert set(try_threads(model, 4, 1)) == {1}

@@ -23,7 +23,7 @@ from horizonml.tasks.task import InputSpec
 
 @pytest.fixture
 def model() -> Model:
-    return build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec((1, 8, 8)))
+    return build(ModelSpec(name="digits_cnn"), 0, 10, InputSpec.of((1, 8, 8)))
 
 
 @pytest.fixture

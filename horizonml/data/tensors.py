@@ -1,0 +1,37 @@
+"""Describes tensors that have the batch in their first dimension, without having them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describes a tensor: its shape without the batch dimension, its dtype, and whether its gradient travels back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    differentiable: bool = True
+
+    @property
+    def values_per_sample(self) -> int:
+        """Return how many values one sample has."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Return the size of one sample in bytes."""
+        return self.values_per_sample * self.dtype.itemsize
+
+    def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
+        """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""
+        shape = (rows, *self.shape)
+        if not self.dtype.is_floating_point:
+            return torch.zeros(shape, dtype=self.dtype)
+        return torch.randn(shape, dtype=self.dtype, requires_grad=needs_gradient and self.differentiable)

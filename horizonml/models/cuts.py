@@ -1,0 +1,184 @@
+"""Finds the points at which a model's graph can be cut, and the tensors that would travel there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from horizonml.errors import ModelError
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
+)
+_COMPUTES = ("call_module", "call_function", "call_method")
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial")
+_LARGE = 8  # a piece with more than one in so many of the model's weights is cut further
+_FEWEST_WEIGHTS = 6  # that a piece must have for that
+_MOST_PIECES = 16  # into which it is cut
+
+
+class Graph:
+    """Holds a model's graph in the form that cuts need."""
+
+    def __init__(self, model: nn.Module, graph: fx.Graph, names: Sequence[str] = ()) -> None:
+        """Prepare the graph; `names` are the inputs' names where they have any. Raises ModelError."""
+        graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
+        graph.eliminate_dead_code()
+        self.model = model
+        self.inputs = _inputs(graph, names)
+        self.result: Any = graph.output_node().args[0]
+        self.constants = _constants(graph)  # what does not depend on the inputs; every slice computes its own
+        self.nodes = [node for node in graph.nodes if node.op in _COMPUTES and node not in self.constants]
+        returned: list[fx.Node] = []
+        fx.map_arg(self.result, returned.append)
+        if not self.nodes or not returned or any(node not in set(self.nodes) for node in returned):
+            raise ModelError("the model must return the results of operations on its input")
+        self._position = {node: index for index, node in enumerate(self.nodes)}
+        end = len(self.nodes)
+        self._last_use = {
+            node: max([self._position[user] for user in node.users if user in self._position], default=-1)
+            for node in [*self.inputs, *self.nodes]
+        }
+        for node in returned:
+            self._last_use[node] = end
+        self._learned = self._find_learned()
+
+    def alive(self, index: int) -> list[fx.Node]:
+        """Return the inputs and results before operation `index` that it or a later one uses; inputs come first."""
+        if index == 0:
+            return list(self.inputs)
+        return [node for node in [*self.inputs, *self.nodes[:index]] if self._last_use[node] >= index]
+
+    def learned(self, node: fx.Node) -> bool:
+        """Return whether a result depends on parameters."""
+        return node in self._learned
+
+    def tensors(self, node: fx.Node) -> list[Tensor]:
+        """Return the parameters and buffers that an operation uses itself."""
+        found: list[Tensor] = []
+        if node.op == "call_module":
+            module = self.model.get_submodule(str(node.target))
+            found += [*module.parameters(), *module.buffers()]
+        for source in self._constant_sources(node):
+            value = operator.attrgetter(str(source.target))(self.model)
+            if isinstance(value, Tensor):
+                found.append(value)
+        return found
+
+    def weighs(self, node: fx.Node) -> bool:
+        """Return whether an operation has weights of its own: tensors of two dimensions or more."""
+        return any(isinstance(tensor, nn.Parameter) and tensor.dim() > 1 for tensor in self.tensors(node))
+
+    def may_be_changed(self, node: fx.Node, index: int) -> bool:
+        """Return whether operation `index` or a later one may change a result in place."""
+        return any(_changes(self.model, user, node) for user in node.users if self._position.get(user, -1) >= index)
+
+    def _constant_sources(self, node: fx.Node) -> list[fx.Node]:
+        """Return the attributes of the model that an operation uses, by way of constants."""
+        found, stack = [], [source for source in node.all_input_nodes if source in self.constants]
+        while stack:
+            source = stack.pop()
+            if source.op == "get_attr":
+                found.append(source)
+            stack += source.all_input_nodes
+        return found
+
+    def _find_learned(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.nodes:
+            own = any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in self.tensors(node))
+            if own or any(source in found for source in node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def cut_points(graph: Graph) -> list[int]:
+    """Return the indices `i` such that the model may be cut before operation `i`.
+
+    A cut that one tensor crosses is always allowed. Pieces that are still large are cut further, before operations with
+    weights, where several tensors cross the cut.
+    """
+    possible = _possible(graph)
+    points = [index for index in possible if graph.alive(index) == [graph.nodes[index - 1]]]
+    weights = [index for index, node in enumerate(graph.nodes) if graph.weighs(node)]
+    for start, stop in zip([0, *points], [*points, len(graph.nodes)], strict=True):
+        inside = [index for index in weights if start < index < stop]
+        if len(inside) >= _FEWEST_WEIGHTS and len(inside) * _LARGE > len(weights):
+            inside = sorted(set(possible).intersection(inside))
+            step = -(-len(inside) // _MOST_PIECES)
+            points += inside[::step] if step else []
+    return sorted(set(points))
+
+
+def _possible(graph: Graph) -> list[int]:
+    """Return the indices before which a cut would be correct, however many tensors cross it."""
+    first, last = _spans(graph)
+    blocked: set[int] = set()
+    for tensor, begin in first.items():
+        blocked.update(range(begin + 1, last[tensor] + 1))
+    # The next stage receives tensors as leaves of its graph, which must not be changed in place.
+    return [
+        index
+        for index in range(1, len(graph.nodes))
+        if index not in blocked and not any(graph.may_be_changed(node, index) for node in graph.alive(index))
+    ]
+
+
+def _spans(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
+    """Return where each parameter or buffer is first and last used; a shared one must stay in one stage."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, node in enumerate(graph.nodes):
+        for tensor in graph.tensors(node):
+            first.setdefault(id(tensor), index)
+            last[id(tensor)] = index
+    return first, last
+
+
+def _inputs(graph: fx.Graph, names: Sequence[str]) -> list[fx.Node]:
+    """Return the nodes of the model's inputs in the order of `names`, or in their own. Raises ModelError."""
+    placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
+    used = [node for node in placeholders.values() if node.users]
+    if not names:
+        if len(used) != 1:
+            raise ModelError(f"the model's forward must take one tensor; it takes {len(used)}")
+        return used
+    missing = [name for name in names if name not in placeholders]
+    if missing:
+        raise ModelError(f"the model's forward does not take {missing[0]!r}; it takes {', '.join(placeholders)}")
+    if unfed := [str(node.target) for node in used if str(node.target) not in names]:
+        raise ModelError(f"the model's forward needs {unfed[0]!r}, which the data does not have")
+    return [placeholders[name] for name in names]
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes that depend on no input, and give the same result each time."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            found.add(node)
+        elif node.op in ("call_function", "call_method"):
+            name = str(getattr(node.target, "__name__", node.target))
+            random = any(word in name for word in _RANDOM)
+            if not random and all(source in found for source in node.all_input_nodes):
+                found.add(node)
+    return found
+
+
+def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
+    """Return whether the operation `user` may change `value` in place."""
+    if not user.args or user.args[0] is not value:
+        return False
+    if user.op == "call_module":
+        return bool(getattr(model.get_submodule(str(user.target)), "inplace", False))
+    if user.op == "call_method":
+        return str(user.target).endswith("_")
+    name = getattr(user.target, "__name__", "")
+    return (
+        user.target in _IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+        or bool(user.kwargs.get("inplace", False))
+    )
