@@ -146,6 +146,47 @@ class TwoTensors(nn.Module):
         return self.out(left.tanh() + right.relu())
 
 
+class UNet(nn.Module):
+    """Goes down and up again, with skip connections; two to four tensors are alive nearly everywhere."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(a, b, 3, padding=1) for a, b in ((1, 4), (4, 6), (6, 8))])
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList([nn.Conv2d(a, b, 3, padding=1) for a, b in ((16, 6), (12, 4), (8, 4))])
+        self.out = nn.Linear(4 * 64, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            value = layer(value).tanh()
+            kept.append(value)
+            value = functional.avg_pool2d(value, 2)
+        value = self.middle(value).tanh()
+        for layer in self.up:
+            value = functional.interpolate(value, scale_factor=2)
+            value = layer(torch.cat([value, kept.pop()], 1)).tanh()
+        return self.out(value.flatten(1))
+
+
+class TwoBranches(nn.Module):
+    """Runs two branches side by side, of which one also uses the input, and joins them at the end."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.left = nn.ModuleList([nn.Linear(64 if n == 0 else 12, 12) for n in range(4)])
+        self.right = nn.ModuleList([nn.Linear(64 if n == 0 else 6, 6) for n in range(4)])
+        self.late = nn.Linear(64, 6)
+        self.out = nn.Linear(24, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.flatten(1)
+        left, right = value, value
+        for one, other in zip(self.left, self.right, strict=True):
+            left, right = one(left).tanh(), other(right).tanh()
+        return self.out(torch.cat([left, right, self.late(value).tanh()], 1))
+
+
 class Skipping(nn.Module):
     """A connection leads past nearly everything. Takes `[b, 1, 8, 8]`."""
 

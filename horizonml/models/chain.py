@@ -9,16 +9,13 @@ names, so checkpoints do not depend on the cuts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from horizonml.data.tensors import TensorSpec
-from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.boundary import Boundary, flat, values_of
+from horizonml.errors import ModelError
+from horizonml.models.boundary import Boundary, flat
 from horizonml.models.cuts import Graph, cut_points
 from horizonml.models.tracing import trace
 from horizonml.tasks.task import InputSpec
@@ -38,9 +35,10 @@ class Chain:
         the batch in their first dimension, or does not fit inputs of this shape.
         """
         self._model = model
-        self._graph = Graph(model, trace(model, input.names), input.names)
-        self._stops = [*cut_points(self._graph), len(self._graph.nodes)]
-        self.boundaries = self._measure(input)
+        self._graph = Graph(model, trace(model, input.names), input)
+        points = cut_points(self._graph)
+        self._stops = [*points, len(self._graph.nodes)]
+        self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, points), self._output()]
         self.names = _unique_names([self._nodes(index) for index in range(len(self))])
 
     def __len__(self) -> int:
@@ -66,19 +64,24 @@ class Chain:
         names = ["input"] if len(entering) == 1 else [f"input_{number}" for number in range(len(entering))]
         copies = {node: graph.placeholder(name) for node, name in zip(entering, names, strict=True)}
 
+        def copy_of(node: fx.Node) -> Any:
+            return source.statics[node] if node in source.statics else copies[node]
+
         def provide(node: fx.Node) -> None:
             """Copy what does not depend on the input to where it is used first."""
+            if node in source.statics:
+                return
             if node not in copies and node in source.constants:
                 for needed in node.all_input_nodes:
                     provide(needed)
-                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node] = graph.node_copy(node, copy_of)
 
         for node in source.nodes[first:last]:
             for needed in node.all_input_nodes:
                 provide(needed)
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = graph.node_copy(node, copy_of)
         if stop == len(self):
-            result: Any = fx.map_arg(source.result, copies.__getitem__)
+            result: Any = fx.map_arg(source.result, copy_of)
         else:
             leaving = tuple(copies[node] for node in source.alive(last))
             result = leaving[0] if len(leaving) == 1 else leaving
@@ -101,78 +104,29 @@ class Chain:
         skipped, start, end = max(spans, default=(0, "", ""))
         return (start, end, skipped) if skipped else None
 
-    def _measure(self, input: InputSpec) -> list[Boundary]:
-        """Return the boundaries, from a run on zeros; layers are merged where a boundary would not do as one."""
-        training = self._model.training
-        self._model.eval()
-        try:
-            one, two = (self._run_on_zeros(batch, input) for batch in (1, 2))
-        finally:
-            self._model.train(training)
-        boundaries, stops = [Boundary(tuple(input.tensors))], []
-        for index, stop in enumerate(self._stops):
-            last = index + 1 == len(self._stops)
-            specs = _specs(one[index], two[index])
-            if specs is None and last:
-                raise ModelError(
-                    f"{type(self._model).__name__} does not return tensors with the batch in their first dimension"
-                )
-            if specs is not None and (last or any(spec.dtype.is_floating_point for spec in specs)):
-                boundary = Boundary(specs) if last else self._marked(specs, stop)
-                boundaries.append(boundary)
-                stops.append(stop)
-        self._stops = stops
-        return boundaries
+    def _boundary(self, stop: int) -> Boundary:
+        """Return the boundary before an operation, with the tensors marked that depend on parameters.
 
-    def _marked(self, specs: tuple[TensorSpec, ...], stop: int) -> Boundary:
-        """Return a boundary in which the tensors are marked that depend on parameters; if none does, all are."""
-        learned = [self._graph.learned(node) for node in self._graph.alive(stop)]
-        marks = [found and spec.dtype.is_floating_point for found, spec in zip(learned, specs, strict=True)]
-        if not any(marks):
-            marks = [spec.dtype.is_floating_point for spec in specs]
-        return Boundary(tuple(TensorSpec(s.shape, s.dtype, mark) for s, mark in zip(specs, marks, strict=True)))
-
-    def _run_on_zeros(self, batch: int, input: InputSpec) -> list[tuple[Any, ...]]:
-        """Return the outputs of all layers, with the parameters of one layer in memory at a time.
-
-        The layers do not run on the meta device, whose Python kernels would load torch's compiler into every rank (70
-        MB).
+        If none does, all are marked, so that there is a gradient to send.
         """
-        values: tuple[Any, ...] = Boundary(tuple(input.tensors)).zeros(batch)
-        outputs = []
-        for index in range(len(self)):
-            layer = self.slice(index, index + 1)
-            tensors = {
-                name: torch.zeros(tensor.shape, dtype=tensor.dtype)
-                for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers())
-            }
-            try:
-                with torch.no_grad():
-                    result = torch.func.functional_call(layer, tensors, values)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                where = self._nodes(index)[-1]
-                shapes = " and ".join(str(list(tensor.shape)) for tensor in input.tensors)
-                raise ModelError(
-                    f"{type(self._model).__name__} does not accept inputs of shape {shapes} "
-                    f"(fails at {where.target}): {error}. {input.advice}".rstrip()
-                ) from error
-            values = flat(result) if index + 1 == len(self) else values_of(result)
-            outputs.append(values)
-        return outputs
+        crossing = [(self._graph.tensor(node), self._graph.learned(node)) for node in self._graph.alive(stop)]
+        some = any(learned and spec.dtype.is_floating_point for spec, learned in crossing)
+        return Boundary(
+            tuple(
+                TensorSpec(spec.shape, spec.dtype, spec.dtype.is_floating_point and (learned or not some))
+                for spec, learned in crossing
+            )
+        )
 
-
-def _specs(one: Sequence[object], two: Sequence[object]) -> tuple[TensorSpec, ...] | None:
-    """Return the descriptions of tensors, seen for batches of 1 and 2; None unless all have the batch first."""
-    found = []
-    for left, right in zip(one, two, strict=True):
-        if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.dim() == 0 or left.dtype != right.dtype:
-            return None
-        if (left.shape[0], right.shape[0]) != (1, 2) or left.shape[1:] != right.shape[1:]:
-            return None
-        found.append(TensorSpec(tuple(left.shape[1:]), left.dtype))
-    return tuple(found)
+    def _output(self) -> Boundary:
+        """Return the description of what the model returns. Raises ModelError."""
+        specs = [self._graph.results.get(node) for node in flat(self._graph.result)]
+        tensors = tuple(spec for spec in specs if isinstance(spec, TensorSpec))
+        if len(tensors) < len(specs):
+            raise ModelError(
+                f"{type(self._model).__name__} does not return tensors with the batch in their first dimension"
+            )
+        return Boundary(tensors)
 
 
 def _unique_names(segments: list[list[fx.Node]]) -> list[str]:

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
+from horizonml.models.shapes import Static, results
+from horizonml.tasks.task import InputSpec
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
@@ -16,22 +19,26 @@ _IN_PLACE_OPERATORS = frozenset(
 _COMPUTES = ("call_module", "call_function", "call_method")
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial")
 _LARGE = 8  # a piece with more than one in so many of the model's weights is cut further
-_FEWEST_WEIGHTS = 6  # that a piece must have for that
+_FEWEST_WEIGHTS = 4  # that a piece must have for that
 _MOST_PIECES = 16  # into which it is cut
 
 
 class Graph:
     """Holds a model's graph in the form that cuts need."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, names: Sequence[str] = ()) -> None:
-        """Prepare the graph; `names` are the inputs' names where they have any. Raises ModelError."""
+    def __init__(self, model: nn.Module, graph: fx.Graph, input: InputSpec) -> None:
+        """Prepare the graph, and run it on zeros. Raises ModelError."""
         graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
         graph.eliminate_dead_code()
         self.model = model
-        self.inputs = _inputs(graph, names)
+        self.inputs = _inputs(graph, input.names)
+        self.results = results(model, graph, self.inputs, input)
+        # Numbers that do not depend on the batch, such as an image's height, become part of every slice.
+        self.statics = {node: found.value for node, found in self.results.items() if isinstance(found, Static)}
         self.result: Any = graph.output_node().args[0]
         self.constants = _constants(graph)  # what does not depend on the inputs; every slice computes its own
-        self.nodes = [node for node in graph.nodes if node.op in _COMPUTES and node not in self.constants]
+        left_out = {*self.constants, *self.statics}
+        self.nodes = [node for node in graph.nodes if node.op in _COMPUTES and node not in left_out]
         returned: list[fx.Node] = []
         fx.map_arg(self.result, returned.append)
         if not self.nodes or not returned or any(node not in set(self.nodes) for node in returned):
@@ -51,6 +58,18 @@ class Graph:
         if index == 0:
             return list(self.inputs)
         return [node for node in [*self.inputs, *self.nodes[:index]] if self._last_use[node] >= index]
+
+    def tensor(self, node: fx.Node) -> TensorSpec:
+        """Return the description of a result that crosses a cut."""
+        found = self.results[node]
+        assert isinstance(found, TensorSpec)
+        return found
+
+    def can_travel(self, nodes: Sequence[fx.Node]) -> bool:
+        """Return whether these results can be sent to another rank: tensors with the batch first, not all integers."""
+        specs = [self.results[node] for node in nodes]
+        tensors = [spec for spec in specs if isinstance(spec, TensorSpec)]
+        return len(tensors) == len(specs) and any(spec.dtype.is_floating_point for spec in tensors)
 
     def learned(self, node: fx.Node) -> bool:
         """Return whether a result depends on parameters."""
@@ -123,7 +142,9 @@ def _possible(graph: Graph) -> list[int]:
     return [
         index
         for index in range(1, len(graph.nodes))
-        if index not in blocked and not any(graph.may_be_changed(node, index) for node in graph.alive(index))
+        if index not in blocked
+        and graph.can_travel(graph.alive(index))
+        and not any(graph.may_be_changed(node, index) for node in graph.alive(index))
     ]
 
 

@@ -13,6 +13,7 @@ from torch.distributed import Store
 from torch.nn import functional
 
 from horizonml.comm.group import Group
+from horizonml.models.boundary import values_of
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -116,6 +117,15 @@ CASES += [
     Case("pipeline 3, adam", (ONE, ONE, ONE), 2, optimizer=Adam(name="adam")),
     Case("ddp 2, nesterov", ((1.0, 1.0),), 2, optimizer=Sgd(nesterov=True)),
 ]
+# Several tensors cross each cut.
+CASES += [
+    Case(f"{name}, {schedule}, {model}", members, micros, schedule, model)
+    for name, members, micros in SHAPES
+    for schedule in SCHEDULES
+    for model in ("UNet", "TwoBranches")
+    if name in ("ddp 2", "pipeline 2", "pipeline 3", "hybrid 2x2, shares 3:1 and 1:2")
+    if len(members) > 1 or schedule == "1f1b"
+]
 BY_NAME = {case.name: case for case in CASES}
 REPEATED = [
     BY_NAME[name]
@@ -185,16 +195,15 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
         ]
         total, first = torch.zeros(()), 0
         for size in plan.micro_sizes(batch.size, FULL):
-            value = batch.inputs(first, first + size)
+            values = (batch.inputs(first, first + size),)
             for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
-                value = torch.cat(
-                    [
-                        torch.func.functional_call(stage, own[member], value[a:b])
-                        for member, (a, b) in enumerate(spec.rows(size))
-                        if b > a
-                    ]
-                )
-            total = total + functional.cross_entropy(value, batch.targets(first, first + size), reduction="sum")
+                parts = [
+                    values_of(torch.func.functional_call(stage, own[member], tuple(value[a:b] for value in values)))
+                    for member, (a, b) in enumerate(spec.rows(size))
+                    if b > a
+                ]
+                values = tuple(map(torch.cat, zip(*parts, strict=True)))
+            total = total + functional.cross_entropy(values[0], batch.targets(first, first + size), reduction="sum")
             first += size
         (total / batch.size).backward()
         optimizer.step()
