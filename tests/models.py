@@ -133,6 +133,22 @@ class Tied(nn.Module):
         return self.after(value)
 
 
+class LanguageModel(nn.Module):
+    """Embeds pixels, taken for numbers of words, and shares the embedding with the output. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_classes, 12)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(12, num_classes, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        words = value.flatten(1).abs().mul(3).long().clamp(0, self.embedding.num_embeddings - 1)
+        return self.head(self.blocks(self.embedding(words)).mean(1))
+
+
 class TwoTensors(nn.Module):
     """Two tensors are alive in its middle."""
 

@@ -20,6 +20,7 @@ from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.step import Step, Totals, Way
+from horizonml.engine.tied import TiedGradients, Ties
 from horizonml.errors import Diverged, PeerLost
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Sync
@@ -64,10 +65,13 @@ class Session:
         everyone = range(group.world_size)
         size = 5 + len(task.metrics)
         self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
+        ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
+        held_here = {number: stage.parameters for number, stage in self.stages.items()}
+        self._tied = TiedGradients(ties, plan, group, self.clock, held_here)
         # Members of one stage see the same sums; other stages must be told if a sum is not finite.
         self._finite = None
         summing = [stage for stage in plan.stages if len(stage.ranks) > 1]
-        if any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
+        if ties.span(plan) or any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
             self._finite = TreeSum(group, everyone, finite, torch.zeros(1))
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._prepared = False  # whether only the others' consent is missing to update
@@ -145,7 +149,9 @@ class Session:
     def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
         """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured."""
         reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
-        return [stage.sync.finish(stage.weight) for stage in reduced]
+        divergences = [stage.sync.finish(stage.weight) for stage in reduced]
+        self._tied.sum()
+        return divergences
 
     def _step(self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool) -> Step:
         self.clock.restart()
@@ -158,7 +164,7 @@ class Session:
         finite = all(stage.not_finite() is None for stage in alone)
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
-        self._prepared = all(len(stage.ranks) == 1 for stage in self.plan.stages)
+        self._prepared = self._finite is None and all(len(stage.ranks) == 1 for stage in self.plan.stages)
         totals = self._agree(*self._found(runs), batch.size, stop, newcomers, finite)
         if not math.isfinite(totals.loss):
             raise Diverged(f"step {self.state.step}: the loss is {totals.loss}. {_UNCHANGED}")
@@ -223,10 +229,10 @@ class Session:
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""
-        summed = [stage for stage in self.stages.values() if len(stage.stage.ranks) > 1]
-        finite = all(stage.not_finite() is None for stage in summed)
         if self._finite is None:
-            return finite
+            summed = [stage for stage in self.stages.values() if len(stage.stage.ranks) > 1]
+            return all(stage.not_finite() is None for stage in summed)
+        finite = all(stage.not_finite() is None for stage in self.stages.values())
         self.clock.switch("wait", "others")
         total = self._finite.sum(torch.tensor([float(not finite)]))
         self.clock.switch("compute", "update")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -171,10 +172,32 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
             setattr(module, name, original)
 
 
-def materialise(module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor]) -> nn.Module:
+def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Give every module that uses the same parameter as another a copy of its own; return the names that were one.
+
+    The copies begin with the same values. Modules that are used twice keep their parameters.
+    """
+    found: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for prefix, owner in model.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                full = f"{prefix}.{name}" if prefix else name
+                found.setdefault(id(parameter), []).append((full, owner, name))
+    for (_, first, key), *others in found.values():
+        shared = first._parameters[key]
+        assert shared is not None
+        for _, owner, name in others:
+            owner._parameters[name] = nn.Parameter(shared.detach(), shared.requires_grad)
+    return tuple(tuple(full for full, _, _ in uses) for uses in found.values() if len(uses) > 1)
+
+
+def materialise(
+    module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor], same: Mapping[str, str] = MappingProxyType({})
+) -> nn.Module:
     """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
-    Those in `held`, by name, become part of the copy as the very same tensors.
+    Those in `held`, by name, become part of the copy as the very same tensors. A parameter in `same` begins with the
+    values of the one that it names there.
     """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -185,7 +208,7 @@ def materialise(module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Ten
                     values[id(tensor)] = held[full]
                 if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
                     continue
-                value = tape.replay(tensor, name_seed(seed, full))
+                value = tape.replay(tensor, name_seed(seed, same.get(full, full)))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value

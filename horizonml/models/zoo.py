@@ -18,7 +18,7 @@ from horizonml.models.chain import Chain
 from horizonml.models.source import find
 from horizonml.models.spec import MODELS, ModelSpec
 from horizonml.models.vision import vision_model
-from horizonml.models.weights import Tape, materialise, record
+from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class Model:
     chain: Chain
     tape: Tape
     seed: int
+    ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
@@ -39,7 +40,8 @@ class Model:
         Each call makes a new module, so changes to one (in measurements, for example) do not affect the others.
         Parameters and buffers in `held`, by name, become part of the module as they are.
         """
-        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held)
+        same = {name: names[0] for names in self.ties for name in names}
+        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held, same)
 
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
@@ -84,6 +86,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
         raise ModelError(
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
+    ties = untie(model)
     chain = Chain(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
@@ -92,7 +95,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed)
+    return Model(chain, tape, seed, ties)
 
 
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:

@@ -105,6 +105,10 @@ class Plan:
         """Return the numbers of the stages that `rank` is a member of, in their order."""
         return self._held.get(rank, ())
 
+    def stage_of(self, layer: int) -> int:
+        """Return the number of the stage that `layer` belongs to."""
+        return next(number for number, stage in enumerate(self.stages) if stage.start <= layer < stage.stop)
+
     @functools.cached_property
     def _held(self) -> dict[int, tuple[int, ...]]:
         """Return the numbers of the stages that each rank is a member of."""

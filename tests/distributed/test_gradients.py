@@ -126,6 +126,14 @@ CASES += [
     if name in ("ddp 2", "pipeline 2", "pipeline 3", "hybrid 2x2, shares 3:1 and 1:2")
     if len(members) > 1 or schedule == "1f1b"
 ]
+# The first and the last layer share a parameter.
+CASES += [
+    Case(f"{name}, {schedule}, tied", members, micros, schedule, "LanguageModel")
+    for name, members, micros in SHAPES
+    for schedule in SCHEDULES
+    if name in ("ddp 2", "pipeline 2", "pipeline 3", "hybrid 2x2, shares 3:1 and 1:2", "hybrid 2+3")
+    if len(members) > 1 or schedule == "1f1b"
+]
 BY_NAME = {case.name: case for case in CASES}
 REPEATED = [
     BY_NAME[name]
@@ -176,7 +184,13 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
     model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
     plan = case.plan(len(model.chain))
     stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    for first, *others in model.ties:
+        shared = next(stage.get_parameter(first) for stage in stages if first in dict(stage.named_parameters()))
+        for name in others:
+            owner = next(stage for stage in stages if name in dict(stage.named_parameters()))
+            path, _, last = name.rpartition(".")
+            owner.get_submodule(path).register_parameter(last, shared)
+    parameters = list({id(value): value for stage in stages for value in stage.parameters()}.values())
     if isinstance(case.optimizer, Sgd):
         spec = case.optimizer
         optimizer: torch.optim.Optimizer = torch.optim.SGD(

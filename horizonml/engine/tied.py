@@ -1,0 +1,122 @@
+"""Sums the gradients of parameters that several layers share, such as the embedding and the output of a language model.
+
+Every layer has a copy of a tied parameter, with optimizer state of its own. All copies begin with the same values and
+receive the sum of all copies' gradients, so they stay equal, wherever the plan puts their layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from horizonml.comm.group import Group, Work
+from horizonml.engine.clock import Clock
+from horizonml.errors import PlanError
+from horizonml.plan.plan import MOST_MICRO_BATCHES, Plan
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Describes which parameters of a model are tied, and the layers that hold them."""
+
+    groups: Sequence[Sequence[tuple[str, int]]]  # the name and the layer of each copy
+
+    def stages(self, plan: Plan) -> list[list[int]]:
+        """Return the stages that hold copies, for each group."""
+        return [sorted({plan.stage_of(layer) for _, layer in group}) for group in self.groups]
+
+    def span(self, plan: Plan) -> bool:
+        """Return whether the copies of any parameter are in several stages."""
+        return any(len(stages) > 1 for stages in self.stages(plan))
+
+
+class TiedGradients:
+    """Sums the gradients of a session's tied parameters."""
+
+    def __init__(
+        self, ties: Ties, plan: Plan, group: Group, clock: Clock, held: Mapping[int, Mapping[str, nn.Parameter]]
+    ) -> None:
+        """Prepare; `held[s]` are the parameters of stage s, of which this rank is a member. Raises PlanError."""
+        self._group, self._clock = group, clock
+        self._plan, self._held = plan, held
+        self._groups = list(zip(ties.groups, ties.stages(plan), strict=True))
+        split = [stage for stage in plan.stages if stage.splits_channels]
+        if split and self._groups:
+            raise PlanError("parallel.strategy: tensor cannot split a model whose layers share parameters")
+        # Boundaries have the numbers up to that of the last stage.
+        self._first = group.channel("boundaries").tag((len(plan.stages) + 1) * 4 * MOST_MICRO_BATCHES)
+
+    def sum(self) -> None:
+        """Give all copies the sum of their gradients, which the members of each stage have summed. Raises PeerLost."""
+        waiting: list[tuple[Work, int, Tensor]] = []
+        totals: list[dict[int, Tensor]] = []
+        for number, (copies, stages) in enumerate(self._groups):
+            own = {stage: self._local(copies, stage) for stage in stages if stage in self._held}
+            for stage, gradient in own.items():
+                if gradient is not None:
+                    waiting += self._exchange(number, stage, gradient, stages)
+            totals.append({stage: gradient for stage, gradient in own.items() if gradient is not None})
+            if own:
+                waiting += self._expect(number, totals[-1], own, stages)
+        if waiting:
+            self._clock.switch("transfer", "tied")
+        for work, peer, _ in waiting:
+            self._group.wait(work, peer)
+        for (copies, _), parts in zip(self._groups, totals, strict=True):
+            if parts:
+                self._give(copies, parts)
+
+    def _local(self, copies: Sequence[tuple[str, int]], stage: int) -> Tensor | None:
+        """Return the sum of the gradients of a stage's own copies; None if the parameter is frozen."""
+        held = self._held[stage]
+        found = [held[name] for name, layer in copies if self._plan.stage_of(layer) == stage and name in held]
+        if not found:
+            return None
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in found]
+        total, *others = gradients
+        for other in others:
+            total = total + other
+        return total
+
+    def _tag(self, number: int, stage: int) -> int:
+        return self._first + number * len(self._plan.stages) + stage
+
+    def _exchange(
+        self, number: int, stage: int, gradient: Tensor, stages: Sequence[int]
+    ) -> list[tuple[Work, int, Tensor]]:
+        """Send a stage's gradient to the ranks that hold other copies, as the stage's first member."""
+        if self._plan.stages[stage].ranks[0] != self._group.rank:
+            return []
+        gradient = gradient.contiguous()
+        others = {rank for other in stages if other != stage for rank in self._plan.stages[other].ranks}
+        tag = self._tag(number, stage)
+        receivers = sorted(others - set(self._plan.stages[stage].ranks))
+        return [(self._group.send(gradient, rank, tag), rank, gradient) for rank in receivers]
+
+    def _expect(
+        self, number: int, totals: dict[int, Tensor], own: Mapping[int, Tensor | None], stages: Sequence[int]
+    ) -> list[tuple[Work, int, Tensor]]:
+        """Post the receives for the gradients of the stages of which this rank is no member."""
+        like = next((gradient for gradient in own.values() if gradient is not None), None)
+        found: list[tuple[Work, int, Tensor]] = []
+        for stage in stages:
+            if stage in own or like is None:
+                continue
+            into = torch.empty_like(like, memory_format=torch.contiguous_format)
+            sender = self._plan.stages[stage].ranks[0]
+            totals[stage] = into
+            found.append((self._group.receive(into, sender, self._tag(number, stage)), sender, into))
+        return found
+
+    def _give(self, copies: Sequence[tuple[str, int]], parts: Mapping[int, Tensor]) -> None:
+        """Set the gradient of this rank's copies to the sum, which is added up in the same order everywhere."""
+        total, *others = (parts[stage] for stage in sorted(parts))
+        for other in others:
+            total = total + other
+        for name, layer in copies:
+            parameters = self._held.get(self._plan.stage_of(layer), {})
+            if name in parameters:
+                parameters[name].grad = total
