@@ -84,6 +84,9 @@ class StageRuntime:
         entry = Cut(boundaries[self.stage.start], before, self.number)
         end = Cut(boundaries[self.stage.stop], self.stage.send, self.number + 1)
         self.entry, self._exit = entry.boundary, end.boundary
+        # Gradients travel only to what depends on trained parameters.
+        self._entry_learns = not self.is_first and bool(self.entry.gradients.tensors)
+        self._exit_learns = not self.is_last and bool(self._exit.gradients.tensors)
         self._inputs = Link(group, self._clock, entry, Direction.ACTIVATIONS)
         self._outputs = Link(group, self._clock, end, Direction.ACTIVATIONS)
         self._gradients_in = Link(group, self._clock, end, Direction.GRADIENTS)
@@ -168,7 +171,7 @@ class StageRuntime:
         micro = self._step.micros[action.micro]
         if action.kind is Kind.FORWARD and not self.is_first:
             self._inputs.expect(action.micro, micro.rows, micro.before)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and not self.is_last:
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and self._exit_learns:
             self._gradients_in.expect(action.micro, micro.rows, micro.after)
 
     def forward(self, number: int) -> None:
@@ -205,7 +208,7 @@ class StageRuntime:
         assert self._step is not None
         entered, left, gradients = self._gradients(number)
         self._clock.switch("compute", Kind.BACKWARD_INPUT.value, number)
-        split = SplitBackward(left, gradients, None if self.is_first else self.entry.differentiable(entered))
+        split = SplitBackward(left, gradients, self.entry.differentiable(entered) if self._entry_learns else None)
         split.input_part()
         self._step.split[number] = split
         self._send_gradients(number, entered)
@@ -225,14 +228,14 @@ class StageRuntime:
         entered, left = self._step.held.pop(number)
         if self.is_last:
             return entered, tuple(value for value in left if value.requires_grad), None
-        arrived = self._gradients_in.receive(number)
+        arrived = self._gradients_in.receive(number) if self._exit_learns else ()
         pairs = zip(self._exit.differentiable(left), arrived, strict=True)
         wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad]
         return entered, tuple(value for value, _ in wanted), tuple(gradient for _, gradient in wanted)
 
     def _send_gradients(self, number: int, entered: Values) -> None:
         assert self._step is not None
-        if not self.is_first:
+        if self._entry_learns:
             found = (
                 value.grad if value.grad is not None else torch.zeros_like(value)  # of a tensor that is not used here
                 for value in self.entry.differentiable(entered)

@@ -105,15 +105,11 @@ class Chain:
         return (start, end, skipped) if skipped else None
 
     def _boundary(self, stop: int) -> Boundary:
-        """Return the boundary before an operation, with the tensors marked that depend on parameters.
-
-        If none does, all are marked, so that there is a gradient to send.
-        """
+        """Return the boundary before an operation; gradients travel back for what depends on trained parameters."""
         crossing = [(self._graph.tensor(node), self._graph.learned(node)) for node in self._graph.alive(stop)]
-        some = any(learned and spec.dtype.is_floating_point for spec, learned in crossing)
         return Boundary(
             tuple(
-                TensorSpec(spec.shape, spec.dtype, spec.dtype.is_floating_point and (learned or not some))
+                TensorSpec(spec.shape, spec.dtype, learned and spec.dtype.is_floating_point)
                 for spec, learned in crossing
             )
         )
