@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
+from horizonml.data.dataset import DataInfo
+from horizonml.data.tensors import TensorSpec
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.telemetry.record import RunInfo
@@ -26,3 +30,8 @@ def run_info(job: Job, plan: Plan, rank: int) -> RunInfo:
         versions={"horizonml": "1", "torch": "2"},
         plan=plan,
     )
+
+
+def image_info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) -> DataInfo:
+    """Return the description of a set of labelled images."""
+    return DataInfo(train, held_out, (TensorSpec(shape),), (), classes, TensorSpec((), torch.int64))

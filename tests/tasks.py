@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.dataset import Inputs
+from horizonml.data.dataset import DataInfo, Inputs
 from horizonml.data.seeds import name_seed
 from horizonml.data.tensors import TensorSpec
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.tasks.task import InputSpec, Task, Tree
+from horizonml.tasks.task import InputSpec, OutputSpec, Task, Tree
 
 OUTPUTS = 2
 WORDS = 11  # that the embedding knows
@@ -34,8 +34,34 @@ def embedding(num_outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, num_outputs))
 
 
+class _Plain:
+    """What the tasks have in common."""
+
+    units_per_sample: ClassVar[int]
+
+    def units(self, targets: Tree) -> int:
+        """Return the number of units."""
+        return self.units_per_sample * len(targets if isinstance(targets, Tensor) else _parts(targets)[0])
+
+    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics as they are."""
+        return dict(metrics)
+
+    def input(self, info: DataInfo) -> InputSpec:
+        """Return what the model takes."""
+        return InputSpec(info.inputs)
+
+    def outputs(self, info: DataInfo) -> OutputSpec:
+        """Return what the model returns."""
+        return OutputSpec.vector(OUTPUTS)
+
+    def channels(self, model: ModelSpec) -> int | None:
+        """Return None: there are no images."""
+        return None
+
+
 @dataclass(frozen=True)
-class Regression:
+class Regression(_Plain):
     """The mean squared error of outputs `[batch, 2]` against float targets of the same shape."""
 
     unit: ClassVar[str] = "samples"
@@ -56,7 +82,7 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class WeightedRegression:
+class WeightedRegression(_Plain):
     """The squared errors of all values, weighted by sample in training."""
 
     unit: ClassVar[str] = "values"

@@ -22,7 +22,7 @@ from horizonml.planner.profile import Profile
 from horizonml.text import count, human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from horizonml.data.images import ImageInfo
+    from horizonml.data.dataset import DataInfo
     from horizonml.models.zoo import Model
     from horizonml.planner.evaluator import Candidate
     from horizonml.planner.problem import Problem
@@ -117,7 +117,7 @@ def _on_paper(job: Job, devices: Path, as_given: bool) -> tuple[Job, _Places]:
     return job, _Places(cluster.names, cluster.hosts(), cluster.network(), 1, cluster, devices.parent)
 
 
-def _profiled(job: Job, places: _Places) -> tuple[ImageInfo, Model, Sequence[Profile]]:
+def _profiled(job: Job, places: _Places) -> tuple[DataInfo, Model, Sequence[Profile]]:
     """Return the job's data and model, and the model's profile on each rank's device."""
     import torch
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
+
+from horizonml.data.tensors import TensorSpec
 
 Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"]
 """Any nesting of tensors in mappings and sequences; the first dimension of each tensor is the batch."""
@@ -38,16 +40,40 @@ class Batch(Protocol):
         """Return rows `start` to `stop - 1` of the targets to judge outputs against; the last stage asks for them."""
 
 
-class DataInfo(Protocol):
+@dataclass(frozen=True)
+class DataInfo:
     """Describes a data set for every rank, including those that read none of it."""
 
-    @property
-    def train(self) -> int:
-        """Return the number of samples to train on."""
+    train: int  # samples to train on
+    held_out: int  # samples for evaluation
+    inputs: tuple[TensorSpec, ...]  # as the model sees them
+    names: tuple[str, ...] = ()  # of the inputs, as arguments of the model's forward; one input needs none
+    outputs: int = 0  # classes, labels, words or values that the model predicts; 0 if the data does not tell
+    target: TensorSpec | None = None  # if targets are single tensors
 
-    @property
-    def held_out(self) -> int:
-        """Return the number of samples held out for evaluation."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return {
+            "train": self.train,
+            "held_out": self.held_out,
+            "inputs": [spec.to_json() for spec in self.inputs],
+            "names": list(self.names),
+            "outputs": self.outputs,
+            "target": self.target.to_json() if self.target is not None else None,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DataInfo:
+        """Return the description from which `to_json` made `value`."""
+        target = value["target"]
+        return cls(
+            int(value["train"]),
+            int(value["held_out"]),
+            tuple(map(TensorSpec.from_json, value["inputs"])),
+            tuple(map(str, value["names"])),
+            int(value["outputs"]),
+            None if target is None else TensorSpec.from_json(target),
+        )
 
 
 class Split(Protocol):

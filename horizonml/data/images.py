@@ -6,48 +6,26 @@ The stages between need neither and read nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizonml.data.dataset import Data, Inputs
+from horizonml.data.dataset import Data, DataInfo, Inputs
 from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
 from horizonml.data.seeds import name_seed
 from horizonml.data.source import ArraySource, Source
 from horizonml.data.spec import DataSpec
+from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError
 
 _SPLIT_SEED = 1797  # the held-out samples do not depend on the job's seed, so that runs can be compared
 _SYNTHETIC_SAMPLES = 10_000
 _FOLDER_IMAGE_SIZE = 224
-
-
-@dataclass(frozen=True)
-class ImageInfo:
-    """Describes a set of labelled images for every rank, including those that read none of it."""
-
-    classes: int
-    shape: tuple[int, int, int]  # channels, height and width, as the model sees them
-    train: int
-    held_out: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return {**vars(self), "shape": list(self.shape)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ImageInfo:
-        """Return the description from which `to_json` made `value`."""
-        channels, height, width = map(int, value["shape"])
-        return cls(int(value["classes"]), (channels, height, width), int(value["train"]), int(value["held_out"]))
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,7 @@ _KNOWN = {
 }
 
 
-def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
+def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
     """Return a description of the data without reading it, or None for a folder that this machine does not have.
 
     `channels` is the number that the model expects; the job's own `data.channels` takes precedence. Raises DataError.
@@ -82,7 +60,7 @@ def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
         train = spec.samples or _SYNTHETIC_SAMPLES
         size = spec.image_size or 32
         wanted = spec.channels or channels or 3
-        return ImageInfo(spec.classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
+        return _info(spec.classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
     known = _KNOWN[spec.name]
     classes, shape, train, test = known.classes, known.shape, known.train, known.test
     if spec.name == "folder":
@@ -101,13 +79,17 @@ def describe(spec: DataSpec, channels: int | None = None) -> ImageInfo | None:
         raise DataError(f"data.samples: {spec.samples}, but {spec.name} has {train} training samples; lower it")
     height, width = (spec.image_size, spec.image_size) if spec.image_size else shape[1:]
     wanted = spec.channels or channels or shape[0]
-    return ImageInfo(classes, (wanted, height, width), spec.samples or train, test)
+    return _info(classes, (wanted, height, width), spec.samples or train, test)
+
+
+def _info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) -> DataInfo:
+    return DataInfo(train, held_out, (TensorSpec(shape),), (), classes, TensorSpec((), torch.int64))
 
 
 class ImageSplit:
     """Provides training or held-out images with their labels by index, counted from 0."""
 
-    def __init__(self, source: Source, members: Tensor, info: ImageInfo, spec: DataSpec) -> None:
+    def __init__(self, source: Source, members: Tensor, info: DataInfo, spec: DataSpec) -> None:
         """Prepare the split; `members` are the indices of its samples in `source`."""
         self._source, self._members, self._info = source, members, info
         self._known, self._augment = _KNOWN[spec.name], spec.augment
@@ -117,7 +99,7 @@ class ImageSplit:
         images = self._source.images(self._members[indices])
         if images.dtype == torch.uint8:
             images = images.float().div_(255.0).sub_(self._known.mean).div_(self._known.std)
-        channels, height, width = self._info.shape
+        channels, height, width = self._info.inputs[0].shape
         if images.shape[1] != channels:
             images = images.expand(-1, 3, -1, -1) if channels == 3 else images.mean(1, keepdim=True)
         if images.shape[2:] != (height, width):
@@ -151,7 +133,7 @@ class ImageSplit:
         return padded[each, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
 
 
-def load(spec: DataSpec, info: ImageInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
     """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError.
 
     Do not ask the splits for images without `inputs`, or for labels without `targets`, because those are not kept in
@@ -176,7 +158,7 @@ class _Part:
     members: Tensor
 
 
-def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
+def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
     """Return the sources of the training and the held-out samples."""
     own_test: Source | None
     if spec.name == "synthetic":
@@ -187,7 +169,7 @@ def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
         source, own_test = _digits(), None
     elif spec.name == "folder":
         assert spec.folder is not None
-        splits, size = FolderSplits(Path(spec.folder)), info.shape[1]
+        splits, size = FolderSplits(Path(spec.folder)), info.inputs[0].shape[1]
         source = FolderSource(splits.train, splits.classes, size)
         own_test = FolderSource(splits.test, splits.classes, size) if splits.test else None
     else:
@@ -200,31 +182,11 @@ def _read(spec: DataSpec, info: ImageInfo, cache: Path) -> tuple[_Part, _Part]:
     return _Part(source, kept), _Part(source, held_out)
 
 
-def agree(found: list[ImageInfo | None], spec: DataSpec) -> ImageInfo:
-    """Return the one description that all ranks that see the data agree on. Raises DataError if they differ."""
-    seen = {rank: info for rank, info in enumerate(found) if info is not None}
-    if not seen:
-        raise DataError(f"data.folder: {spec.folder} is not a directory on any rank")
-    first = min(seen)
-    for rank, info in seen.items():
-        if info != seen[first]:
-            raise DataError(
-                f"data: rank {first} sees {_words(seen[first])}, rank {rank} sees {_words(info)}; "
-                "give all ranks the same data"
-            )
-    return seen[first]
-
-
-def _words(info: ImageInfo) -> str:
-    fields = dataclasses.asdict(info)
-    return ", ".join(f"{name} {value}" for name, value in fields.items())
-
-
 def _permutation(samples: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(_SPLIT_SEED, samples)))
 
 
-def _hold_out(samples: int, info: ImageInfo) -> tuple[Tensor, Tensor]:
+def _hold_out(samples: int, info: DataInfo) -> tuple[Tensor, Tensor]:
     order = _permutation(samples)
     return order[info.held_out :][: info.train], order[: info.held_out]
 
@@ -241,11 +203,13 @@ def _digits() -> ArraySource:
     return ArraySource(images, table[:, 64].clone())
 
 
-def _synthetic(info: ImageInfo, split: str) -> ArraySource:
+def _synthetic(info: DataInfo, split: str) -> ArraySource:
     """Return a pool of class patterns in strong noise, which is reused for any number of samples."""
     generator = torch.Generator().manual_seed(name_seed(_SPLIT_SEED, "synthetic"))
-    pool = info.classes * max(1, 256 // info.classes)
-    labels = torch.arange(pool) % info.classes
-    patterns = torch.randn(info.classes, *info.shape, generator=generator)
-    noise = torch.randn(pool, *info.shape, generator=generator.manual_seed(name_seed(_SPLIT_SEED, "synthetic", split)))
+    pool = info.outputs * max(1, 256 // info.outputs)
+    labels = torch.arange(pool) % info.outputs
+    patterns = torch.randn(info.outputs, *info.inputs[0].shape, generator=generator)
+    noise = torch.randn(
+        pool, *info.inputs[0].shape, generator=generator.manual_seed(name_seed(_SPLIT_SEED, "synthetic", split))
+    )
     return ArraySource((patterns[labels] + 3 * noise) / 10**0.5, labels, wrap=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"})
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,19 @@ class TensorSpec:
     def bytes_per_sample(self) -> int:
         """Return the size of one sample in bytes."""
         return self.values_per_sample * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        """Return plain JSON values."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorSpec:
+        """Return the description from which `to_json` made `value`. Raises ValueError."""
+        shape, name = value
+        dtype = getattr(torch, name) if name in _DTYPES else None
+        if dtype is None:
+            raise ValueError(f"{name!r} is no dtype of a tensor")
+        return cls(tuple(map(int, shape)), dtype)
 
     def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
         """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""

@@ -63,7 +63,7 @@ class Session:
             raise
         totals, finite = (group.channel(name).tag() for name in ("totals", "finite"))
         everyone = range(group.world_size)
-        size = 5 + len(task.metrics)
+        size = 6 + len(task.metrics)
         self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
         ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
@@ -165,7 +165,7 @@ class Session:
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
         self._prepared = self._finite is None and all(len(stage.ranks) == 1 for stage in self.plan.stages)
-        totals = self._agree(*self._found(runs), batch.size, stop, newcomers, finite)
+        totals = self._agree(self._found(runs), batch.size, stop, newcomers, finite)
         if not math.isfinite(totals.loss):
             raise Diverged(f"step {self.state.step}: the loss is {totals.loss}. {_UNCHANGED}")
         if not totals.finite:
@@ -206,26 +206,27 @@ class Session:
         """Return the actions without those on micro-batches of which this rank has no rows."""
         return [action for action in actions if action.micro < 0 or runs[action.stage].micros[action.micro].rows]
 
-    def _found(self, runs: dict[int, StageStep]) -> tuple[float, Tensor]:
-        """Return this rank's part of the mean loss of a batch, and its part of the sums of the metrics."""
+    def _found(self, runs: dict[int, StageStep]) -> Tensor:
+        """Return this rank's part of a batch's sums: its loss, its units, and each metric; float64."""
         last = len(self.plan.stages) - 1
         if last not in runs or not self.stages[last].speaks:
-            return 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64)
-        return float(runs[last].loss), runs[last].sums
+            return torch.zeros(2 + len(self.task.metrics), dtype=torch.float64)
+        run = runs[last]
+        return torch.cat([torch.tensor([run.loss, run.units], dtype=torch.float64), run.sums])
 
     def _agree(
-        self, loss: float, sums: Tensor, samples: int, stop: bool = False, newcomers: bool = False, finite: bool = True
+        self, found: Tensor, samples: int, stop: bool = False, newcomers: bool = False, finite: bool = True
     ) -> Totals:
         """Return the totals over all ranks; a flag is raised in them if any rank raises it."""
         if 0 not in self.stages or self.stages[0].member:
             samples = 0
-        flags = [float(flag) for flag in (stop, newcomers, not finite)]
-        vector = torch.tensor([loss, samples, *flags, *sums.tolist()], dtype=torch.float64)
-        loss, total, *rest = self._totals.sum(vector).tolist()
+        flags = [float(flag) for flag in (samples, stop, newcomers, not finite)]
+        total, *rest = self._totals.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found])).tolist()
         stops, comers, broken = (count > 0 for count in rest[:3])
-        units = total * self.task.units_per_sample
-        metrics = {name: value / units for name, value in zip(self.task.metrics, rest[3:], strict=True)}
-        return Totals(loss, metrics, int(total), stops, comers, not broken)
+        loss, units, *sums = rest[3:]
+        loss = loss / units if units else 0.0
+        means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
+        return Totals(loss, self.task.report(loss, means), int(total), stops, comers, not broken, int(units))
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""
@@ -284,17 +285,15 @@ class Session:
         """Return the loss and the metrics on held-out batches, which take the same stages. Raises PeerLost."""
         self.clock.pause()
         self._totals.post()
-        loss, sums, samples = 0.0, torch.zeros(len(self.task.metrics), dtype=torch.float64), 0
+        found, samples = torch.zeros(2 + len(self.task.metrics), dtype=torch.float64), 0
         for batch in batches:
             runs = self._begin(batch)
             actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
             run_passes(self._with_rows(actions, runs), self.stages, self.clock)
-            found = self._found(runs)
-            loss, sums, samples = loss + found[0] * batch.size, sums + found[1], samples + batch.size
+            found, samples = found + self._found(runs), samples + batch.size
         for stage in self.stages.values():
             stage.flush()
-        totals = self._agree(loss, sums, samples)
-        return Totals(totals.loss / totals.samples, totals.metrics, totals.samples)
+        return self._agree(found, samples)
 
     def try_smallest(self, size: int) -> str | None:
         """Return why this rank cannot train on a batch of `size`, or None if it can.

@@ -46,8 +46,9 @@ class StageStep:
         self.held: dict[int, tuple[Values, Values]] = {}  # inputs and outputs of each micro-batch
         self.split: dict[int, SplitBackward] = {}
         self._task = task
-        self.loss = torch.zeros(())  # of these rows, as a part of the batch's mean
+        self.loss, self.units = 0.0, 0  # summed over the rows that this member has judged
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
+        self._of_batch: int | None = None  # the units of the global batch, once they are needed
 
     def judge(self, outputs: Tree, micro: Micro) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
@@ -55,9 +56,19 @@ class StageStep:
         with torch.no_grad():
             self.sums += self._task.judge(detached(outputs), targets)
         loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
-        loss = loss / (self.batch.size * self._task.units_per_sample)
-        self.loss += loss.detach()
-        return loss
+        self.loss += float(loss.detach())
+        self.units += self._task.units(targets)
+        return loss / max(1, self._batch_units()) if torch.is_grad_enabled() else loss
+
+    def _batch_units(self) -> int:
+        """Return the units of the global batch."""
+        if self._of_batch is None:
+            each = self._task.units_per_sample
+            if each is not None:
+                self._of_batch = self.batch.size * each
+            else:
+                self._of_batch = self._task.units(self.batch.targets(0, self.batch.size))
+        return self._of_batch
 
 
 class StageRuntime:

@@ -12,7 +12,7 @@ Way = Literal["previous", "next", "members"]  # earlier stages, later stages, an
 
 @dataclass(frozen=True)
 class Totals:
-    """Holds what all ranks agree on after a step or an evaluation; `metrics` has the means over units, by name."""
+    """Holds what all ranks agree on after a step or an evaluation; `metrics` has the task's metrics by name."""
 
     loss: float
     metrics: dict[str, float]
@@ -20,6 +20,7 @@ class Totals:
     stop: bool = False
     newcomers: bool = False
     finite: bool = True  # whether the gradients of all stages with a single member are finite
+    units: int = 0  # what the loss is a mean over: samples or, for example, tokens
 
 
 @dataclass(frozen=True)

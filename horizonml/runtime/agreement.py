@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from horizonml.comm.group import Group
+from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
-from horizonml.data.images import ImageInfo, agree, describe
 from horizonml.errors import HorizonError, PlanError
 from horizonml.job.schema import Job
 from horizonml.models.zoo import Model, build
@@ -66,13 +66,13 @@ class Agreed:
         return cls(Plan.from_json(value["plan"]), forecast)
 
 
-def describe_together(job: Job, group: Group) -> tuple[ImageInfo, Model]:
+def describe_together(job: Job, group: Group) -> tuple[DataInfo, Model]:
     """Return the data as all ranks see it, and the model for it. Raises DataError or ModelError."""
     info = describe_data(job, group)
     return info, model_for(job, info)
 
 
-def prepare(job: Job) -> tuple[ImageInfo, Model] | None:
+def prepare(job: Job) -> tuple[DataInfo, Model] | None:
     """Return the data and the model as far as this rank can tell by itself, so that no other rank waits for it later.
 
     Return None if there is anything wrong; the ranks find out together, so that each of them can say what it is.
@@ -84,13 +84,13 @@ def prepare(job: Job) -> tuple[ImageInfo, Model] | None:
     return None
 
 
-def model_for(job: Job, info: ImageInfo) -> Model:
+def model_for(job: Job, info: DataInfo) -> Model:
     """Return the job's model for data of this kind. Raises ModelError."""
     task = task_for(job)
     return build(job.model, job.seed, task.outputs(info), task.input(info))
 
 
-def describe_data(job: Job, group: Group, known: ImageInfo | None = None) -> ImageInfo:
+def describe_data(job: Job, group: Group, known: DataInfo | None = None) -> DataInfo:
     """Return the data as all ranks see it. Raises DataError on all of them.
 
     `known` is what this rank has agreed on before, with an earlier group.
@@ -101,7 +101,7 @@ def describe_data(job: Job, group: Group, known: ImageInfo | None = None) -> Ima
         found = known or describe(job.data, channels)
         return found.to_json() if found is not None else None
 
-    found = [None if value is None else ImageInfo.from_json(value) for value in group.agree(described)]
+    found = [None if value is None else DataInfo.from_json(value) for value in group.agree(described)]
     return agree(found, job.data)
 
 

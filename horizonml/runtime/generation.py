@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from horizonml.comm.group import Group
+from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
-from horizonml.data.images import ImageInfo, load
 from horizonml.engine.session import Session
 from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
@@ -167,7 +167,7 @@ class Generation:
             self.group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
         )
 
-    def _checkpoints(self, info: ImageInfo) -> Checkpoints | None:
+    def _checkpoints(self, info: DataInfo) -> Checkpoints | None:
         """Return the run's checkpoints, if there are to be any. All ranks call this."""
         job = self.life.job
         if not job.checkpoint.enabled:
@@ -329,7 +329,7 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def load_for(life: Life, session: Session, info: ImageInfo) -> Data:
+def load_for(life: Life, session: Session, info: DataInfo) -> Data:
     """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
 
     What an earlier group needed as well has been read already.

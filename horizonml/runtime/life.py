@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from horizonml.data.dataset import Data
-from horizonml.data.images import ImageInfo
+from horizonml.data.dataset import Data, DataInfo
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.usage import rss_bytes
@@ -51,7 +50,7 @@ class Life:
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     state: TrainState | None = None
     data: Loaded | None = None
-    info: ImageInfo | None = None  # of the data that the state is for
+    info: DataInfo | None = None  # of the data that the state is for
     agreed: Agreed | None = None
     plans: dict[tuple[int, ...], Agreed] = field(default_factory=dict)  # made so far, by the ranks as they were started
     measured: Measured | None = None

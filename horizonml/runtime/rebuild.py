@@ -12,7 +12,8 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 
 from horizonml.comm.group import Group, Work
-from horizonml.data.images import ImageInfo, load
+from horizonml.data.choose import load
+from horizonml.data.dataset import DataInfo
 from horizonml.data.sampler import Sampler
 from horizonml.engine.replay import Messages, replay
 from horizonml.errors import HorizonError, PeerLost
@@ -29,7 +30,7 @@ from horizonml.tasks.task import Batch
 
 
 def rebuild(
-    job: Job, info: ImageInfo, state: TrainState, lost: Last | None, found: Recovery, group: Group, members: list[int]
+    job: Job, info: DataInfo, state: TrainState, lost: Last | None, found: Recovery, group: Group, members: list[int]
 ) -> Recovery | str:
     """Return where to go on from once the missing layers have been rebuilt, or why they cannot be.
 
@@ -71,7 +72,7 @@ class _Part:
     places: dict[int, int]
     until: int
 
-    def run(self, job: Job, info: ImageInfo, state: TrainState, lost: Last | None, group: Group) -> str | None:
+    def run(self, job: Job, info: DataInfo, state: TrainState, lost: Last | None, group: Group) -> str | None:
         """Bring the messages to the builder, which repeats the work on them; return what went wrong, on all ranks."""
         mine = next((old for old, new in self.places.items() if new == group.rank), None)
         kept: dict[tuple[int, int], Tensor] = {}
@@ -110,7 +111,7 @@ class _Part:
     def _repeat(
         self,
         job: Job,
-        info: ImageInfo,
+        info: DataInfo,
         state: TrainState,
         mirror: Mirror,
         received: dict[int, dict[tuple[int, int], Tensor]],

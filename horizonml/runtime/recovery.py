@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from horizonml.comm.group import Group
-from horizonml.data.images import ImageInfo
+from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
@@ -34,7 +34,7 @@ class Place:
     say: Callable[[str], None]  # tells the user, on rank 0
 
 
-def recover(life: Life, info: ImageInfo, found: Recovery, plan: Plan, place: Place) -> Source | None:
+def recover(life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place) -> Source | None:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this.
 
     Return where the state was taken from, or None if it is not complete. Raises PeerLost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from horizonml.data.images import ImageInfo
+from horizonml.data.dataset import DataInfo
 from horizonml.models.spec import TORCHVISION_MODELS, ModelSpec
-from horizonml.tasks.task import InputSpec, Tree
+from horizonml.tasks.task import InputSpec, OutputSpec, Tree
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,19 @@ class ImageClassification:
         """Return the number of colour channels that a model expects, or None to use those of the data."""
         return 3 if model.name in TORCHVISION_MODELS else None
 
-    def input(self, info: ImageInfo) -> InputSpec:
+    def input(self, info: DataInfo) -> InputSpec:
         """Return the model's input: normalised float32 images."""
-        return InputSpec.of(info.shape, torch.float32, "Set data.image_size to a size the model accepts.")
+        return InputSpec(info.inputs, info.names, "Set data.image_size to a size the model accepts.")
 
-    def outputs(self, info: ImageInfo) -> int:
-        """Return the number of values that the model must return for each image: a logit for each class."""
-        return info.classes
+    def outputs(self, info: DataInfo) -> OutputSpec:
+        """Return what the model must return for each image: a logit for each class."""
+        return OutputSpec.vector(info.outputs)
+
+    def units(self, targets: Tree) -> int:
+        """Return the number of images."""
+        assert isinstance(targets, Tensor)
+        return len(targets)
+
+    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics as they are."""
+        return dict(metrics)

@@ -6,15 +6,16 @@ what outputs mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from horizonml.data.dataset import Batch, Inputs, Tree, detached
+from horizonml.data.dataset import Batch, DataInfo, Inputs, Tree, detached
 from horizonml.data.tensors import TensorSpec
+from horizonml.models.spec import ModelSpec
 
 __all__ = ["Batch", "InputSpec", "Inputs", "OutputSpec", "Task", "Tree", "detached"]
 
@@ -52,8 +53,8 @@ class OutputSpec:
 class Task(Protocol):
     """Defines the objective of a training: its loss, and how predictions are judged.
 
-    Both functions return sums, because a rank sees only some rows of a batch and the engine adds up the sums of all
-    ranks. It divides them by the number of units in the global batch, `batch.size * units_per_sample`.
+    `loss` and `judge` return sums, because a rank sees only some rows of a batch and the engine adds up the sums of all
+    ranks. It divides them by the number of units in the global batch.
     """
 
     @property
@@ -61,8 +62,15 @@ class Task(Protocol):
         """Return what the loss is a mean over: "samples" or, for example, "tokens"."""
 
     @property
-    def units_per_sample(self) -> int:
-        """Return the number of units in each sample, which is 1 where the unit is the sample."""
+    def units_per_sample(self) -> int | None:
+        """Return the number of units in each sample, which is 1 where the unit is the sample.
+
+        Return None if samples differ, as padded texts do. Then the last stage reads the targets of the whole global
+        batch to count their `units` before the backward pass.
+        """
+
+    def units(self, targets: Tree) -> int:
+        """Return the number of units in these rows."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -76,3 +84,18 @@ class Task(Protocol):
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return each metric's sum over the units of these rows, float64 `[len(metrics)]`."""
+
+    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics that are recorded, made from the mean loss and the mean of each of the `metrics`.
+
+        A language model's perplexity, for example, is a function of its loss.
+        """
+
+    def input(self, info: DataInfo) -> InputSpec:
+        """Return what the model takes, for data of this kind. Raises DataError if the task cannot use the data."""
+
+    def outputs(self, info: DataInfo) -> OutputSpec:
+        """Return what the model must return, for data of this kind."""
+
+    def channels(self, model: ModelSpec) -> int | None:
+        """Return the number of colour channels that a model expects, if images are to be converted; usually None."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.data.images import load
+from horizonml.data.choose import load
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
-from horizonml.data.images import ImageInfo, describe, load
+from horizonml.data.choose import describe, load
+from horizonml.data.dataset import DataInfo
 from horizonml.data.sampler import Sampler
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
@@ -68,7 +69,7 @@ def job() -> Job:
     )
 
 
-def described() -> ImageInfo:
+def described() -> DataInfo:
     info = describe(job().data)
     assert info is not None
     return info

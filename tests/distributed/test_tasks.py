@@ -12,7 +12,6 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch
-from horizonml.data.images import ImageInfo
 from horizonml.engine.step import Totals
 from horizonml.job.jobfile import parse
 from horizonml.machine.signals import StopRequest
@@ -27,7 +26,7 @@ from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import distance
-from tests.records import run_info
+from tests.records import image_info, run_info
 from tests.tasks import KINDS, Kind
 
 FULL, LR, OPTIMIZER = 24, 0.05, Sgd(momentum=0.9, weight_decay=1e-3)
@@ -114,7 +113,7 @@ def run(rank: int, world_size: int, store: Store, name: str, folder: Path) -> tu
     kind, group = KINDS[name], Group(store, rank, world_size, 30.0)
     job = parse("{epochs: 2, batch_size: 24}", "job", [f"folder={folder}"])
     plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 5, (1,), (1.0,))), micro_batches=2)
-    data = Data(ImageInfo(2, (1, 1, 1), 61, 13), kind.samples(61), kind.samples(13))
+    data = Data(image_info(2, (1, 1, 1), 61, 13), kind.samples(61), kind.samples(13))
     recorder = Recorder(folder / f"rank-{rank}.jsonl", Silent(), run_info(job, plan, rank), 0)
     try:
         session = session_for(plan, kind.model(), group, OPTIMIZER, job.batch_size, kind.task)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.data.images import describe, load
+from horizonml.data.choose import describe, load
 from horizonml.errors import CheckpointError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -85,7 +85,7 @@ def run(
     group = Group(store, rank, world_size, 30.0)
     info = describe(job.data)
     assert info is not None
-    model = build(job.model, job.seed, info.classes, InputSpec.of(info.shape))
+    model = build(job.model, job.seed, info.outputs, InputSpec(info.inputs))
     plan = fixed_plan(job, len(model.chain), world_size)
     session = session_for(plan, model, group, job.optimizer, job.batch_size)
     data = load(job.data, info, Path("unused"), inputs=session.is_first, targets=session.is_last)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data
-from horizonml.data.images import ImageInfo, agree, describe, load
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 from horizonml.machine.torchvision import import_torchvision
+from tests.records import image_info
 
 
 def loaded(spec: DataSpec, cache: Path, channels: int | None = None) -> Data:
@@ -24,7 +25,7 @@ def loaded(spec: DataSpec, cache: Path, channels: int | None = None) -> Data:
 
 def test_the_embedded_digits_are_real(tmp_path: Path) -> None:
     data = loaded(DataSpec(), tmp_path)
-    assert (data.info.train, data.info.held_out, data.info.shape) == (1438, 359, (1, 8, 8))
+    assert (data.info.train, data.info.held_out, data.info.inputs[0].shape) == (1438, 359, (1, 8, 8))
     everything = torch.arange(data.info.train)
     images, labels = data.train.inputs(everything), data.train.targets(everything)
     assert images.shape == (1438, 1, 8, 8)
@@ -59,7 +60,7 @@ def test_a_rank_keeps_only_what_its_stage_needs(tmp_path: Path) -> None:
 
 def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
     data = loaded(DataSpec(samples=100, image_size=12), tmp_path, channels=3)
-    assert data.info == ImageInfo(10, (3, 12, 12), 100, 359)
+    assert data.info == image_info(10, (3, 12, 12), 100, 359)
     images = data.train.inputs(torch.arange(5))
     assert images.shape == (5, 3, 12, 12)
     assert torch.equal(images[:, 0], images[:, 2])
@@ -68,7 +69,7 @@ def test_fewer_samples_and_other_shapes(tmp_path: Path) -> None:
 def test_synthetic_data_has_any_shape_and_repeats_itself(tmp_path: Path) -> None:
     spec = DataSpec(name="synthetic", samples=50_000, classes=7, image_size=16, channels=1)
     data = loaded(spec, tmp_path)
-    assert data.info == ImageInfo(7, (1, 16, 16), 50_000, 10_000)
+    assert data.info == image_info(7, (1, 16, 16), 50_000, 10_000)
     picked = torch.tensor([3, 49_999])
     assert torch.equal(data.train.inputs(picked), loaded(spec, tmp_path).train.inputs(picked))
     assert data.train.targets(picked).max() < 7
@@ -110,10 +111,10 @@ def test_wishes_that_the_data_cannot_fulfil(spec: DataSpec, words: str) -> None:
 
 
 def test_ranks_must_see_the_same_data() -> None:
-    one, other = ImageInfo(2, (3, 8, 8), 10, 2), ImageInfo(2, (3, 8, 8), 11, 2)
+    one, other = image_info(2, (3, 8, 8), 10, 2), image_info(2, (3, 8, 8), 11, 2)
     spec = DataSpec(name="folder", folder="/data")
     assert agree([None, one, one], spec) == one
-    with pytest.raises(DataError, match=r"rank 1 sees classes 2.*train 11"):
+    with pytest.raises(DataError, match=r"rank 1 sees 11 training and 2 held-out samples"):
         agree([one, other], spec)
     with pytest.raises(DataError, match="not a directory on any rank"):
         agree([None, None], spec)
@@ -132,7 +133,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     write_images(tmp_path / "cat", 5, 50)
     write_images(tmp_path / "dog", 5, 200)
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
-    assert data.info == ImageInfo(2, (3, 8, 8), 8, 2)
+    assert data.info == image_info(2, (3, 8, 8), 8, 2)
     everything = torch.arange(8)
     images, labels = data.train.inputs(everything), data.train.targets(everything)
     assert images.shape == (8, 3, 8, 8)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from horizonml.data.images import ImageInfo
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.spec import ModelSpec
@@ -14,7 +13,8 @@ from horizonml.models.zoo import build
 from horizonml.profiling.measure import measure
 from horizonml.profiling.threads import try_threads
 from horizonml.tasks.image_classification import ImageClassification
-from horizonml.tasks.task import InputSpec
+from horizonml.tasks.task import InputSpec, OutputSpec
+from tests.records import image_info
 from tests.tasks import KINDS
 
 
@@ -30,14 +30,14 @@ def test_image_classification_sums_cross_entropy_and_hits() -> None:
 
 
 def test_image_classification_says_what_a_model_must_take_and_return() -> None:
-    task, info = ImageClassification(), ImageInfo(7, (3, 20, 20), 10, 2)
-    assert (task.input(info).tensors, task.outputs(info)) == ((TensorSpec((3, 20, 20)),), 7)
+    task, info = ImageClassification(), image_info(7, (3, 20, 20), 10, 2)
+    assert (task.input(info).tensors, task.outputs(info)) == ((TensorSpec((3, 20, 20)),), OutputSpec.vector(7))
     assert task.channels(ModelSpec(name="resnet18")) == 3
     assert task.channels(ModelSpec(name="digits_cnn")) is None
 
 
 def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() -> None:
-    info = ImageInfo(10, (3, 8, 8), 10, 2)
+    info = image_info(10, (3, 8, 8), 10, 2)
     with pytest.raises(ModelError, match=r"inputs of shape \[3, 8, 8\].*Set data.image_size to a size the model acc"):
         build(ModelSpec(name="tests.models:plain"), 0, 10, ImageClassification().input(info))
     with pytest.raises(ModelError, match=r"does not accept inputs of shape \[4\] .*[^ ]$"):
