@@ -29,7 +29,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
@@ -97,7 +97,7 @@ def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, s
     """Steps with and without recording, interleaved in one process."""
     model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), Classification(), batch_size)
     batch = RandomBatch(batch_size, shape)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(Path(folder) / "rank-0.jsonl", Silent(), described(plan), 50)
@@ -143,7 +143,7 @@ def scraping(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, se
     """Recorded steps with metrics that another process scrapes every second, and without, interleaved."""
     model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape))
     plan = Plan((Stage(0, len(model.chain), (0,), (1.0,)),))
-    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), ImageClassification(), batch_size)
+    session = Session(plan, TrainState(model, Sgd()), Group(None, 0, 1, 60.0), Classification(), batch_size)
     batch, metrics = RandomBatch(batch_size, shape), Metrics(0)
     server = Server(metrics.registry, ("127.0.0.1", 0), lambda: None)
     scraper = subprocess.Popen(

@@ -28,7 +28,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 
 StepFunction = Callable[[], None]
@@ -60,7 +60,7 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    session = Session(plan, TrainState(model, Sgd()), group, ImageClassification(), batch.size)
+    session = Session(plan, TrainState(model, Sgd()), group, Classification(), batch.size)
 
     def step() -> None:
         session.step(batch, LR)

@@ -18,7 +18,7 @@ from horizonml.data.seeds import name_seed
 from horizonml.data.tensors import TensorSpec
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.tasks.task import InputSpec, OutputSpec, Task, Tree
+from horizonml.tasks.task import BySample, InputSpec, OutputSpec, Task, Tree
 
 OUTPUTS = 2
 WORDS = 11  # that the embedding knows
@@ -34,38 +34,18 @@ def embedding(num_outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, num_outputs))
 
 
-class _Plain:
-    """What the tasks have in common."""
-
-    units_per_sample: ClassVar[int]
-
-    def units(self, targets: Tree) -> int:
-        """Return the number of units."""
-        return self.units_per_sample * len(targets if isinstance(targets, Tensor) else _parts(targets)[0])
-
-    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics as they are."""
-        return dict(metrics)
-
-    def input(self, info: DataInfo) -> InputSpec:
-        """Return what the model takes."""
-        return InputSpec(info.inputs)
+class _Plain(BySample):
+    """What both tasks have in common."""
 
     def outputs(self, info: DataInfo) -> OutputSpec:
         """Return what the model returns."""
         return OutputSpec.vector(OUTPUTS)
-
-    def channels(self, model: ModelSpec) -> int | None:
-        """Return None: there are no images."""
-        return None
 
 
 @dataclass(frozen=True)
 class Regression(_Plain):
     """The mean squared error of outputs `[batch, 2]` against float targets of the same shape."""
 
-    unit: ClassVar[str] = "samples"
-    units_per_sample: ClassVar[int] = 1
     metrics: ClassVar[tuple[str, ...]] = ("mean absolute error",)
 
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
@@ -86,8 +66,12 @@ class WeightedRegression(_Plain):
     """The squared errors of all values, weighted by sample in training."""
 
     unit: ClassVar[str] = "values"
-    units_per_sample: ClassVar[int] = OUTPUTS
+    units_per_sample: ClassVar[int | None] = OUTPUTS
     metrics: ClassVar[tuple[str, ...]] = ("mean absolute error", "accuracy")
+
+    def units(self, targets: Tree) -> int:
+        """Return the number of values."""
+        return _parts(targets)[0].numel()
 
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum over values."""

@@ -50,6 +50,7 @@ class DataInfo:
     names: tuple[str, ...] = ()  # of the inputs, as arguments of the model's forward; one input needs none
     outputs: int = 0  # classes, labels, words or values that the model predicts; 0 if the data does not tell
     target: TensorSpec | None = None  # if targets are single tensors
+    task: str = "classification"  # what the data is made for
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -60,6 +61,7 @@ class DataInfo:
             "names": list(self.names),
             "outputs": self.outputs,
             "target": self.target.to_json() if self.target is not None else None,
+            "task": self.task,
         }
 
     @classmethod
@@ -73,6 +75,7 @@ class DataInfo:
             tuple(map(str, value["names"])),
             int(value["outputs"]),
             None if target is None else TensorSpec.from_json(target),
+            str(value["task"]),
         )
 
 

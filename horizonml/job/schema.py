@@ -19,6 +19,7 @@ from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
 from horizonml.spec.base import PlainName, Spec
 from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, RecoverySpec, Sgd
+from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
 
 
@@ -33,6 +34,7 @@ class Job(Spec):
     epochs: int = Field(8, ge=1, description="Passes over the training data.")
     batch_size: int = Field(64, ge=1, description="Samples per parameter update, over all ranks together.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Label smoothing of the cross-entropy loss.")
+    task: TaskSpec = Field(default_factory=TaskSpec)
     model: ModelSpec = Field(default_factory=ModelSpec)
     data: DataSpec = Field(default_factory=DataSpec)
     optimizer: Annotated[Sgd | Adam, Field(discriminator="name")] = Field(default_factory=Sgd)
@@ -49,6 +51,14 @@ class Job(Spec):
         """Take an optimizer without a name for SGD, so that `optimizer: {lr: 0.1}` is enough."""
         if isinstance(values, dict) and isinstance(values.get("optimizer"), dict):
             return {**values, "optimizer": {"name": "sgd", **values["optimizer"]}}
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_task(cls, values: Any) -> Any:
+        """Take `task: regression` for `task: {name: regression}`."""
+        if isinstance(values, dict) and isinstance(values.get("task"), str):
+            return {**values, "task": {"name": values["task"]}}
         return values
 
     @model_validator(mode="after")

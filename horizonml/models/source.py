@@ -11,23 +11,18 @@ arbitrary functions of the machine, such as `subprocess:getoutput`, so only thes
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import os
-import pkgutil
-import sys
 import sysconfig
-import traceback
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.text import nearest
+from horizonml.machine.code import find as find_code
 
 _HOW = (
     "name a subclass of torch.nn.Module, or a function of your own that returns one and says so: "
@@ -38,63 +33,12 @@ _HOW = (
 def find(name: str) -> Callable[..., nn.Module]:
     """Return the class or function that `module:callable` names, without calling it.
 
-    Modules in the working directory are found, too. Raises ModelError, which names the file and the nearest name.
+    Raises ModelError, which names the file and the nearest name.
     """
-    module_name, _, attribute = name.partition(":")
-    target: Any = _import(module_name)
-    place = module_name
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            file = getattr(target, "__file__", None) or place
-            raise ModelError(f"model.name: {file} has no {part!r}{nearest(part, _public(target))}")
-        target, place = getattr(target, part), f"{place}.{part}"
+    target = find_code(name, "model.name", ModelError)
     _check(name, target)
     function: Callable[..., nn.Module] = target
     return function
-
-
-def _import(name: str) -> ModuleType:
-    if name.split(".")[0] == "torchvision":
-        from horizonml.machine.torchvision import import_torchvision
-
-        import_torchvision()
-    here = os.getcwd()
-    if not {here, ""} & set(sys.path):
-        sys.path.insert(0, here)  # as `python -m` does, however this command was started
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or name
-        if name != missing and not name.startswith(f"{missing}."):
-            raise ModelError(f"model.name: {name} needs the module {missing}, which is not installed") from error
-        parent, _, last = missing.rpartition(".")
-        known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
-        raise ModelError(
-            f"model.name: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
-            f"packages{nearest(last, known)}"
-        ) from error
-    except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
-        raise ModelError(f"model.name: importing {name} failed: {_where(error)}") from error
-
-
-def _folders(package: str) -> list[str]:
-    """Return where the modules of a package lie; without a package, return the working directory."""
-    return list(getattr(sys.modules.get(package), "__path__", [])) if package else [os.getcwd()]
-
-
-def _public(owner: Any) -> list[str]:
-    """Return the names that the user may have meant."""
-    return [name for name in dir(owner) if not name.startswith("_")]
-
-
-def _where(error: BaseException) -> str:
-    """Return the error, and the line of the user's code that raised it."""
-    text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
-    outside = [frame for frame in own if Path(frame.filename) != Path(importlib.__file__)]
-    return f"{outside[-1].filename}:{outside[-1].lineno}: {text}" if outside else text
 
 
 def _check(name: str, target: Any) -> None:

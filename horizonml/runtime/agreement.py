@@ -30,7 +30,7 @@ from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
 from horizonml.runtime.stragglers import Forecast
 from horizonml.state.spec import Sgd
-from horizonml.tasks.choose import task_for
+from horizonml.tasks.choose import channels_for, task_for
 from horizonml.text import human_seconds
 
 
@@ -78,7 +78,7 @@ def prepare(job: Job) -> tuple[DataInfo, Model] | None:
     Return None if there is anything wrong; the ranks find out together, so that each of them can say what it is.
     """
     with suppress(Exception):
-        info = describe(job.data, task_for(job).channels(job.model))
+        info = describe(job.data, channels_for(job))
         if info is not None:
             return info, model_for(job, info)
     return None
@@ -86,7 +86,7 @@ def prepare(job: Job) -> tuple[DataInfo, Model] | None:
 
 def model_for(job: Job, info: DataInfo) -> Model:
     """Return the job's model for data of this kind. Raises ModelError."""
-    task = task_for(job)
+    task = task_for(job, info)
     return build(job.model, job.seed, task.outputs(info), task.input(info))
 
 
@@ -95,7 +95,7 @@ def describe_data(job: Job, group: Group, known: DataInfo | None = None) -> Data
 
     `known` is what this rank has agreed on before, with an earlier group.
     """
-    channels = task_for(job).channels(job.model)
+    channels = channels_for(job)
 
     def described() -> dict[str, Any] | None:
         found = known or describe(job.data, channels)

@@ -79,7 +79,7 @@ class Generation:
         checkpoints = self._checkpoints(info)
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
-            with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
+            with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
                 data = load_for(life, session, info)
                 if moved:

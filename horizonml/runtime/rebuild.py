@@ -137,7 +137,7 @@ class _Part:
                 rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, sampler.steps_per_epoch, job.epochs)
                 yield messages, batch, rate
 
-        replay(plan, owner, theirs, steps(), task_for(job), job.batch_size)
+        replay(plan, owner, theirs, steps(), task_for(job, info), job.batch_size)
         state.put(theirs.tensors())
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from horizonml.data.dataset import Batch, DataInfo, Inputs, Tree, detached
 from horizonml.data.tensors import TensorSpec
-from horizonml.models.spec import ModelSpec
+from horizonml.errors import DataError, ModelError
 
 __all__ = ["Batch", "InputSpec", "Inputs", "OutputSpec", "Task", "Tree", "detached"]
 
@@ -97,5 +97,40 @@ class Task(Protocol):
     def outputs(self, info: DataInfo) -> OutputSpec:
         """Return what the model must return, for data of this kind."""
 
-    def channels(self, model: ModelSpec) -> int | None:
-        """Return the number of colour channels that a model expects, if images are to be converted; usually None."""
+
+class BySample:
+    """Implements what tasks have in common whose unit is the sample."""
+
+    unit: ClassVar[str] = "samples"
+    units_per_sample: ClassVar[int | None] = 1
+
+    def units(self, targets: Tree) -> int:
+        """Return the number of samples."""
+        return len(only_tensor(targets))
+
+    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics as they are."""
+        return dict(metrics)
+
+    def input(self, info: DataInfo) -> InputSpec:
+        """Return what the model takes."""
+        advice = "Set data.image_size to a size the model accepts." if len(info.inputs[0].shape) == 3 else ""
+        return InputSpec(info.inputs, info.names, advice)
+
+
+def only_tensor(tree: Tree) -> Tensor:
+    """Return a tree that is a single tensor. Raises DataError if it is anything else."""
+    if not isinstance(tree, Tensor):
+        raise DataError(f"the task needs a single tensor where the data or the model has a {type(tree).__name__}")
+    return tree
+
+
+def main_tensor(tree: Tree, name: str) -> Tensor:
+    """Return a model's output: a tensor, or the entry of that name in a mapping. Raises ModelError."""
+    if isinstance(tree, Mapping):
+        if name not in tree:
+            raise ModelError(f"the model returns {', '.join(map(str, tree))}, but the task needs {name!r}")
+        tree = tree[name]
+    if not isinstance(tree, Tensor):
+        raise ModelError(f"the model returns a {type(tree).__name__}, but the task needs a tensor")
+    return tree

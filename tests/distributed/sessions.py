@@ -10,7 +10,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.state.spec import Adam, Sgd
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import Task
 
 
@@ -18,7 +18,7 @@ def session_for(
     plan: Plan, model: Model, group: Group, optimizer: Sgd | Adam, batch_size: int, task: Task | None = None
 ) -> Session:
     """A session on a new state."""
-    return Session(plan, TrainState(model, optimizer), group, task or ImageClassification(), batch_size)
+    return Session(plan, TrainState(model, optimizer), group, task or Classification(), batch_size)
 
 
 def state_of(session: Session) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Sgd
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
@@ -444,7 +444,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
 def counted_and_judged(rank: int, world_size: int, store: Store, plan: Plan, smoothing: float) -> tuple[int, float]:
     model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
     group = Group(store, rank, world_size, 30.0)
-    session = session_for(plan, model, group, Sgd(), FULL, ImageClassification(smoothing))
+    session = session_for(plan, model, group, Sgd(), FULL, Classification(smoothing))
     loss = session.evaluate([RandomBatch(0)]).loss
     entered = session.step(RandomBatch(0), LR).entered
     group.close()

@@ -88,7 +88,7 @@ class Batches:
 
 
 def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
-    return Session(plan, state, group, task_for(job()), job().batch_size)
+    return Session(plan, state, group, task_for(job(), described()), job().batch_size)
 
 
 def fresh() -> TrainState:

@@ -19,7 +19,7 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import holders, move, senders
 from horizonml.state.spec import Sgd
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
@@ -65,7 +65,7 @@ def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tupl
             before, addresses = state_of(session), {k: v.data_ptr() for k, v in session.state.tensors().items()}
             session.close()
             received.append(move(session.state, senders(holders(session.plan), plan), group))
-            session = Session(plan, session.state, group, ImageClassification(), FULL)
+            session = Session(plan, session.state, group, Classification(), FULL)
             assert all(torch.equal(value, before[key]) for key, value in state_of(session).items() if key in before)
             # Layers that stay are the same tensors, not copies.
             now = {k: v.data_ptr() for k, v in session.state.tensors().items()}

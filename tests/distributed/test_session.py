@@ -19,7 +19,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.train_state import TrainState
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
@@ -62,7 +62,7 @@ def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) ->
     """Train two steps, fail in the third if asked to, go on with another group; the state, and what is left."""
     state, unchanged = TrainState(model(), OPTIMIZER), True
     group = Group(PrefixStore("first", store), rank, world_size, 10.0)
-    session = Session(plan, state, group, ImageClassification(), FULL)
+    session = Session(plan, state, group, Classification(), FULL)
     for step in range(2):
         session.step(RandomBatch(step), LR)
     held = None
@@ -80,7 +80,7 @@ def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) ->
     gradients = sum(parameter.grad is not None for parameter in _parameters(state))
     group.close()
     again = Group(PrefixStore("second", store), rank, world_size, 10.0)
-    session = Session(plan, state, again, ImageClassification(), FULL)
+    session = Session(plan, state, again, Classification(), FULL)
     session.step(RandomBatch(2), LR)
     result = state_of(session)
     session.close()
@@ -105,7 +105,7 @@ def test_a_step_that_fails_half_way_changes_nothing_and_the_next_group_goes_on(p
 def holding(rank: int, world_size: int, store: Store) -> float:
     """Rank 0 fails, keeps the traceback, and closes its group; how long the others wait for it."""
     group = Group(store, rank, world_size, 60.0)
-    session = Session(PLANS["ddp"], TrainState(model(), OPTIMIZER), group, ImageClassification(), FULL)
+    session = Session(PLANS["ddp"], TrainState(model(), OPTIMIZER), group, Classification(), FULL)
     errors, started = [], 0.0
     try:
         session.step(Failing(3) if rank == 0 else RandomBatch(3), LR)
@@ -153,7 +153,7 @@ def trained(store: Store, rank: int, world_size: int, plan: Plan, steps: int) ->
     """Train some steps of a model with unusual layers; the session, and copies of what it holds."""
     group = Group(store, rank, world_size, 30.0)
     whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec.of(SHAPE))
-    session = Session(plan, TrainState(whole, OPTIMIZER), group, ImageClassification(), FULL)
+    session = Session(plan, TrainState(whole, OPTIMIZER), group, Classification(), FULL)
     for step in range(steps):
         session.step(RandomBatch(step), LR)
     return session, state_of(session)
@@ -195,7 +195,7 @@ def test_a_stage_may_hand_on_what_enters_it_with_a_split_backward_pass(pool: Poo
 def named(rank: int, world_size: int, store: Store, plan: Plan) -> set[str]:
     """What a rank's clock calls the work of a step."""
     group = Group(store, rank, world_size, 30.0)
-    session = Session(plan, TrainState(model(), OPTIMIZER), group, ImageClassification(), FULL)
+    session = Session(plan, TrainState(model(), OPTIMIZER), group, Classification(), FULL)
     report = session.step(RandomBatch(0), LR)
     session.close()
     group.close()

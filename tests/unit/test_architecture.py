@@ -24,7 +24,7 @@ TABLE: dict[str, set[str]] = {
     "spec": {"plan"},  # whose schedules a job may name
     "job": {"plan", "spec"},
     "data": {"machine", "spec"},
-    "tasks": {"data", "job", "spec"},
+    "tasks": {"data", "job", "machine", "spec"},
     "models": {"data", "machine", "spec", "tasks"},
     "planner": {"job", "plan", "spec"},
     "state": {"comm", "job", "models", "plan", "spec"},

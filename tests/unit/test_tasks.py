@@ -8,18 +8,20 @@ from torch.nn import functional
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
+from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.profiling.measure import measure
 from horizonml.profiling.threads import try_threads
-from horizonml.tasks.image_classification import ImageClassification
+from horizonml.tasks.choose import channels_for
+from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec, OutputSpec
 from tests.records import image_info
 from tests.tasks import KINDS
 
 
 def test_image_classification_sums_cross_entropy_and_hits() -> None:
-    task, generator = ImageClassification(label_smoothing=0.1), torch.Generator().manual_seed(0)
+    task, generator = Classification(label_smoothing=0.1), torch.Generator().manual_seed(0)
     logits, labels = torch.randn(7, 3, generator=generator), torch.arange(7) % 3
     each = functional.cross_entropy(logits, labels, reduction="none")
     smoothed = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
@@ -30,16 +32,14 @@ def test_image_classification_sums_cross_entropy_and_hits() -> None:
 
 
 def test_image_classification_says_what_a_model_must_take_and_return() -> None:
-    task, info = ImageClassification(), image_info(7, (3, 20, 20), 10, 2)
+    task, info = Classification(), image_info(7, (3, 20, 20), 10, 2)
     assert (task.input(info).tensors, task.outputs(info)) == ((TensorSpec((3, 20, 20)),), OutputSpec.vector(7))
-    assert task.channels(ModelSpec(name="resnet18")) == 3
-    assert task.channels(ModelSpec(name="digits_cnn")) is None
 
 
 def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() -> None:
     info = image_info(10, (3, 8, 8), 10, 2)
     with pytest.raises(ModelError, match=r"inputs of shape \[3, 8, 8\].*Set data.image_size to a size the model acc"):
-        build(ModelSpec(name="tests.models:plain"), 0, 10, ImageClassification().input(info))
+        build(ModelSpec(name="tests.models:plain"), 0, 10, Classification().input(info))
     with pytest.raises(ModelError, match=r"does not accept inputs of shape \[4\] .*[^ ]$"):
         build(ModelSpec(name="tests.tasks:perceptron"), 0, 2, InputSpec.of((4,)))
 
@@ -59,3 +59,8 @@ def test_models_of_any_input_are_cut_and_measured(name: str) -> None:
     assert model.chain.boundaries[0].tensors == kind.input.tensors
     assert [layer.name for layer in measure(model, (2, 4)).layers] == model.chain.names
     assert set(try_threads(model, 4, 1)) == {1}
+
+
+@pytest.mark.parametrize(("model", "channels"), [("resnet18", 3), ("digits_cnn", None), ("tests.models:plain", None)])
+def test_models_for_colour_get_three_channels(model: str, channels: int | None) -> None:
+    assert channels_for(Job.model_validate({"model": {"name": model}})) == channels

@@ -1,0 +1,75 @@
+"""Finds the code that a job names as `module:attribute`, in the working directory or among the installed packages."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from horizonml.errors import HorizonError
+from horizonml.text import nearest
+
+
+def find(name: str, field: str, problem: type[HorizonError]) -> Any:
+    """Return what `module:attribute` names; `field` is the job's field that names it.
+
+    Modules in the working directory are found, too. Raises `problem`, which names the file and the nearest name.
+    """
+    module_name, _, attribute = name.partition(":")
+    target: Any = _import(module_name, field, problem)
+    place = module_name
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            file = getattr(target, "__file__", None) or place
+            raise problem(f"{field}: {file} has no {part!r}{nearest(part, _public(target))}")
+        target, place = getattr(target, part), f"{place}.{part}"
+    return target
+
+
+def _import(name: str, field: str, problem: type[HorizonError]) -> ModuleType:
+    if name.split(".")[0] == "torchvision":
+        from horizonml.machine.torchvision import import_torchvision
+
+        import_torchvision()
+    here = os.getcwd()
+    if not {here, ""} & set(sys.path):
+        sys.path.insert(0, here)  # as `python -m` does, however this command was started
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if name != missing and not name.startswith(f"{missing}."):
+            raise problem(f"{field}: {name} needs the module {missing}, which is not installed") from error
+        parent, _, last = missing.rpartition(".")
+        known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
+        raise problem(
+            f"{field}: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
+            f"packages{nearest(last, known)}"
+        ) from error
+    except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
+        raise problem(f"{field}: importing {name} failed: {_where(error)}") from error
+
+
+def _folders(package: str) -> list[str]:
+    """Return where the modules of a package lie; without a package, return the working directory."""
+    return list(getattr(sys.modules.get(package), "__path__", [])) if package else [os.getcwd()]
+
+
+def _public(owner: Any) -> list[str]:
+    """Return the names that the user may have meant."""
+    return [name for name in dir(owner) if not name.startswith("_")]
+
+
+def _where(error: BaseException) -> str:
+    """Return the error, and the line of the user's code that raised it."""
+    text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    outside = [frame for frame in own if Path(frame.filename) != Path(importlib.__file__)]
+    return f"{outside[-1].filename}:{outside[-1].lineno}: {text}" if outside else text

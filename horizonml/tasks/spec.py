@@ -1,0 +1,32 @@
+"""Defines the part of a job that says what is learned."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from horizonml.spec.base import Spec
+from horizonml.text import nearest
+
+TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
+
+
+class TaskSpec(Spec):
+    """Configures what is learned; `task: NAME` is short for `task: {name: NAME}`."""
+
+    name: str = Field(
+        "auto",
+        description="auto takes what the data is made for. classification: one of several classes (cross-entropy); "
+        "multi_label: any number of labels (binary cross-entropy); regression: numbers (mean squared error); "
+        "segmentation: a class for each pixel; language_model: the next token; or `module:Class`, a task of your own "
+        "(see docs/extending.md), which is code that is imported and run.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the task's constructor.")
+
+    @model_validator(mode="after")
+    def _known(self) -> TaskSpec:
+        if self.name not in ("auto", *TASKS) and not re.fullmatch(r"[\w.]+:[\w.]+", self.name):
+            raise ValueError(f"name: {self.name!r} is not a known task{nearest(self.name, TASKS)}")
+        return self
