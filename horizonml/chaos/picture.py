@@ -87,7 +87,7 @@ def _ranks(axis: Axes, result: Result, begin: float) -> None:
         axis.plot([span.begin, span.end], [fault.rank, fault.rank], color=colour, linewidth=3, alpha=0.5)
         filled = "full" if fault.struck else "none"
         axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="", fillstyle=filled)
-    axis.set(ylabel="rank", xlabel="minutes", ylim=(result.settings.ranks - 0.5, -0.5))
+    axis.set(ylabel="rank", xlabel="time (minutes:seconds)", ylim=(result.settings.ranks - 0.5, -0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     end = max([result.faulted.end, *(span.end for span in result.references)]) - begin
     clock_axis(axis, end)
@@ -104,7 +104,7 @@ def _legends(figure: Figure, faults: Axes, result: Result) -> None:
     others: list[Artist] = [
         Line2D([], [], color="#222222", linewidth=1.6, label="samples done"),
         Line2D([], [], color="#777777", linestyle="--", label="without faults"),
-        Patch(color=_STOPPED, label="no step"),
+        Patch(color=_STOPPED, label="no steps"),
         Patch(color=_CALM, label="no faults, for comparison"),
     ]
     if any(found.whole != found.stepped for found in result.aftermaths):
