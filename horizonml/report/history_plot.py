@@ -40,7 +40,8 @@ def draw_changes(name: str, run: Run) -> Figure:
     for axis in (steps, loss, there):
         for change in found:
             axis.axvspan(change.before - begin, change.after - begin, color=_STOPPED, linewidth=0)
-            _mark(axis, change, begin)
+            at = change.before if _is_loss(change) else change.after
+            _line(axis, change, at - begin, _width(found))
     _draw_steps(steps, loss, groups, begin)
     _draw_ranks(there, groups, found, ranks, begin)
     clock_axis(there, groups[-1].end - begin)
@@ -52,7 +53,7 @@ def draw_changes(name: str, run: Run) -> Figure:
 def mark_steps(axis: Axes, found: Sequence[Change]) -> list[Artist]:
     """Mark the steps at which the group changed on an axis of steps, and return what the marks are called."""
     for change in found:
-        _line(axis, change, change.step - 0.5)
+        _line(axis, change, change.step - 0.5, _width(found))
     return _marks(found)
 
 
@@ -74,23 +75,25 @@ def _title(name: str, history: History) -> str:
     return f"{name}: {happened}; {stopped}, {repeated}; goodput {percent(history.goodput, 1)}"
 
 
-def _line(axis: Axes, change: Change, at: float) -> None:
-    gone = bool(change.lost or change.left)
-    colour, style = (_LOST, "--") if gone else (_JOINED, ":")
-    axis.axvline(at, color=colour, linestyle=style, linewidth=1.2)
+def _is_loss(change: Change) -> bool:
+    return bool(change.lost or change.left)
 
 
-def _mark(axis: Axes, change: Change, begin: float) -> None:
-    """Mark a loss where the last step before it ended, and anything else where the next step began."""
-    gone = bool(change.lost or change.left)
-    _line(axis, change, (change.before if gone else change.after) - begin)
+def _width(found: Sequence[Change]) -> float:
+    """Return how wide lines may be, so that many of them do not hide what is below them."""
+    return max(0.3, min(1.2, 16 / len(found)))
+
+
+def _line(axis: Axes, change: Change, at: float, width: float) -> None:
+    colour, style = (_LOST, "--") if _is_loss(change) else (_JOINED, ":")
+    axis.axvline(at, color=colour, linestyle=style, linewidth=width, zorder=1.5)
 
 
 def _marks(found: Sequence[Change]) -> list[Artist]:
     handles: list[Artist] = []
-    if any(change.lost or change.left for change in found):
+    if any(map(_is_loss, found)):
         handles.append(Line2D([], [], color=_LOST, linestyle="--", linewidth=1.2, label="a rank is lost or leaves"))
-    if any(not (change.lost or change.left) for change in found):
+    if not all(map(_is_loss, found)):
         handles.append(Line2D([], [], color=_JOINED, linestyle=":", linewidth=1.2, label="a rank joins"))
     return handles
 
@@ -128,9 +131,10 @@ def _draw_ranks(
     for group, end in zip(groups, ends, strict=True):
         for rank in group.parts:
             axis.barh(rows[rank], end - group.begin, 0.55, group.begin - begin, color=_THERE)
+    size = 7 if len(found) <= 24 else 4
     for change in found:
         gone = [rank for rank in (*change.lost, *change.left) if rank in rows]
-        axis.plot([change.before - begin] * len(gone), [rows[rank] for rank in gone], "X", color=_LOST, markersize=7)
+        axis.plot([change.before - begin] * len(gone), [rows[rank] for rank in gone], "X", color=_LOST, markersize=size)
     axis.set(title="Ranks in the group", xlabel="time since the first step (minutes:seconds)", ylabel="rank")
     axis.set_ylim(len(ranks) - 0.4, -0.6)
     axis.grid(visible=False, axis="y")

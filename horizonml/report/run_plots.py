@@ -58,8 +58,15 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     accuracy.set(title="Held-out accuracy (%)", xlabel="epoch")
     percent_axis(accuracy)
     for axis in (held_out, accuracy):
+        if not any(len(line.get_xydata()) for line in axis.lines):
+            axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#777777")
+            axis.set_yscale("linear")
+            axis.set(xticks=[], yticks=[])
+            continue
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for axis in (loss, held_out):
+        if axis.get_yscale() != "log":
+            continue
         plain_axis(axis)
         axis.yaxis.set_minor_formatter(LogFormatter())  # 0.3, not 3x10^-1
     marks = mark_steps(loss, next(iter(runs.values())).history.changes) if len(runs) == 1 else []

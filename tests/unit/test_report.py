@@ -174,6 +174,16 @@ def test_losses_and_joins_are_drawn_where_they_happened(tmp_path: Path) -> None:
     assert [line.get_xdata()[0] for line in loss.lines if line.get_linestyle() in ("--", ":")] == [3.5, 5.5]
 
 
+def test_the_picture_of_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
+    losing_run(tmp_path)
+    figure = run_plots.draw_learning_curves({"x": load_run("x", tmp_path)})
+    figure.draw_without_rendering()
+    for axis in figure.axes[1:]:
+        assert [text.get_text() for text in axis.texts] == ["not measured"]
+        assert not axis.get_xticks().size
+        assert not axis.get_yticks().size
+
+
 def test_a_job_that_starts_again_and_a_better_plan_are_no_losses(tmp_path: Path) -> None:
     write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5), "re-plan")
     write_group(tmp_path, (0, 1), 1, 110.0, range(5, 7), "stopped")
