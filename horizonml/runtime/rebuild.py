@@ -17,7 +17,7 @@ from horizonml.comm.group import Group, Work
 from horizonml.data.images import ImageInfo, load
 from horizonml.data.sampler import Sampler
 from horizonml.engine.replay import Messages, replay
-from horizonml.errors import HorizonError, PeerLost
+from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
@@ -119,7 +119,9 @@ class _Part:
             assert lost is not None
             try:
                 self._repeat(job, info, state, lost.mirror, received)
-            except HorizonError as error:
+            except Exception as error:
+                if not isinstance(error, HorizonError) and not is_out_of_memory(error):
+                    raise
                 problem = f"repeating the steps of a lost rank failed: {error}"
         return next((text for text in group.gather_json(problem) if text is not None), None)
 
