@@ -172,7 +172,7 @@ class Mirror:
                     _log.warning(
                         "no other rank keeps a copy of rank %d's state: %.1f MB would take %d steps on this link, and "
                         "only %d can be bridged; raise recovery.mirror_budget or recovery.log_bytes, or choose a plan "
-                        "in which every stage has several members", owner, size / 1e6, steps, max(0, longest),
+                        "in which several ranks hold every layer", owner, size / 1e6, steps, max(0, longest),
                     )  # fmt: skip
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
