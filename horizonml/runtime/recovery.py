@@ -93,8 +93,8 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
         rank, needed = short
         place.say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank][1])} left. If a rank is lost that alone held some state, all go on from a "
-            "checkpoint (recovery.mirror: false turns copies and this warning off)"
+            f"for them, with {human_bytes(spare[rank][1])} left. If a rank is lost that alone holds some "
+            "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
         )
         return None
     measured = known(life, place.started_as)

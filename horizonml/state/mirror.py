@@ -224,7 +224,7 @@ class Mirror:
     def keep_parts(self, state: TrainState) -> None:
         """Count the parts in memory as a copy, now that their group is over: all of its ranks may be back."""
         kept = self.replicas.setdefault(self._group.rank, [])
-        if self.parts and state.parts and all(one.step < state.step for one in kept):
+        if self.parts and self.parts == state.parts and all(one.step < state.step for one in kept):
             content = torch.frombuffer(bytearray(save(_contiguous(state))), dtype=torch.uint8)
             kept.append(Replica(self._group.rank, state.step, content))
 
