@@ -255,6 +255,25 @@ def test_the_copies_of_one_step_are_taken() -> None:
     assert rebuilds(plan, [3], {0: ahead}) is None
 
 
+def sizes(rank: int, world_size: int, store: Store, plan: Plan) -> tuple[int, int]:
+    """Return the bytes that a copy of a member's parts is expected to have, and those that it has after a step."""
+    torch.set_num_threads(1)
+    state, group = fresh(), Group(store, rank, world_size, 30.0)
+    session = session_on(plan, state, group)
+    expected = state.bytes()
+    session.step(Batches()[0], LR)
+    found = sum(tensor.nbytes for tensor in state.tensors().values())
+    session.close()
+    group.close()
+    return expected, found
+
+
+def test_a_member_counts_the_bytes_of_its_parts(pool: Pool) -> None:
+    (first, found_first), (second, found_second) = pool.run(2, sizes, split(1.0, 3.0))
+    assert (first, second) == (found_first, found_second)
+    assert first < second
+
+
 def test_copies_of_parts_count_where_memory_is_short() -> None:
     plan = split(1.0, 1.0)
     # Each has three copies of its own parts, and three of the other's.
