@@ -8,7 +8,7 @@ are updated. The state changes only in the update, so a session can be dropped a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 import torch
@@ -23,9 +23,11 @@ from horizonml.engine.step import Step, Totals, Way
 from horizonml.errors import Diverged, PeerLost
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Sync
+from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
 
+_FLAGS = 5  # that ranks raise in the agreement on a step
 _UNCHANGED = (
     "Parameters are as they were before this step; lower optimizer.lr, add lr_schedule.warmup_steps, or look at "
     "the data"
@@ -35,14 +37,26 @@ _UNCHANGED = (
 class Session:
     """Holds this rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
 
-    def __init__(self, plan: Plan, state: TrainState, group: Group, task: Task, batch_size: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        state: TrainState,
+        group: Group,
+        task: Task,
+        batch_size: int,
+        followers: Collection[int] = (),
+    ) -> None:
         """Connect the stages; all ranks of the group call this together.
 
         `state` keeps the layers of this rank that it holds already, and creates the others. `batch_size` is the size of
-        a full global batch. Raises PlanError, ModelError or PeerLost.
+        a full global batch. `followers` are ranks that get no samples yet; see `state.follow`. Raises PlanError,
+        ModelError or PeerLost.
         """
         model = state.model
         plan.check(len(model.chain), group.world_size)
+        plan = plan.idle(followers) if followers else plan
+        self.following: Following | None = None  # what brings followers their state, while there are any
+        self.followers = frozenset(followers)
         self.plan, self.state, self.group, self.task, self.clock = plan, state, group, task, Clock()
         self._batch_size = batch_size
         held = plan.stages_of(group.rank)
@@ -62,7 +76,7 @@ class Session:
             raise
         totals, finite = (group.channel(name).tag() for name in ("totals", "finite"))
         everyone = range(group.world_size)
-        size = 5 + len(task.metrics)
+        size = 2 + _FLAGS + len(task.metrics)
         self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
         # Members of one stage see the same sums; other stages must be told if a sum is not finite.
         self._finite = None
@@ -138,6 +152,8 @@ class Session:
         runs = self._begin(batch)
         for stage in self.stages.values():
             stage.begin_training(measure_divergence)
+            if self.group.rank in self.followers:
+                stage.sync.arm(0.0, ())  # at once, so that the others' sums do not wait for those of a follower
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
         return actions, runs
@@ -213,13 +229,15 @@ class Session:
         """Return the totals over all ranks; a flag is raised in them if any rank raises it."""
         if 0 not in self.stages or self.stages[0].member:
             samples = 0
-        flags = [float(flag) for flag in (stop, newcomers, not finite)]
+        behind = self.following is not None and self.following.behind
+        hurry = self.following is not None and self.following.hurry
+        flags = [float(flag) for flag in (stop, newcomers, not finite, behind, hurry)]
         vector = torch.tensor([loss, samples, *flags, *sums.tolist()], dtype=torch.float64)
         loss, total, *rest = self._totals.sum(vector).tolist()
-        stops, comers, broken = (count > 0 for count in rest[:3])
+        stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
         units = total * self.task.units_per_sample
-        metrics = {name: value / units for name, value in zip(self.task.metrics, rest[3:], strict=True)}
-        return Totals(loss, metrics, int(total), stops, comers, not broken)
+        metrics = {name: value / units for name, value in zip(self.task.metrics, rest[_FLAGS:], strict=True)}
+        return Totals(loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken)
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""
@@ -248,7 +266,10 @@ class Session:
     def _commit(self, stages: Sequence[int], learning_rate: float) -> None:
         """Apply all gradients at once; no other part of a step changes the state."""
         for number in stages:
-            self.state.update(self.stages[number].parameters, learning_rate)
+            if self.following is not None and self.following.behind:
+                self.following.keep(self.stages[number].parameters, learning_rate)
+            else:
+                self.state.update(self.stages[number].parameters, learning_rate)
         self.state.step += 1
         for stage in self.stages.values():
             stage.commit()

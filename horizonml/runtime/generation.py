@@ -25,9 +25,10 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.joining import Place, follow, how_it_went
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
-from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
+from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
@@ -70,39 +71,46 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source = None
+        source, followers = None, frozenset[int]()
         if found is not None:
-            source = recover(life, info, found, agreed.plan, self._place())
+            source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
         checkpoints = self._checkpoints(info)
-        plan, moved = agreed.plan, ""  # what to say after a move
+        plan, moved, data = agreed.plan, "", None  # what to say after a move
         while True:
-            with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
+            with closing(Session(plan, life.state, group, task_for(job), job.batch_size, followers)) as session:
                 _check_smallest_batch(job, session, info)
-                data = load_for(job, session, info)
+                data = data or load_for(job, session, info)
                 if moved:
                     self.say(moved)
                 else:
                     source = self._take_up(session, checkpoints, first, source)
+                if followers:
+                    follow(session, plan, followers)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
                 unsaved = None
                 try:
-                    outcome = self._train(session, data, checkpoints, recorder, detector)
+                    # The plan's predictions do not hold while a rank follows.
+                    outcome = self._train(session, data, checkpoints, recorder, None if followers else detector)
                 except LeavesUnsaved as error:
                     outcome, unsaved = Outcome.STOPPED, error
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
                 hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
             if unsaved is not None:
                 raise unsaved
-            if outcome is not Outcome.RE_PLAN:
+            if outcome is Outcome.CAUGHT_UP:
+                followers, moved = frozenset(), how_it_went(session, group, self.started_as)
+            elif outcome is Outcome.RE_PLAN:
+                assert detector is not None
+                plan, moved = self._move(life.state, plan, detector, model)
+                data = None
+            else:
                 return outcome
-            assert detector is not None
-            plan, moved = self._move(life.state, plan, detector, model)
 
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
@@ -193,7 +201,7 @@ class Generation:
             source = None if first else Source.DISK if found else Source.START
         life.begun = True
         # All members of a stage begin with the same state, bit for bit.
-        for rank, name in share_state(state, session.plan, self.group):
+        for rank, name in share_state(state, session.plan.without(session.followers), self.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
@@ -214,7 +222,7 @@ class Generation:
             checkpoints.set_aside()
         else:
             found = checkpoints.resume(state, session.plan)
-        if found is None and state.step:
+        if found is None and (state.step or not state.valid):
             state.restart()
         if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
@@ -234,9 +242,9 @@ class Generation:
         life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
-            if mirror is not None and outcome is Outcome.RE_PLAN:
+            if mirror is not None and outcome in (Outcome.RE_PLAN, Outcome.CAUGHT_UP):
                 mirror.finish()
-                life.last = None  # what this plan's ranks have copied is of no use to the next one's
+                life.last = None  # what was copied by this plan, or these shares, is of no use to the next session
             ended_as = outcome.value
             return outcome
         finally:
@@ -291,7 +299,7 @@ class Generation:
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
-        seconds = forecast.seconds if forecast is not None else None
+        seconds = forecast.seconds if forecast is not None and not session.followers else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)

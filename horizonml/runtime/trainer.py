@@ -40,8 +40,8 @@ def train(
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
     If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
-    has a better plan, return that training must go on with it. Raises CheckpointError if the run ends and its last
-    checkpoint could not be saved.
+    has a better plan, or the session's followers have caught up, return that training must go on with that. Raises
+    CheckpointError if the run ends and its last checkpoint could not be saved.
     """
     return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror).run()
 
@@ -59,6 +59,7 @@ class _Loop:
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
     mirror: Mirror | None
+    overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
     unsaved: bool = False  # whether the last checkpoint could not be saved
     wall: float = math.inf  # seconds that the last step took
 
@@ -83,9 +84,12 @@ class _Loop:
             if done % self.per_epoch == 0:
                 self._evaluate(done)
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
+            caught_up = self._caught_up(step, ends=stopping or done == self.total)
             replan = self._has_better_plan(step, done) and done < self.total
             saving = stopping and (step.totals.stop or not self.keeps_state)
-            due = done % self.every == 0 and not (stopping and not saving)
+            due = (done % self.every == 0 or self.overdue) and not (stopping and not saving)
+            self.overdue = due and not caught_up
+            due = due and caught_up
             if self.checkpoints is not None and (due or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
                 if self.unsaved and not step.totals.stop and not self.keeps_state:
@@ -94,6 +98,8 @@ class _Loop:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
                 return Outcome.RE_PLAN
+            if self.session.following is not None and caught_up and done < self.total:
+                return Outcome.CAUGHT_UP
         return Outcome.COMPLETE
 
     def _catch_up(self) -> bool:
@@ -108,6 +114,8 @@ class _Loop:
         if evaluating:
             self._evaluate(done)
         if saving and self.checkpoints is not None:
+            if self.session.following is not None:
+                self.session.following.finish()
             self._save(self.checkpoints, done, stopping=False)
         return evaluating or saving
 
@@ -118,14 +126,19 @@ class _Loop:
         batch = training_batch(self.job, self.data, self.sampler, epoch, within)
         lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
         every = self.job.telemetry.divergence_every
+        following = self.session.following
+        if following is not None:
+            following.before_step()
         if self.mirror is not None:
             self.mirror.before_step(self.wall)
+        takes_in = self.keeps_state or (self.checkpoints is not None and not self.unsaved)
+        takes_in = takes_in and following is None  # or the state that is on its way would have to be sent again
         step = self.session.step(
             batch,
             lr,
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
-            newcomers=(self.keeps_state or (self.checkpoints is not None and not self.unsaved)) and self.newcomers(),
+            newcomers=takes_in and self.newcomers(),
         )
         if self.mirror is not None:
             self.mirror.after_step()
@@ -133,6 +146,21 @@ class _Loop:
         self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step
+
+    def _caught_up(self, step: Step, ends: bool) -> bool:
+        """Return whether all ranks hold their state; wait for those that follow if they must not follow any longer.
+
+        That is so if training `ends`, since all members of a stage take part in a checkpoint. Raises PeerLost.
+        """
+        following = self.session.following
+        if following is None or not step.totals.behind:
+            return True
+        if not (step.totals.hurry or (ends and self.checkpoints is not None)):
+            return False
+        following.finish()
+        self.session.clock.pause()
+        self.recorder.skip()
+        return True
 
     def _evaluate(self, done: int) -> None:
         """Evaluate the model on the held-out data at the end of an epoch."""

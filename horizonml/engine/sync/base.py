@@ -33,6 +33,11 @@ class Members:
         """Return the position of this rank among the members."""
         return self.stage.ranks.index(self.group.rank)
 
+    @property
+    def leads(self) -> bool:
+        """Return whether this is the first member that has a share; what cannot be averaged is taken from it."""
+        return self.place == next(place for place, share in enumerate(self.stage.shares) if share > 0)
+
 
 class GradientSync(Protocol):
     """Synchronises gradients in one way.
