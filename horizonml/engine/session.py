@@ -8,7 +8,7 @@ are updated. The state changes only in the update, so a session can be dropped a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -37,26 +37,16 @@ _UNCHANGED = (
 class Session:
     """Holds this rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: TrainState,
-        group: Group,
-        task: Task,
-        batch_size: int,
-        followers: Collection[int] = (),
-    ) -> None:
+    def __init__(self, plan: Plan, state: TrainState, group: Group, task: Task, batch_size: int) -> None:
         """Connect the stages; all ranks of the group call this together.
 
         `state` keeps the layers of this rank that it holds already, and creates the others. `batch_size` is the size of
-        a full global batch. `followers` are ranks that get no samples yet; see `state.follow`. Raises PlanError,
-        ModelError or PeerLost.
+        a full global batch. Raises PlanError, ModelError or PeerLost.
         """
         model = state.model
         plan.check(len(model.chain), group.world_size)
-        plan = plan.idle(followers) if followers else plan
-        self.following: Following | None = None  # what brings followers their state, while there are any
-        self.followers = frozenset(followers)
+        self.following: Following | None = None  # while some ranks follow the others
+        self._whole = plan  # which `plan` is, too, unless some ranks follow
         self.plan, self.state, self.group, self.task, self.clock = plan, state, group, task, Clock()
         self._batch_size = batch_size
         held = plan.stages_of(group.rank)
@@ -85,6 +75,22 @@ class Session:
             self._finite = TreeSum(group, everyone, finite, torch.zeros(1))
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._prepared = False  # whether only the others' consent is missing to update
+
+    def follow(self, following: Following) -> None:
+        """Give no samples to ranks that follow the others; all ranks call this between the same steps."""
+        self.following = following
+        self._share(self._whole.idle(following.ranks))
+
+    def end_following(self) -> None:
+        """Give all ranks the samples that the plan says; all ranks call this between the same steps."""
+        self.following = None
+        self._share(self._whole)
+
+    def _share(self, plan: Plan) -> None:
+        """Go on with a plan that differs in its shares only."""
+        self.plan, self._cuts = plan, {}
+        for stage in self.stages.values():
+            stage.share(plan)
 
     @property
     def is_first(self) -> bool:
@@ -152,7 +158,7 @@ class Session:
         runs = self._begin(batch)
         for stage in self.stages.values():
             stage.begin_training(measure_divergence)
-            if self.group.rank in self.followers:
+            if self.following is not None and self.group.rank in self.following.ranks:
                 stage.sync.arm(0.0, ())  # at once, so that the others' sums do not wait for those of a follower
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)

@@ -25,7 +25,7 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
-from horizonml.runtime.joining import Place, follow, how_it_went
+from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
@@ -34,6 +34,7 @@ from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
 from horizonml.state.train_state import TrainState
@@ -78,39 +79,35 @@ class Generation:
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
         checkpoints = self._checkpoints(info)
-        plan, moved, data = agreed.plan, "", None  # what to say after a move
+        plan, moved = agreed.plan, ""  # what to say after a move
         while True:
-            with closing(Session(plan, life.state, group, task_for(job), job.batch_size, followers)) as session:
+            with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
-                data = data or load_for(job, session, info)
+                data = load_for(job, session, info)
                 if moved:
                     self.say(moved)
                 else:
-                    source = self._take_up(session, checkpoints, first, source)
-                if followers:
-                    follow(session, plan, followers)
+                    source = self._take_up(session, checkpoints, first, source, followers)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
+                if followers:
+                    follow(session, followers)
                 unsaved = None
                 try:
-                    # The plan's predictions do not hold while a rank follows.
-                    outcome = self._train(session, data, checkpoints, recorder, None if followers else detector)
+                    outcome = self._train(session, data, checkpoints, recorder, detector)
                 except LeavesUnsaved as error:
                     outcome, unsaved = Outcome.STOPPED, error
             if outcome in (Outcome.STOPPED, Outcome.RE_FORM):
                 hand_over(life.state, plan, group, leaves=outcome is Outcome.STOPPED)
             if unsaved is not None:
                 raise unsaved
-            if outcome is Outcome.CAUGHT_UP:
-                followers, moved = frozenset(), how_it_went(session, group, self.started_as)
-            elif outcome is Outcome.RE_PLAN:
-                assert detector is not None
-                plan, moved = self._move(life.state, plan, detector, model)
-                data = None
-            else:
+            if outcome is not Outcome.RE_PLAN:
                 return outcome
+            assert detector is not None
+            plan, moved = self._move(life.state, plan, detector, model)
+            followers = frozenset()
 
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
@@ -185,7 +182,12 @@ class Generation:
         return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
 
     def _take_up(
-        self, session: Session, checkpoints: Checkpoints | None, first: bool, source: Source | None
+        self,
+        session: Session,
+        checkpoints: Checkpoints | None,
+        first: bool,
+        source: Source | None,
+        followers: frozenset[int],
     ) -> Source | None:
         """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
 
@@ -200,8 +202,8 @@ class Generation:
             found = self._from_disk(session, checkpoints, first)
             source = None if first else Source.DISK if found else Source.START
         life.begun = True
-        # All members of a stage begin with the same state, bit for bit.
-        for rank, name in share_state(state, session.plan.without(session.followers), self.group):
+        # All members of a stage that do not follow begin with the same state, bit for bit.
+        for rank, name in share_state(state, session.plan.without(followers), self.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
@@ -238,13 +240,18 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
-        mirror = mirror_for(life, session, self._place())
-        life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
+        life.last = None
+
+        def mirror() -> Mirror | None:
+            made = mirror_for(life, session, self._place())
+            life.last = Last(self.number, self.started_as, made) if made is not None else None
+            return made
+
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
-            if mirror is not None and outcome in (Outcome.RE_PLAN, Outcome.CAUGHT_UP):
-                mirror.finish()
-                life.last = None  # what was copied by this plan, or these shares, is of no use to the next session
+            if life.last is not None and outcome is Outcome.RE_PLAN:
+                life.last.mirror.finish()
+                life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
             return outcome
         finally:
@@ -299,7 +306,7 @@ class Generation:
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
-        seconds = forecast.seconds if forecast is not None and not session.followers else None
+        seconds = forecast.seconds if forecast is not None else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)

@@ -13,6 +13,7 @@ from horizonml.state.follow import Following, Needs, followers, needs
 from horizonml.state.move import Moves
 from horizonml.state.recover import Recovery
 from horizonml.state.train_state import TrainState
+from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes
 
 _SHARE = 0.5  # of the memory that is left on a rank; activations and gradients take the rest
@@ -60,22 +61,22 @@ def _wanted(needed: Needs) -> int:
     return needed.copies + _LEAST_STEPS * needed.gradients
 
 
-def follow(session: Session, plan: Plan, ranks: frozenset[int]) -> None:
+def follow(session: Session, ranks: frozenset[int]) -> None:
     """Begin to bring some ranks of a session their state; all ranks of the group call this. Raises PeerLost."""
-    state, group = session.state, session.group
+    state, plan, group = session.state, session.plan, session.group
     room = _room(group) - needs(state, plan, ranks, group.rank).copies
-    session.following = Following(state, plan, group, ranks, room)
-    session.following.start()
+    following = Following(state, plan, group, ranks, room)
+    session.follow(following)
+    following.start()
 
 
-def how_it_went(session: Session, group: Group, started_as: list[int]) -> str:
-    """Return what to say of the ranks that have caught up; all ranks of the group call this. Raises PeerLost."""
-    following = session.following
-    assert following is not None
+def tell(following: Following, group: Group, recorder: Recorder, step: int) -> None:
+    """Tell the user who has caught up after a step; all ranks of the group call this. Raises PeerLost."""
     received = [int(size) for size in group.gather_json(following.bytes)]
-    step, steps = session.state.step, count(following.steps, "step")
-    return "\n".join(
-        f"rank {started_as[rank]} joined at step {step}; {human_bytes(received[rank])} of state arrived while the "
-        f"others trained, in {steps}"
-        for rank in sorted(following.ranks)
-    )
+    for rank in sorted(following.ranks):
+        recorder.message(
+            f"rank {rank} joined at step {step}; {human_bytes(received[rank])} of state arrived while the others "
+            f"trained, in {count(following.steps, 'step')}"
+        )
+    if group.rank in following.ranks:
+        recorder.followed(step, following.steps, following.bytes)

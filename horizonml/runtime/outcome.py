@@ -15,7 +15,6 @@ class Outcome(StrEnum):
     STOPPED = "stopped"  # this process was asked to stop
     STOPPED_WAITING = "stopped waiting"  # likewise, before the ranks had met
     RE_FORM = "re-form"  # the ranks must meet again, because another one stops or a new one wants to join
-    CAUGHT_UP = "caught up"  # ranks that have followed the others hold their state now, and get their shares
     RE_PLAN = "re-plan"  # there is a better plan to go on with
 
 

@@ -14,11 +14,11 @@ from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
 
 
-@dataclass(frozen=True)
+@dataclass
 class Members:
     """Describes the members of a stage from the point of view of one of them."""
 
-    stage: Stage
+    stage: Stage  # whose shares may change between two steps
     number: int  # the number of the stage in its plan
     group: Group
     clock: Clock
