@@ -144,6 +144,8 @@ class _Loop:
         if self.mirror is not None:
             self.mirror.after_step()
             self.recorder.replica(self.mirror.age, covered=self.mirror.age is not None or not self.mirror.is_owner)
+        if following is not None:
+            following.after_step(step.transfer, step.wall)
         self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step

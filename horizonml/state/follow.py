@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Sync
 from horizonml.state.background import Background
@@ -27,6 +28,8 @@ from horizonml.state.move import Moves, announce, by_layer, holders, senders
 from horizonml.state.train_state import TrainState
 
 _PIECE_BYTES = 256 << 10  # sent at a time, so that no message of a step waits long for one
+_LEAST_PART = 0.25  # of the time in which pieces travel, however busy the link is
+_LONGEST_REST = 0.5  # seconds between two pieces
 _LOOK_SECONDS = 1.0  # between two looks at whether the state has arrived, when all ranks wait for it
 
 # How the members of a stage may agree on gradients if one of them follows. These sums come out alike, bit for bit, on
@@ -103,6 +106,7 @@ class Following:
         self._queue: list[tuple[dict[str, Tensor], float]] = []
         self._sizes: Counter[int] = Counter()  # bytes of gradients, by the step that they belong to
         self._lanes = self._prepare(_moves(plan, ranks))
+        self._part = _LEAST_PART  # of the time in which a receiver lets pieces travel
         self._done = threading.Event()
         self._started = False
         self._background = Background(group, "follow", group.timeout)
@@ -139,15 +143,25 @@ class Following:
         self._background.start(self._transfer)
 
     def _transfer(self) -> None:
-        """Send or receive everything, a piece for each other rank at a time. Raises PeerLost."""
+        """Send or receive everything. Raises PeerLost.
+
+        Nothing travels before the receiver asks for it, so it alone sets the pace, and all may be sent at once. A
+        receiver asks each of its senders for a piece, and rests between pieces: while the link is busy with sums, it
+        leaves most of it to them, since all ranks wait for these.
+        """
         twin = self._background.group
-        for pieces in itertools.zip_longest(*self._lanes.values()):
-            works: list[tuple[Work, int]] = []
-            for one in (piece for piece in pieces if piece is not None):
-                begin = twin.send if one.leaves else twin.receive
-                works.append((begin(one.part, one.peer, one.tag), one.peer))
+        pieces = [piece for lane in self._lanes.values() for piece in lane if piece.leaves]
+        sent = [(twin.send(piece.part, piece.peer, piece.tag), piece.peer) for piece in pieces]
+        arriving = [[piece for piece in lane if not piece.leaves] for lane in self._lanes.values()]
+        for few in itertools.zip_longest(*arriving):
+            began = time.monotonic()
+            works = [(twin.receive(one.part, one.peer, one.tag), one.peer) for one in few if one is not None]
             for work, peer in works:
                 twin.wait(work, peer)
+            taken = time.monotonic() - began
+            time.sleep(min(taken * (1 / self._part - 1), _LONGEST_REST))
+        for work, peer in sent:
+            twin.wait(work, peer)
         self._lanes = {}
         self._done.set()
 
@@ -172,6 +186,10 @@ class Following:
             raise PeerLost("the connections over which ranks send their state to a newcomer are lost")
         if self.behind and self.arrived:
             self._catch_up()
+
+    def after_step(self, transfer: float, wall: float) -> None:
+        """Adapt the pace to a step of `wall` seconds, of which this rank spent `transfer` in sums."""
+        self._part = max(_LEAST_PART, 1 - transfer / wall)
 
     def keep(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
         """Keep the gradients of a step instead of applying them."""
@@ -203,6 +221,7 @@ class Following:
 
     def _wait(self) -> bool:
         """Wait for the state for a moment, and return whether this rank is still behind."""
+        self._part = 1.0  # as the link has nothing else to do now
         if self.behind:
             self._done.wait(_LOOK_SECONDS)
         self.before_step()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ class Case:
     plan: Plan
     newcomer: int
     model: str = "normed"
-    optimizer: Sgd | Adam = Sgd(momentum=0.9, weight_decay=1e-3)
+    optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
 
     def state(self) -> TrainState:
         return TrainState(build(ModelSpec(name=f"tests.models:{self.model}"), 0, 10, InputSpec(SHAPE)), self.optimizer)
@@ -174,3 +173,104 @@ def test_a_newcomer_can_take_up_its_state_before_the_first_step(pool: Pool) -> N
     found = pool.run(3, joins, CASES[0], 0, ROOM)
     assert {followed for _, _, followed in found} == {0}
     assert all(torch.equal(found[2][1][key], value) for key, value in found[0][1].items())
+
+
+def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
+    """Rank 0 is lost before it has sent its part of the state; rank 2 follows anew, and rank 1 sends everything."""
+    case = CASES[0]
+    state = begin(case, rank, store)
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    state.step, state.valid = BEFORE, rank != 2
+    session = Session(case.plan, state, group, ImageClassification(), FULL)
+    session.follow(Following(state, case.plan, group, frozenset({2}), ROOM))
+    assert session.following is not None
+    if rank:
+        session.following.start()
+    for _ in range(2):
+        step(session)
+    assert not session.following.arrived or rank == 1
+    if rank == 0:
+        session.close()
+        group.close()
+        return None
+    with pytest.raises(PeerLost):
+        step(session)
+    session.close()
+    group.close()
+
+    plan = ddp(15, 2.0, 1.0)
+    group = Group(PrefixStore("left", store), rank - 1, 2, 30.0)
+    found = agree_on_state(state, True, group)
+    assert found is not None
+    assert found.step == BEFORE + 2
+    assert {tuple(found.holders[layer]) for layer in set(state.model.parameter_names().values())} == {(0,)}
+    assert rank == 1 or not state.tensors()
+    state.step, state.valid = found.step, rank == 1
+    session = Session(plan, state, group, ImageClassification(), FULL)
+    session.follow(Following(state, plan, group, frozenset({1}), ROOM))
+    session.following.start()
+    step(session)
+    arrival(session)
+    assert not step(session)
+    session.end_following()
+    step(session)
+    result = state_of(session)
+    session.close()
+    group.close()
+    return result
+
+
+def test_a_newcomer_whose_sender_is_lost_follows_anew(pool: Pool) -> None:
+    _, old, new = pool.run(3, loses_a_sender)
+    assert new.keys() == old.keys()
+    assert [key for key in new if not torch.equal(new[key], old[key])] == []
+
+
+def runs_short(rank: int, world_size: int, store: Store) -> tuple[list[bool], bool]:
+    """Say after which steps a newcomer had no room left for more gradients."""
+    case = CASES[0]
+    state = begin(case, rank, store)
+    size = sum(parameter.nbytes for parameter in case.state().model.stage(0, 15).parameters())
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    state.step, state.valid = BEFORE, rank != 2
+    session = Session(case.plan, state, group, ImageClassification(), FULL)
+    session.follow(Following(state, case.plan, group, frozenset({2}), 3.5 * size))
+    assert session.following is not None
+    hurries = [session.step(RandomBatch(state.step), LR).totals.hurry for _ in range(3)]
+    session.following.start()
+    session.following.finish()
+    found = hurries, session.step(RandomBatch(state.step), LR).totals.behind
+    session.close()
+    group.close()
+    return found
+
+
+def test_a_newcomer_tells_in_time_that_it_has_no_room_for_more_gradients(pool: Pool) -> None:
+    assert pool.run(3, runs_short) == [([False, False, True], False)] * 3
+
+
+def everyone(*ranks: int) -> frozenset[int]:
+    return frozenset(ranks)
+
+
+def test_only_newcomers_follow_and_only_where_another_member_holds_their_stages() -> None:
+    def following(held: dict[int, set[int]], plan: Plan) -> frozenset[int]:
+        """The followers, where each layer is held by the ranks that hold any."""
+        there = [[rank for rank, layers in held.items() if layer in layers] for layer in range(plan.layers)]
+        return followers(senders(there, plan), frozenset(rank for rank, layers in held.items() if layers), plan)
+
+    whole = set(range(15))
+    three = ddp(15, 1.0, 1.0, 1.0)
+    assert following({0: whole, 1: whole, 2: whole}, three) == everyone()
+    assert following({0: whole, 2: whole}, three) == everyone(1)
+    assert following({2: whole}, three) == everyone(0, 1)
+    assert following({0: whole, 1: whole}, ddp(15, 1.0, 1.0, 1.0, sync=Sync.FP16)) == everyone(2)
+    for sync in (Sync.POWERSGD, Sync.CHANNELS, Sync.HOROVOD):
+        assert following({0: whole, 1: whole}, ddp(15, 1.0, 1.0, 1.0, sync=sync)) == everyone()
+    # The layers of a stage that has no other member have to come first, as have those of a stage of newcomers only.
+    assert following({1: whole}, Plan((Stage(0, 6, (0,), ONE), Stage(6, 15, (1,), ONE)))) == everyone()
+    pairs = Plan((Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 15, (2, 3), (1.0, 1.0))))
+    assert following({0: whole}, pairs) == everyone(1, 3)
+    # Who holds other layers does not stand aside.
+    assert following({0: set(range(6)), 1: set(range(6)), 2: set(range(6, 15))}, pairs) == everyone(3)
+    assert following({0: set(range(6)), 1: set(range(6, 15)), 2: set(range(6, 15))}, pairs) == everyone(3)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from horizonml.chaos.cluster import Cluster
 from tests.distributed.processes import steps, wait_for
+from tests.distributed.test_chaos import need_networks
 from tests.distributed.test_recovery import OPTIONS, Service, runs, service
 
 __all__ = ["service"]  # a fixture
@@ -45,6 +48,45 @@ def test_a_run_begins_with_the_least_number_of_ranks_and_grows_to_the_most(
     assert [process.returncode for process in (first, second)] == [0, 0], outputs
     assert "rank 1: this is the number that the rendezvous service has given" in outputs[1]
     assert "Traceback" not in "".join([*outputs, output])
+
+
+def test_the_others_train_while_a_newcomer_on_a_slow_link_receives_its_state(folder: Path) -> None:
+    need_networks()
+    job = folder / "job.yaml"
+    job.write_text(job.read_text() + "model: {name: 'tests.models:frozen'}\nrendezvous: {replace_timeout: 0}\n")
+    options = ["--set", "epochs=100000", "--set", "checkpoint.enabled=false"]
+
+    def made(rank: int) -> list[dict[str, Any]]:
+        return [record for record in cluster.records(rank) if record["kind"] == "step"]
+
+    def worlds() -> list[int]:
+        return [record["world_size"] for record in cluster.records(0) if record["kind"] == "run"]
+
+    env = {"HORIZONML_TEST": str(folder), "PYTHONPATH": str(Path.cwd())}
+    with Cluster(job, 3, folder / "out", env, options, None, True) as cluster:
+        wait_for(lambda: len(made(2)) > 10, "the first steps")
+        cluster.kill(2)
+        wait_for(lambda: worlds()[-1:] == [2] and len(made(0)) > len(made(2)) + 10, "steps without rank 2")
+        cluster.slow(2, 20e6)  # 8 MB take 3 s
+        recorded = len(cluster.records(2))
+        cluster.start_rank(2)
+        wait_for(lambda: any(record["kind"] == "followed" for record in cluster.records(2)), "rank 2 with its state")
+        wait_for(lambda: made(2)[-1]["samples"] > 0, "rank 2 with samples")
+        records = cluster.records(2)[recorded:]
+    (followed,) = [record for record in records if record["kind"] == "followed"]
+    joined = next(record["resumed_at"] for record in records if record["kind"] == "run")
+    assert followed["steps"] == followed["step"] - joined >= 10
+    assert followed["bytes"] > 8e6
+    by_step = {record["step"]: record["samples"] for record in records if record["kind"] == "step"}
+    assert {step for step, samples in by_step.items() if not samples} == set(range(joined + 1, followed["step"] + 1))
+    others = {
+        record["step"]: record["samples"] for rank in (0, 1) for record in cluster.records(rank) if "lr" in record
+    }
+    assert all(others[step] > 0 for step in range(joined + 1, followed["step"] + 1))
+    said = cluster.log(0).read_text()
+    assert f"rank 2 joined at step {followed['step']}; 8." in said
+    assert f"of state arrived while the others trained, in {followed['steps']} steps" in said
+    assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(3))
 
 
 def end_of(start: Callable[..., subprocess.Popen[str]], folder: Path, job: str, service: Service) -> str:
