@@ -48,9 +48,8 @@ def stepping(options: argparse.Namespace, *settings: str) -> Iterator[Cluster]:
         folder = Path(scratch)
         made: Cluster
         if options.library == "horizonml":
-            made = HorizonML(
-                folder, options.ranks, options.plan, [*options.set, *settings], options.fault == "cut" or options.link
-            )
+            isolated = options.fault == "cut" or bool(options.link)
+            made = HorizonML(folder, options.ranks, options.plan, [*options.set, *settings], isolated)
         else:
             peers: dict[str, Callable[..., Cluster]] = {"torchrun": Torchrun, "torchft": Torchft}
             made = peers[options.library](folder, options.ranks, options.python)
