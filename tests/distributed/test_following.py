@@ -98,24 +98,27 @@ def arrival(session: Session) -> None:
     wait_for(lambda: following.arrived, "the state of the others", 30)
 
 
-def joins(rank: int, world_size: int, store: Store, case: Case, steps: int, room: float) -> tuple[State, State, int]:
-    """Follow for some steps; return what a rank holds after that, and in the end, and the steps that were followed."""
+def joins(rank: int, world_size: int, store: Store, case: Case, steps: int, wait: bool) -> tuple[State, State, int]:
+    """Follow for some steps; return what a rank holds when the newcomer has caught up, and in the end, and the steps.
+
+    If all `wait`, it catches up between two steps, and else at the beginning of another one.
+    """
     state = begin(case, rank, store)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     state.step = BEFORE
     state.valid = rank != case.newcomer
     session = Session(case.plan, state, group, ImageClassification(), FULL)
-    following = Following(state, case.plan, group, frozenset({case.newcomer}), room)
+    following = Following(state, case.plan, group, frozenset({case.newcomer}), ROOM)
     session.follow(following)
     for _ in range(steps):
         assert step(session, 2 * LR)
         assert bool(state.layers()) == (rank != case.newcomer), "a state that is not complete is nobody's source"
     following.start()
-    if steps:
+    if wait:
+        following.finish()
+    else:
         arrival(session)
         assert not step(session)
-    else:
-        following.finish()
     session.end_following()
     then, followed = state_of(session), following.steps
     assert state.layers()
@@ -152,7 +155,7 @@ def undisturbed(rank: int, world_size: int, store: Store, case: Case, followed: 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_newcomer_that_has_followed_holds_what_the_others_hold_bit_for_bit(pool: Pool, case: Case) -> None:
-    found = pool.run(3, joins, case, 3, ROOM)
+    found = pool.run(3, joins, case, 3, False)
     other = next(
         rank for s in case.plan.stages if case.newcomer in s.ranks for rank in s.ranks if rank != case.newcomer
     )
@@ -169,10 +172,14 @@ def test_a_newcomer_that_has_followed_holds_what_the_others_hold_bit_for_bit(poo
         assert all(torch.allclose(end[key], wanted[key], atol=tolerance) for key in end)
 
 
-def test_a_newcomer_can_take_up_its_state_before_the_first_step(pool: Pool) -> None:
-    found = pool.run(3, joins, CASES[0], 0, ROOM)
-    assert {followed for _, _, followed in found} == {0}
-    assert all(torch.equal(found[2][1][key], value) for key, value in found[0][1].items())
+@pytest.mark.parametrize("steps", [0, 3])
+def test_all_can_wait_for_a_newcomer_between_two_steps(pool: Pool, steps: int) -> None:
+    found = pool.run(3, joins, CASES[0], steps, True)
+    assert {followed for _, _, followed in found} == {steps}
+    for part in (0, 1):
+        new, old = found[2][part], found[0][part]
+        assert new.keys() == old.keys()
+        assert [key for key in new if not torch.equal(new[key], old[key])] == []
 
 
 def loses_a_sender(rank: int, world_size: int, store: Store) -> State | None:
