@@ -15,6 +15,7 @@ from horizonml.errors import PeerLost
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.runtime.recovery import hand_over
 from horizonml.state.follow import Following, followers
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
@@ -281,3 +282,29 @@ def test_only_newcomers_follow_and_only_where_another_member_holds_their_stages(
     # Who holds other layers does not stand aside.
     assert following({0: set(range(6)), 1: set(range(6)), 2: set(range(6, 15))}, pairs) == everyone(3)
     assert following({0: set(range(6)), 1: set(range(6, 15)), 2: set(range(6, 15))}, pairs) == everyone(3)
+
+
+def is_handed_over(rank: int, world_size: int, store: Store) -> State:
+    """The ranks that hold the state leave while the newcomer follows; return what each of them holds then."""
+    case = CASES[0]
+    state = begin(case, rank, store)
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    state.step, state.valid = BEFORE, rank != 2
+    session = Session(case.plan, state, group, ImageClassification(), FULL)
+    session.follow(Following(state, case.plan, group, frozenset({2}), ROOM))
+    for _ in range(2):
+        step(session)
+    session.close()
+    hand_over(state, case.plan, group, leaves=rank != 2)
+    group.close()
+    if rank == 2:
+        found = agree_on_state(state, True, Group(None, 0, 1, 30.0))
+        assert found is not None
+        assert (found.step, found.missing) == (BEFORE + 2, [])
+    return {key: value.clone() for key, value in state.tensors().items()}
+
+
+def test_ranks_that_leave_hand_their_state_over_to_one_that_follows(pool: Pool) -> None:
+    old, _, new = pool.run(3, is_handed_over)
+    assert new.keys() == old.keys()
+    assert [key for key in new if not torch.equal(new[key], old[key])] == []
