@@ -182,6 +182,11 @@ class Cluster:
         self._networks.mend(rank)
         self._cut.discard(rank)
 
+    def slow(self, rank: int, bits_per_second: float) -> None:
+        """Slow a rank's network down. Needs `isolated=True`."""
+        assert self._networks is not None, "Cluster(..., isolated=True) gives ranks networks that can be slowed down"
+        self._networks.slow(rank, bits_per_second)
+
     def process(self, rank: int) -> psutil.Process:
         """Return a rank's process, to look at it or to limit it. Raises psutil.NoSuchProcess if it has ended."""
         return psutil.Process(self.processes[rank].pid)

@@ -64,6 +64,12 @@ class Networks:
         """Connect a rank again."""
         self._ip(self._switch, f"link set rank{rank} up")
 
+    def slow(self, rank: int, bits_per_second: float) -> None:
+        """Slow a rank's cable down, in both directions. Raises NoNetworks if the kernel cannot do that."""
+        shape = f"root tbf rate {bits_per_second:.0f}bit burst 64kb latency 400ms"
+        self._run(self._switch, f"tc qdisc replace dev rank{rank} {shape}")
+        self._run(self._ranks[rank], f"tc qdisc replace dev cable {shape}")
+
     def close(self) -> None:
         """Let go of the networks, which end with the last process within them."""
         for holder in reversed(self._holders):
@@ -117,10 +123,14 @@ class Networks:
 
     def _ip(self, holder: subprocess.Popen[bytes], words: str) -> None:
         """Configure a network. Raises NoNetworks if that is not possible."""
-        command = [*self._enter(holder), "ip", *words.split()]
+        self._run(holder, f"ip {words}")
+
+    def _run(self, holder: subprocess.Popen[bytes], words: str) -> None:
+        """Run a program in a network. Raises NoNetworks if it fails."""
+        command = [*self._enter(holder), *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_START_SECONDS)
         if done.returncode:
-            raise NoNetworks(f"`ip {words}` failed in a network namespace: {done.stderr.strip()}")
+            raise NoNetworks(f"`{words}` failed in a network namespace: {done.stderr.strip()}")
 
 
 def check_programs() -> None:

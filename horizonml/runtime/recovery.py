@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from horizonml.comm.group import Group
 from horizonml.data.images import ImageInfo
@@ -11,6 +10,7 @@ from horizonml.engine.session import Session
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.runtime.agreement import Measured
+from horizonml.runtime.joining import Place, who_follows
 from horizonml.runtime.life import Life
 from horizonml.runtime.rebuild import rebuild
 from horizonml.state.mirror import Mirror
@@ -26,19 +26,13 @@ _MIRROR_SHARE = 0.5  # of the memory that is left when training begins; activati
 _LOG_SHARE = 0.2  # likewise, for the messages that a rank keeps
 
 
-@dataclass(frozen=True)
-class Place:
-    """Describes the group in which a rank recovers."""
-
-    group: Group
-    started_as: list[int]  # the rank that each member was started as
-    say: Callable[[str], None]  # tells the user, on rank 0
-
-
-def recover(life: Life, info: ImageInfo, found: Recovery, plan: Plan, place: Place) -> Source | None:
+def recover(
+    life: Life, info: ImageInfo, found: Recovery, plan: Plan, place: Place
+) -> tuple[Source | None, frozenset[int]]:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this.
 
-    Return where the state was taken from, or None if it is not complete. Raises PeerLost.
+    Return where the state was taken from, or None if it is not complete, and the ranks that are to follow the others
+    until they have it, too. Raises PeerLost.
     """
     state, source = life.state, Source.MEMORY
     assert state is not None
@@ -47,13 +41,17 @@ def recover(life: Life, info: ImageInfo, found: Recovery, plan: Plan, place: Pla
         if isinstance(rebuilt, str):
             place.say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
-            return None
+            return None, frozenset()
         found, source = rebuilt, Source.REPLICA
     if state.parts:
         state.keep([])  # parts of a group that is over are no layers
-    move(state, senders(found.holders, plan), place.group)
-    state.step, state.valid = found.step, True
-    return source
+    moves = senders(found.holders, plan)
+    following = who_follows(state, moves, found, plan, place)
+    move(state, [one for one in moves if one[2] not in following], place.group)
+    if place.group.rank in following:
+        state.drop()
+    state.step, state.valid = found.step, place.group.rank not in following
+    return source, following
 
 
 def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None:
@@ -61,11 +59,16 @@ def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None
 
     All ranks call this, without a session. Raises PeerLost.
     """
-    leaving = [rank for rank, gone in enumerate(group.gather_json(leaves)) if gone]
+    told = group.gather_json([leaves, state.valid])
+    leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
     staying = [rank for rank in range(group.world_size) if rank not in leaving]
     if not staying:
         return
     state.join(group)
+    if not state.valid:  # this rank follows; whatever it is handed is valid, and all it has
+        state.drop()
+        state.valid = True
+    plan = plan.without([rank for rank, (_, valid) in enumerate(told) if not valid])
     last = [(layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)]
     move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
 

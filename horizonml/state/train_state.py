@@ -128,18 +128,27 @@ class TrainState:
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
-        held = self._held
-        if not apply:
-            for name, value in prepared.before.items():
-                held[name].detach().copy_(value)
+        if apply:
+            self.apply(prepared.gradients, prepared.learning_rate)
+            self.step += 1
             return
-        parameters = {name: cast(nn.Parameter, held[name]) for name in prepared.gradients}
+        held = self._held
+        for name, value in prepared.before.items():
+            held[name].detach().copy_(value)
+
+    def apply(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
+        """Update parameters with gradients that were kept, by name; afterwards no parameter has a gradient."""
+        held = self._held
+        parameters = {name: cast(nn.Parameter, held[name]) for name in gradients}
         for name, parameter in parameters.items():
-            parameter.grad = prepared.gradients[name]
-        self.update(parameters, prepared.learning_rate)
-        self.step += 1
+            parameter.grad = gradients[name]
+        self.update(parameters, learning_rate)
         for parameter in parameters.values():
             parameter.grad = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are held, by name, also those that checkpoints leave out."""
+        return {name: tensor for name, tensor in self._held.items() if not isinstance(tensor, nn.Parameter)}
 
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""

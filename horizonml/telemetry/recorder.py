@@ -138,6 +138,13 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.checkpoint(number, saved, seconds + writing)
 
+    def followed(self, number: int, steps: int, received: int) -> None:
+        """Record that this rank works on samples from step `number` on, and has followed the others until then.
+
+        While they made so many `steps`, it has `received` so many bytes of state from them.
+        """
+        self._lines.write({"kind": "followed", "step": number, "time": time.time(), "steps": steps, "bytes": received})
+
     def replica(self, age_steps: int | None, covered: bool) -> None:
         """Show how old the copy of this rank's state is in another rank's memory; see `Metrics.replica`."""
         if self._metrics is not None:

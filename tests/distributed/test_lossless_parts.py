@@ -15,8 +15,9 @@ from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.runtime.joining import Place
 from horizonml.runtime.life import Last, Life
-from horizonml.runtime.recovery import Place, crowded, hand_over, recover
+from horizonml.runtime.recovery import crowded, hand_over, recover
 from horizonml.state.mirror import Mirror
 from horizonml.state.parts import Part, joined
 from horizonml.state.recover import agree_on_state
@@ -120,7 +121,7 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     life.state, life.last = state, last
     found = agree_on_state(state, True, group)
     assert found is not None
-    source = recover(life, described(), found, scene.after, Place(group, members, said.append))
+    source, _ = recover(life, described(), found, scene.after, Place(group, members, said.append))
     step = state.step
     if source is None:
         group.close()

@@ -123,7 +123,7 @@ class AllReduce:
         """See `GradientSync`."""
         self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
-            first = float(self._members.place == 0)
+            first = float(self._members.leads)
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
             copied = [buffer.flatten().float() * first for buffer in self._copied]
             torch.cat(averaged + copied, out=self._buckets[-1].tail)
