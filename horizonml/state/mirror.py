@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
 from horizonml.comm.log import MessageLog
+from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
