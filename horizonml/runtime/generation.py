@@ -25,7 +25,7 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
-from horizonml.runtime.life import Last, Life
+from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
@@ -80,7 +80,7 @@ class Generation:
         while True:
             with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
-                data = load_for(job, session, info)
+                data = load_for(life, session, info)
                 if moved:
                     self.say(moved)
                 else:
@@ -341,9 +341,17 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
-    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
+def load_for(life: Life, session: Session, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
+
+    What an earlier group needed as well has been read already.
+    """
+    inputs, targets = session.is_first, session.is_last
+    if life.data is None or (life.data.inputs, life.data.targets, life.data.data.info) != (inputs, targets, info):
+        life.data = None  # frees the memory before more is read
+        data = load(life.job.data, info, cache_folder() / "data", inputs=inputs, targets=targets)
+        life.data = Loaded(data, inputs, targets)
+    return life.data.data
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:

@@ -59,7 +59,6 @@ class _Loop:
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
     mirror: Mirror | None
-    unsaved: bool = False  # whether the last checkpoint could not be saved
     wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
@@ -68,8 +67,6 @@ class _Loop:
         self.total = self.per_epoch * self.job.epochs
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
-        # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
-        self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
@@ -84,12 +81,10 @@ class _Loop:
                 self._evaluate(done)
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
             replan = self._has_better_plan(step, done) and done < self.total
-            saving = stopping and (step.totals.stop or not self.keeps_state)
+            saving = stopping and step.totals.stop
             due = done % self.every == 0 and not (stopping and not saving)
             if self.checkpoints is not None and (due or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
-                if self.unsaved and not step.totals.stop and not self.keeps_state:
-                    stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
@@ -125,7 +120,7 @@ class _Loop:
             lr,
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
-            newcomers=(self.keeps_state or (self.checkpoints is not None and not self.unsaved)) and self.newcomers(),
+            newcomers=self.newcomers(),
         )
         if self.mirror is not None:
             self.mirror.after_step()
@@ -184,7 +179,6 @@ class _Loop:
         """Record what became of checkpoints that were written until now."""
         for one in checkpoints.finished() if checkpoints is not None else []:
             self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
-            self.unsaved = bool(one.problems)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:
