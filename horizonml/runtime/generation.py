@@ -72,13 +72,12 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source, followers = None, frozenset[int]()
-        if found is not None:
+        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info)
+        if found is not None and not self._is_older_than_disk(found.step, checkpoints):
             source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
-        checkpoints = self._checkpoints(info)
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
@@ -162,6 +161,19 @@ class Generation:
             agreed = kept  # which, on rank 0, also knows the problem
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
+
+    def _is_older_than_disk(self, step: int, checkpoints: Checkpoints | None) -> bool:
+        """Return whether a checkpoint is newer than the newest state in memory, which is dropped then.
+
+        That happens if all ranks that held a newer state are lost, and one that was lost long before them is back.
+        """
+        newer = checkpoints.newer_than(step) if checkpoints is not None else None
+        if newer is None:
+            return False
+        assert self.life.state is not None
+        self.life.state.drop()
+        self.say(f"the state in memory is that of step {step}: going on from the checkpoint of step {newer} instead")
+        return True
 
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""

@@ -13,7 +13,8 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.data.images import ImageInfo, load
 from horizonml.data.sampler import Sampler
 from horizonml.engine.replay import Messages, replay

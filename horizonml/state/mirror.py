@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
 from horizonml.comm.log import MessageLog
+from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.replicas import Replica, buddy, keepers, owners, together
