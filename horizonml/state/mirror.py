@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from horizonml.comm.group import Group
@@ -26,6 +25,7 @@ from horizonml.comm.log import MessageLog
 from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
+from horizonml.state.packing import Packer
 from horizonml.state.replicas import Replica, buddy, keepers, owners, together
 from horizonml.state.train_state import TrainState
 
@@ -99,6 +99,7 @@ class Mirror:
         self._begun: int | None = None
         self._seconds = math.inf
         self._own: Tensor | None = None  # the copy that is being sent
+        self._packer = Packer()
         self._arriving: dict[int, Tensor] = {}
         self._works: list[tuple[Work, int]] = []
 
@@ -153,7 +154,8 @@ class Mirror:
         own = None
         if self._group.rank in self.owners:
             budget = self._speed(self._buddies[self._group.rank]) * self._budget * self._seconds
-            size = len(save(_contiguous(self._state)))
+            self._own = self._packer.pack(self._state)
+            size = len(self._own)
             members = len(together(self.plan, self._group.rank))  # whose work one rank would repeat
             longest = max(_LONGEST, int(_REPLAY_SECONDS / 2 / members / max(self._seconds, 1e-3)))
             own = [size, max(1, math.ceil(size / max(1.0, budget))), longest]
@@ -185,7 +187,7 @@ class Mirror:
         tag = self._group.channel("mirror").tag(owner)
         if rank == owner:
             if course.cycle(step)[1] == 0:
-                self._own = torch.frombuffer(bytearray(save(_contiguous(self._state))), dtype=torch.uint8)
+                self._own = self._packer.pack(self._state, None if self.parts else self._own)
                 if len(self._own) != course.bytes:  # a parameter was first updated after the ranks had agreed on sizes
                     self._own = torch.zeros(course.bytes, dtype=torch.uint8)  # which nobody takes for a state
                 if self.parts:
@@ -226,7 +228,7 @@ class Mirror:
         """Count the parts in memory as a copy, now that their group is over: all of its ranks may be back."""
         kept = self.replicas.setdefault(self._group.rank, [])
         if self.parts and self.parts == state.parts and all(one.step < state.step for one in kept):
-            content = torch.frombuffer(bytearray(save(_contiguous(state))), dtype=torch.uint8)
+            content = self._packer.pack(state)
             kept.append(Replica(self._group.rank, state.step, content))
 
     def replica(self, owner: int, step: int) -> Replica:
@@ -235,7 +237,3 @@ class Mirror:
             if one.step == step:
                 return one
         raise PeerLost(f"the copy of rank {owner}'s state after step {step} is gone")
-
-
-def _contiguous(state: TrainState) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in state.tensors().items()}
