@@ -1,0 +1,82 @@
+"""Decides which newcomers follow the others until their state has arrived, and tells how that went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.machine.resources import memory_left
+from horizonml.plan.plan import Plan
+from horizonml.state.follow import Following, Needs, followers, needs
+from horizonml.state.move import Moves
+from horizonml.state.recover import Recovery
+from horizonml.state.train_state import TrainState
+from horizonml.telemetry.recorder import Recorder
+from horizonml.text import count, human_bytes
+
+_SHARE = 0.5  # of the memory that is left on a rank; activations and gradients take the rest
+_LEAST_STEPS = 4  # for whose gradients there must be room, or following would not be worthwhile
+
+
+@dataclass(frozen=True)
+class Place:
+    """Describes the group in which a rank recovers."""
+
+    group: Group
+    started_as: list[int]  # the rank that each member was started as
+    say: Callable[[str], None]  # tells the user, on rank 0
+
+
+def _room(group: Group) -> float:
+    """Return the bytes that following may take on this rank."""
+    return _SHARE * memory_left() / group.hosts.count(group.hosts[group.rank])
+
+
+def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, place: Place) -> frozenset[int]:
+    """Return the ranks that follow the others by a plan, instead of receiving their layers before training goes on.
+
+    All ranks of the group call this. Raises PeerLost.
+    """
+    group = place.group
+    stateful = set(state.model.parameter_names().values())
+    present = frozenset(rank for layer in stateful for rank in found.holders[layer])
+    chosen = followers(moves, present, plan)
+    if not chosen:
+        return chosen
+    rooms = [float(room) for room in group.gather_json(_room(group))]
+    for rank, room in enumerate(rooms):
+        wanted = _wanted(needs(state, plan, chosen, rank))
+        if wanted > room:
+            place.say(
+                f"all ranks wait while newcomers receive their state: going on meanwhile would take "
+                f"{human_bytes(wanted)} of memory on rank {rank}, which can spare {human_bytes(room)}"
+            )
+            return frozenset()
+    return chosen
+
+
+def _wanted(needed: Needs) -> int:
+    return needed.copies + _LEAST_STEPS * needed.gradients
+
+
+def follow(session: Session, ranks: frozenset[int]) -> None:
+    """Begin to bring some ranks of a session their state; all ranks of the group call this. Raises PeerLost."""
+    state, plan, group = session.state, session.plan, session.group
+    room = _room(group) - needs(state, plan, ranks, group.rank).copies
+    following = Following(state, plan, group, ranks, room)
+    session.follow(following)
+    following.start()
+
+
+def tell(following: Following, group: Group, recorder: Recorder, step: int) -> None:
+    """Tell the user who has caught up after a step; all ranks of the group call this. Raises PeerLost."""
+    received = [int(size) for size in group.gather_json(following.bytes)]
+    for rank in sorted(following.ranks):
+        recorder.message(
+            f"rank {rank} joined at step {step}; {human_bytes(received[rank])} of state arrived while the others "
+            f"trained, in {count(following.steps, 'step')}"
+        )
+    if group.rank in following.ranks:
+        recorder.followed(step, following.steps, following.bytes)
