@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from horizonml.rendezvous.members import Members, formed, ranks_of
 from horizonml.rendezvous.newest import STUCK_SECONDS, NewestGeneration
 
-ABSENT_SECONDS = 1.0  # a member whose heartbeat has not moved for this long is not awaited when the others are back
+ABSENT_SECONDS = 0.75  # three heartbeats: who has sent none for so long is not awaited once the others are back
 _BEGIN_SECONDS = 10.0  # after its last join, a first meeting begins with fewer ranks than the world size, where it may
 _MAJORITY_SECONDS = 4.0  # after its last join, the majority of a group that an earlier service formed goes on
 

@@ -26,7 +26,7 @@ from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
 from horizonml.runtime.joining import Place, follow
-from horizonml.runtime.life import Last, Life
+from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
@@ -72,18 +72,17 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source, followers = None, frozenset[int]()
-        if found is not None:
+        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info)
+        if found is not None and not self._is_older_than_disk(found.step, checkpoints):
             source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
-        checkpoints = self._checkpoints(info)
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
-                data = load_for(job, session, info)
+                data = load_for(life, session, info)
                 if moved:
                     self.say(moved)
                 else:
@@ -162,6 +161,19 @@ class Generation:
             agreed = kept  # which, on rank 0, also knows the problem
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
+
+    def _is_older_than_disk(self, step: int, checkpoints: Checkpoints | None) -> bool:
+        """Return whether a checkpoint is newer than the newest state in memory, which is dropped then.
+
+        That happens if all ranks that held a newer state are lost, and one that was lost long before them is back.
+        """
+        newer = checkpoints.newer_than(step) if checkpoints is not None else None
+        if newer is None:
+            return False
+        assert self.life.state is not None
+        self.life.state.drop()
+        self.say(f"the state in memory is that of step {step}: going on from the checkpoint of step {newer} instead")
+        return True
 
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
@@ -344,9 +356,17 @@ def find_hosts(group: Group) -> list[Host]:
     return hosts
 
 
-def load_for(job: Job, session: Session, info: ImageInfo) -> Data:
-    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between."""
-    return load(job.data, info, cache_folder() / "data", inputs=session.is_first, targets=session.is_last)
+def load_for(life: Life, session: Session, info: ImageInfo) -> Data:
+    """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
+
+    What an earlier group needed as well has been read already.
+    """
+    inputs, targets = session.is_first, session.is_last
+    if life.data is None or (life.data.inputs, life.data.targets, life.data.data.info) != (inputs, targets, info):
+        life.data = None  # frees the memory before more is read
+        data = load(life.job.data, info, cache_folder() / "data", inputs=inputs, targets=targets)
+        life.data = Loaded(data, inputs, targets)
+    return life.data.data
 
 
 def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from horizonml.data.dataset import Data
 from horizonml.data.images import ImageInfo
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -15,6 +16,15 @@ from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.recorder import Outage
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Holds the parts of the data set that this rank has read."""
+
+    data: Data
+    inputs: bool
+    targets: bool
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Life:
     lifeline: Lifeline
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     state: TrainState | None = None
+    data: Loaded | None = None
     info: ImageInfo | None = None  # of the data that the state is for
     agreed: Agreed | None = None
     plans: dict[tuple[int, ...], Agreed] = field(default_factory=dict)  # made so far, by the ranks as they were started

@@ -13,9 +13,10 @@ from horizonml.runtime.agreement import Measured
 from horizonml.runtime.joining import Place, who_follows
 from horizonml.runtime.life import Life
 from horizonml.runtime.rebuild import rebuild
-from horizonml.state.mirror import Mirror, buddy, owners
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import Recovery
+from horizonml.state.replicas import buddy, owners, together
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes
@@ -42,6 +43,8 @@ def recover(
             state.drop()
             return None, frozenset()
         found, source = rebuilt, Source.REPLICA
+    if state.parts:
+        state.keep([])  # parts of a group that is over are no layers
     moves = senders(found.holders, plan)
     following = who_follows(state, moves, found, plan, place)
     move(state, [one for one in moves if one[2] not in following], place.group)
@@ -52,12 +55,16 @@ def recover(
 
 
 def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None:
-    """Bring the layers that only leaving ranks hold to ranks that stay; all ranks call this. Raises PeerLost."""
+    """Bring the layers that only leaving ranks hold to ranks that stay, and make whole what the members had split.
+
+    All ranks call this, without a session. Raises PeerLost.
+    """
     told = group.gather_json([leaves, state.valid])
     leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
     staying = [rank for rank in range(group.world_size) if rank not in leaving]
-    if not staying or any(stage.splits_channels for stage in plan.stages):
+    if not staying:
         return
+    state.join(group)
     if not state.valid:  # this rank follows; whatever it is handed is valid, and all it has
         state.drop()
         state.valid = True
@@ -84,13 +91,13 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
         return None
     left = memory_left() / group.hosts.count(group.hosts[group.rank])
     spare = group.gather_json([session.state.bytes() if group.rank in owners(plan) else 0, left])
-    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare])
+    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare], group.hosts)
     if short is not None:
         rank, needed = short
         place.say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank][1])} left. If a stage is lost, all go on from a checkpoint "
-            "(recovery.mirror: false turns copies and this warning off)"
+            f"for them, with {human_bytes(spare[rank][1])} left. If a rank is lost that alone holds some "
+            "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
         )
         return None
     measured = known(life, place.started_as)
@@ -102,13 +109,19 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
     return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)
 
 
-def crowded(plan: Plan, state_bytes: Sequence[int], left: Sequence[float]) -> tuple[int, int] | None:
+def crowded(
+    plan: Plan, state_bytes: Sequence[int], left: Sequence[float], hosts: Sequence[str] | None = None
+) -> tuple[int, int] | None:
     """Return a rank that has too little memory for mirroring, and the bytes that it would need; None if there is none.
 
-    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving.
+    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving. Where the
+    members of a stage split channels, owner and buddy both hold one more, and the owner its replica, too.
     """
+    buddies = {owner: buddy(plan, owner, hosts) for owner in owners(plan)}
+    split = {owner for owner in buddies if len(together(plan, owner)) > 1}
     needed = [
-        state_bytes[rank] + sum(2 * state_bytes[owner] for owner in owners(plan) if buddy(plan, owner) == rank)
+        (3 if rank in split else 1) * state_bytes[rank]
+        + sum((3 if owner in split else 2) * state_bytes[owner] for owner in buddies if buddies[owner] == rank)
         for rank in range(plan.world_size)
     ]
     worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))

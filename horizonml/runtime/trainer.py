@@ -62,7 +62,6 @@ class _Loop:
     make_mirror: Callable[[], Mirror | None]
     mirror: Mirror | None = None
     overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
-    unsaved: bool = False  # whether the last checkpoint could not be saved
     wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
@@ -71,8 +70,6 @@ class _Loop:
         self.total = self.per_epoch * self.job.epochs
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
-        # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
-        self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
@@ -90,13 +87,11 @@ class _Loop:
             stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
             following = not self._all_have_caught_up(step, ends=stopping or done == self.total)
             replan = not following and self._has_better_plan(step, done) and done < self.total
-            saving = stopping and (step.totals.stop or not self.keeps_state)
+            saving = stopping and step.totals.stop
             due = (done % self.every == 0 or self.overdue) and not (stopping and not saving)
             self.overdue, due = due and following, due and not following
             if self.checkpoints is not None and (due or done == self.total or saving or replan):
                 self._save(self.checkpoints, done, stopping)
-                if self.unsaved and not step.totals.stop and not self.keeps_state:
-                    stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
@@ -132,8 +127,7 @@ class _Loop:
             following.before_step()
         if self.mirror is not None:
             self.mirror.before_step(self.wall)
-        takes_in = self.keeps_state or (self.checkpoints is not None and not self.unsaved)
-        takes_in = takes_in and following is None  # or what is on its way to a newcomer would have to be sent again
+        takes_in = following is None  # or what is on its way to a newcomer would have to be sent again
         step = self.session.step(
             batch,
             lr,
@@ -226,7 +220,6 @@ class _Loop:
         """Record what became of checkpoints that were written until now."""
         for one in checkpoints.finished() if checkpoints is not None else []:
             self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
-            self.unsaved = bool(one.problems)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState

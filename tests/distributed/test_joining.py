@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +138,27 @@ def end_of(start: Callable[..., subprocess.Popen[str]], folder: Path, job: str, 
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 2, output
     return output
+
+
+def test_a_device_that_comes_when_the_others_have_finished_is_told_so(
+    folder: Path, start: Callable[..., subprocess.Popen[str]], service: Service
+) -> None:
+    job = folder / "job.yaml"
+    job.write_text(job.read_text().replace("workers: 3", "workers: 2, max_workers: 3"))
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "job.yaml").write_text(job.read_text())
+    late = start("train", "elsewhere/job.yaml", "--join", service.address, "--set", "folder=elsewhere/run")
+    late.send_signal(signal.SIGSTOP)  # it is on its way while the others train
+    ranks = [
+        start("train", "job.yaml", RANK=str(number), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=service.address)
+        for number in range(2)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    late.send_signal(signal.SIGCONT)
+    output, _ = late.communicate(timeout=60)  # rendezvous.timeout is much longer
+    assert late.returncode == 0, output
+    assert "the job is complete: the other ranks have trained it to the end" in output
+    assert "Traceback" not in output

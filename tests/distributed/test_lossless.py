@@ -24,9 +24,10 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.rebuild import rebuild
 from horizonml.runtime.recovery import crowded
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
 from horizonml.state.recover import Held, Recovery, agree_on_state, newest
+from horizonml.state.replicas import buddy, keepers, owners, rebuilds
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
@@ -204,7 +205,7 @@ def test_where_memory_is_short_nothing_is_mirrored() -> None:
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
-    report: dict[str, Any] = {"replicas": {"1": 4}, "log": 4}
+    report: dict[str, Any] = {"replicas": {"1": [4]}, "log": 4}
     assert rebuilds(PIPELINE, [6], {0: report, 2: report}) is not None
     assert rebuilds(PIPELINE, [6], {0: report}) is None  # a neighbour's messages are missing
     assert rebuilds(PIPELINE, [6], {0: report, 2: {"replicas": {}, "log": 4}}) is not None

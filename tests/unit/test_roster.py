@@ -209,15 +209,15 @@ def test_without_a_replace_timeout_survivors_go_on_as_soon_as_those_that_live_ar
     assert set(roster.farewells()) == {4}  # what it writes counts no more
 
 
-def test_a_rank_that_is_killed_is_done_without_a_second_after_its_last_sign_of_life() -> None:
+def test_a_rank_that_is_killed_is_done_without_three_beats_after_its_last_sign_of_life() -> None:
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
     alive(roster, 1, 2, 3, start=0.25, end=10.0)
     for number in (1, 2):
         roster.leave(number, LOST_PEER, 10.25)
     come_back(roster, 0, 1, generation=1, size=3, at=10.25, first=11)
-    assert alive(roster, 11, 12, start=10.25, end=10.75) == []
-    (verdict,) = alive(roster, 11, 12, start=11.0, end=11.0)
+    assert alive(roster, 11, 12, start=10.25, end=10.5) == []
+    (verdict,) = alive(roster, 11, 12, start=10.75, end=10.75)
     assert isinstance(verdict, Formed)
     assert [member.rank for member in verdict.members] == [0, 1]
 
@@ -288,6 +288,7 @@ def test_a_service_that_was_away_itself_takes_nobody_for_lost() -> None:
 @pytest.mark.parametrize(
     ("departure", "ends", "lost"),
     [
+        (Departure.COMPLETE, False, []),
         (Departure.DONE, False, []),
         (Departure.AGAIN, False, []),
         (Departure.LOST_PEER, True, []),

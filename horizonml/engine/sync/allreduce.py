@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.group import Work
 from horizonml.comm.tree import TreeSum
+from horizonml.comm.work import Work
 from horizonml.engine.sync.base import Members, float_and_other, trainable
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.state.parts import Part
