@@ -72,11 +72,13 @@ def follow(session: Session, ranks: frozenset[int]) -> None:
 
 def tell(following: Following, group: Group, recorder: Recorder, step: int) -> None:
     """Tell the user who has caught up after a step; all ranks of the group call this. Raises PeerLost."""
-    received = [int(size) for size in group.gather_json(following.bytes)]
+    received = [(int(early), int(late)) for early, late in group.gather_json([following.early, following.waited])]
     for rank in sorted(following.ranks):
+        early, late = received[rank]
+        waited = f", and {human_bytes(late)} while they waited" if late else ""
         recorder.message(
-            f"rank {rank} joined at step {step}; {human_bytes(received[rank])} of state arrived while the others "
-            f"trained, in {count(following.steps, 'step')}"
+            f"rank {rank} joined at step {step}; {human_bytes(early)} of state arrived while the others trained, in "
+            f"{count(following.steps, 'step')}{waited}"
         )
     if group.rank in following.ranks:
-        recorder.followed(step, following.steps, following.bytes)
+        recorder.followed(step, following.steps, following.early)

@@ -99,7 +99,8 @@ class Following:
         """
         self.ranks = ranks
         self.behind = group.rank in ranks  # whether this rank has not caught up yet
-        self.bytes = 0  # received by this rank
+        self.bytes = 0  # that this rank has received
+        self.waited = 0  # of these, those that came while all ranks waited for them
         self._state, self._group, self._room = state, group, room
         self._begun = state.step
         self._received: dict[str, Tensor] = {}
@@ -134,7 +135,7 @@ class Following:
                 for part in flat.split(_PIECE_BYTES // flat.element_size()) if flat.numel() else ():
                     lane.append(_Piece(part, peer, self._group.channel("layers").tag(len(lane)), leaves))
         if self.behind:
-            self._received, self.bytes = copies, sum(copy.nbytes for copy in copies.values())
+            self._received = copies
         return lanes
 
     def start(self) -> None:
@@ -158,6 +159,7 @@ class Following:
             works = [(twin.receive(one.part, one.peer, one.tag), one.peer) for one in few if one is not None]
             for work, peer in works:
                 twin.wait(work, peer)
+            self.bytes += sum(one.part.nbytes for one in few if one is not None)
             taken = time.monotonic() - began
             time.sleep(min(taken * (1 / self._part - 1), _LONGEST_REST))
         for work, peer in sent:
@@ -169,6 +171,11 @@ class Following:
     def arrived(self) -> bool:
         """Return whether all that this rank sends or receives has done so."""
         return self._done.is_set()
+
+    @property
+    def early(self) -> int:
+        """Return the bytes that this rank has received while the others trained."""
+        return self.bytes - self.waited
 
     @property
     def hurry(self) -> bool:
@@ -216,8 +223,10 @@ class Following:
 
     def finish(self) -> None:
         """Wait until all ranks hold their state; all ranks call this after the same step. Raises PeerLost."""
+        before = self.bytes
         while any(self._group.gather_json(self._wait())):
             pass
+        self.waited = self.bytes - before
 
     def _wait(self) -> bool:
         """Wait for the state for a moment, and return whether this rank is still behind."""

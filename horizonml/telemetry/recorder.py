@@ -141,7 +141,7 @@ class Recorder:
     def followed(self, number: int, steps: int, received: int) -> None:
         """Record that this rank works on samples from step `number` on, and has followed the others until then.
 
-        While they made so many `steps`, it has `received` so many bytes of state from them.
+        While they made so many `steps`, it has `received` so many bytes of state; any others came while all waited.
         """
         self._lines.write({"kind": "followed", "step": number, "time": time.time(), "steps": steps, "bytes": received})
 
