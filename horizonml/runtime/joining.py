@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
@@ -17,6 +20,8 @@ from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes
 
 _SHARE = 0.5  # of the memory that is left on a rank; activations and gradients take the rest
+_PIECE_BYTES = 512 << 10  # by which the speed of a newcomer's link is measured
+_LONG_SECONDS = 0.3  # of waiting, for which following, which itself takes some time to set up, is worthwhile
 _LEAST_STEPS = 4  # for whose gradients there must be room, or following would not be worthwhile
 
 
@@ -43,6 +48,8 @@ def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, pl
     stateful = set(state.model.parameter_names().values())
     present = frozenset(rank for layer in stateful for rank in found.holders[layer])
     chosen = followers(moves, present, plan)
+    if chosen:
+        chosen = _slow(chosen, moves, state, plan, group)
     if not chosen:
         return chosen
     rooms = [float(room) for room in group.gather_json(_room(group))]
@@ -55,6 +62,29 @@ def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, pl
             )
             return frozenset()
     return chosen
+
+
+def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, group: Group) -> frozenset[int]:
+    """Return those of the ranks whose state takes long to arrive; for others it is quicker if all wait for it.
+
+    Each asks one of its senders for a piece, and tells how long all of its state would take. Raises PeerLost.
+    """
+    tag, seconds = group.channel("probe").tag(), 0.0
+    first = {receiver: sender for _, sender, receiver in reversed(moves) if receiver in chosen}
+    for receiver, sender in sorted(first.items()):
+        word, piece = torch.zeros(1, dtype=torch.uint8), torch.zeros(_PIECE_BYTES, dtype=torch.uint8)
+        if group.rank == sender:
+            group.wait(group.receive(word, receiver, tag), receiver)
+            group.wait(group.send(piece, receiver, tag), receiver)
+        elif group.rank == receiver:
+            began = time.monotonic()
+            arrives = group.receive(piece, sender, tag)
+            group.wait(group.send(word, sender, tag), sender)
+            group.wait(arrives, sender)
+            share = needs(state, plan, chosen, receiver).copies / _PIECE_BYTES
+            seconds = (time.monotonic() - began) * share
+    told = [float(taken) for taken in group.gather_json(seconds)]
+    return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
 
 
 def _wanted(needed: Needs) -> int:
