@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -45,6 +46,10 @@ class Model:
 
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
+        return self._names
+
+    @functools.cached_property
+    def _names(self) -> dict[str, int]:
         return {
             name: index
             for index in range(len(self.chain))
@@ -56,6 +61,10 @@ class Model:
 
     def parameter_shapes(self) -> list[list[torch.Size]]:
         """Return the shapes of the parameters of every layer."""
+        return self._shapes
+
+    @functools.cached_property
+    def _shapes(self) -> list[list[torch.Size]]:
         layers = range(len(self.chain))
         return [[parameter.shape for parameter in self.chain.slice(n, n + 1).parameters()] for n in layers]
 

@@ -20,7 +20,7 @@ from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes
 
 _SHARE = 0.5  # of the memory that is left on a rank; activations and gradients take the rest
-_PIECE_BYTES = 512 << 10  # by which the speed of a newcomer's link is measured
+_PIECE_BYTES = 1 << 20  # by which the speed of a newcomer's link is measured
 _LONG_SECONDS = 0.3  # of waiting, for which following, which itself takes some time to set up, is worthwhile
 _LEAST_STEPS = 4  # for whose gradients there must be room, or following would not be worthwhile
 
@@ -52,9 +52,8 @@ def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, pl
         chosen = _slow(chosen, moves, state, plan, group)
     if not chosen:
         return chosen
-    rooms = [float(room) for room in group.gather_json(_room(group))]
-    for rank, room in enumerate(rooms):
-        wanted = _wanted(needs(state, plan, chosen, rank))
+    told = group.gather_json([_room(group), _wanted(needs(state, plan, chosen, group.rank))])
+    for rank, (room, wanted) in enumerate(told):
         if wanted > room:
             place.say(
                 f"all ranks wait while newcomers receive their state: going on meanwhile would take "
@@ -81,8 +80,8 @@ def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, g
             arrives = group.receive(piece, sender, tag)
             group.wait(group.send(word, sender, tag), sender)
             group.wait(arrives, sender)
-            share = needs(state, plan, chosen, receiver).copies / _PIECE_BYTES
-            seconds = (time.monotonic() - began) * share
+            taken = time.monotonic() - began
+            seconds = taken * needs(state, plan, chosen, receiver).copies / _PIECE_BYTES
     told = [float(taken) for taken in group.gather_json(seconds)]
     return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
 

@@ -48,6 +48,7 @@ class TrainState:
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
         self._layers = model.parameter_names()
+        self._expected: dict[int, dict[str, Tensor]] = {}  # see `expected`
 
     def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
         """Hold layers `start` to `stop - 1` for each of the `spans`, and no others; return a module for each.
@@ -202,13 +203,14 @@ class TrainState:
 
     def expected(self, layer: int) -> dict[str, Tensor]:
         """Return tensors without memory, with the shapes and dtypes of all those that can be held of a layer."""
-        module = self.model.chain.slice(layer, layer + 1)
-        found = {
-            f"model/{name}": tensor.detach().to("meta") for name, tensor in module.state_dict(keep_vars=True).items()
-        }
-        for name, parameter in module.named_parameters():
-            found |= {f"optimizer/{name}/{key}": value for key, value in self.optimizer.expected(parameter).items()}
-        return found
+        if layer not in self._expected:
+            module = self.model.chain.slice(layer, layer + 1)
+            tensors = module.state_dict(keep_vars=True)
+            found = {f"model/{name}": tensor.detach().to("meta") for name, tensor in tensors.items()}
+            for name, parameter in module.named_parameters():
+                found |= {f"optimizer/{name}/{key}": value for key, value in self.optimizer.expected(parameter).items()}
+            self._expected[layer] = found
+        return self._expected[layer]
 
     def bytes(self) -> int:
         """Return the bytes of all tensors that are held of any layer, with optimizer state that is still to come."""
