@@ -19,6 +19,7 @@ from horizonml.models.boundary import Boundary, flat
 from horizonml.models.cuts import Graph, cut_points
 from horizonml.models.tracing import trace
 from horizonml.tasks.task import InputSpec
+from horizonml.text import count
 
 
 class Chain:
@@ -88,13 +89,20 @@ class Chain:
         graph.output(result)
         return fx.GraphModule(self._model, graph)
 
-    def skip(self, index: int) -> tuple[str, str, int] | None:
-        """Return the connection within a layer that skips the most operations: its two ends, and how many it skips.
-
-        Return None if every operation of the layer takes the result of the one before it.
-        """
-        nodes = [*self._graph.alive(self._start(index)), *self._nodes(index)]
-        position = {node: number for number, node in enumerate(nodes)}
+    def bond(self, index: int) -> str | None:
+        """Return what keeps a layer from being cut, as a part of a sentence, or None if nothing in its graph does."""
+        nodes = self._nodes(index)
+        names = {id(tensor): name for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]}
+        users: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            for tensor in self._graph.tensors(node):
+                users.setdefault(id(tensor), []).append(node)
+        shared = {key: found for key, found in users.items() if len(found) > 1}
+        position = {node: number for number, node in enumerate([*self._graph.alive(self._start(index)), *nodes])}
+        if shared:
+            widest = max(shared, key=lambda key: position[shared[key][-1]] - position[shared[key][0]])
+            first, last = shared[widest][0].name, shared[widest][-1].name
+            return f"{names.get(widest, 'a parameter')} is used both by {first} and by {last}"
         spans = [
             (position[user] - position[source] - 1, source.name, user.name)
             for source in position
@@ -102,7 +110,7 @@ class Chain:
             if position.get(user, 0) > position[source]
         ]
         skipped, start, end = max(spans, default=(0, "", ""))
-        return (start, end, skipped) if skipped else None
+        return f"the connection from {start} to {end} skips {count(skipped, 'operation')}" if skipped else None
 
     def _boundary(self, stop: int) -> Boundary:
         """Return the boundary before an operation; gradients travel back for what depends on trained parameters."""

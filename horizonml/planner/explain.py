@@ -222,22 +222,20 @@ def remedy(problem: Problem, found: Candidate) -> str:
     return "No batch size would fit: more devices, or more memory, are needed."
 
 
-def uncut(problem: Problem, layer: int, skip: tuple[str, str, int] | None, layer_name: str) -> str | None:
+def uncut(problem: Problem, layer: int, bond: str | None, layer_name: str) -> str | None:
     """Return a sentence about the largest `layer` if it leaves little for other stages to do, or None.
 
-    `skip` is the connection within the layer that prevents a cut, as returned by `Chain.skip`.
+    `bond` is what prevents a cut, as returned by `Chain.bond`.
     """
     profile = problem.profiles[0]
     times = [sum(profile.seconds(index, profile.sizes[-1])) for index in range(problem.layers)]
     share = times[layer] / max(sum(times), 1e-12)
-    if problem.ranks == 1 or skip is None or share <= _MOST_OF_THE_TIME:
+    if problem.ranks == 1 or bond is None or share <= _MOST_OF_THE_TIME:
         return None
-    start, end, skipped = skip
     ddp = judge(problem, data_parallel(problem)).prediction.seconds
     return (
-        f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because the connection from "
-        f"{start} to {end} skips {count(skipped, 'operation')}: stages would be unequal. With ddp a step is predicted "
-        f"to take {human_seconds(ddp)}"
+        f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because {bond}: "
+        f"stages would be unequal. With ddp a step is predicted to take {human_seconds(ddp)}"
     )
 
 

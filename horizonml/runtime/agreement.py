@@ -206,7 +206,7 @@ def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
 def uncut_layer(model: Model, problem: Problem) -> str | None:
     """Return a sentence about a layer that takes most of the time and cannot be cut, and what ddp costs, or None."""
     layer = largest_layer(problem.profiles[0])
-    return uncut(problem, layer, model.chain.skip(layer), model.chain.names[layer])
+    return uncut(problem, layer, model.chain.bond(layer), model.chain.names[layer])
 
 
 def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:

@@ -13,8 +13,8 @@ from tests.distributed.pool import Pool
 
 
 def agree(rank: int, world_size: int, store: Store) -> list[str]:
-    """What this rank says while a pipeline of a model with a long skip connection is planned."""
-    changes = ["model.name=tests.models:Skipping", "parallel.strategy=pipeline", f"parallel.workers={world_size}"]
+    """What this rank says while a pipeline of a model that uses a module twice is planned."""
+    changes = ["model.name=tests.models:Returning", "parallel.strategy=pipeline", f"parallel.workers={world_size}"]
     job, said = parse("batch_size: 32", "job.yaml", changes), list[str]()
     group = Group(store, rank, world_size, 60.0)
     try:
@@ -28,10 +28,10 @@ def agree(rank: int, world_size: int, store: Store) -> list[str]:
     return [line for line in said if "measuring" not in line]
 
 
-def test_a_skip_connection_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
+def test_a_module_used_twice_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
     (warning,), others = pool.run(2, agree)
     assert "takes " in warning
-    assert "and cannot be cut, because the connection from stem to add skips 16 operations" in warning
+    assert "and cannot be cut, because gate.weight is used both by gate and by gate_1" in warning
     assert "With ddp a step is predicted to take " in warning
     assert ", with this plan " in warning
     assert others == []
@@ -40,4 +40,4 @@ def test_a_skip_connection_that_leaves_nothing_to_cut_is_told_with_what_it_costs
 def test_a_pipeline_that_is_impossible_says_what_keeps_the_model_together(pool: Pool) -> None:
     for (message,) in pool.run(5, agree):
         assert "can be cut into at most 4 stages, but the plan needs 5" in message
-        assert "because the connection from stem to add skips 16 operations" in message
+        assert "because gate.weight is used both by gate and by gate_1" in message

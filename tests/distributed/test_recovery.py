@@ -313,6 +313,8 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     wait_for(lambda: worlds(2)[-1] == 2, "a group without the killed rank")
     ranks[1] = rank(1)
     wait_for(lambda: worlds(2)[-1] == 3, "a group with the replacement")
+    before = steps(folder, 2)
+    wait_for(lambda: steps(folder, 2) > before + 15, "the first copies for other ranks' memory")
     stopped = rank_process(folder, 0)
     stopped.suspend()
     wait_for(lambda: worlds(2)[-1] == 2, "a group without the stopped rank")
