@@ -66,7 +66,7 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     folder: Path, start: Start, service: Service, free_port: int
 ) -> None:
     def rank(number: int, *extra: str) -> subprocess.Popen[str]:
-        options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=10", *extra]
+        options = [*OPTIONS, "--set", "epochs=5000", "--set", "rendezvous.replace_timeout=20", *extra]
         return start(
             "train", "job.yaml", *options, RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address
         )
