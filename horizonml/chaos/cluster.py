@@ -79,7 +79,9 @@ class Cluster:
         self.hung: list[int] = []  # ranks that had to be killed because they did not stop when they were asked to
         self._job, self._options = str(job_path), list(options)
         self._restart_after, self._isolated = restart_after, isolated
-        kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+        # Where each rank has a network of its own, no interface of this machine is among its own.
+        foreign = {*_FOREIGN, *(["GLOO_SOCKET_IFNAME"] if isolated else [])}
+        kept = {name: value for name, value in os.environ.items() if name not in foreign}
         self._env = {**kept, "OMP_NUM_THREADS": "1", LAUNCHER: launcher_name(), **(env or {})}
         self._undo = ExitStack()
         self._lock = threading.RLock()

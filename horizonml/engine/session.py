@@ -256,7 +256,7 @@ class Session:
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""
         if self._finite is None:
-            summed = [stage for stage in self.stages.values() if len(stage.stage.ranks) > 1]
+            summed = [stage for stage in self.stages.values() if self._tied.any or len(stage.stage.ranks) > 1]
             return all(stage.not_finite() is None for stage in summed)
         finite = all(stage.not_finite() is None for stage in self.stages.values())
         self.clock.switch("wait", "others")

@@ -50,6 +50,11 @@ class TiedGradients:
         # Boundaries have the numbers up to that of the last stage.
         self._first = group.channel("boundaries").tag((len(plan.stages) + 1) * 4 * MOST_MICRO_BATCHES)
 
+    @property
+    def any(self) -> bool:
+        """Return whether the model has tied parameters."""
+        return bool(self._groups)
+
     def sum(self) -> None:
         """Give all copies the sum of their gradients, which the members of each stage have summed. Raises PeerLost."""
         waiting: list[tuple[Work, int, Tensor]] = []
@@ -91,7 +96,7 @@ class TiedGradients:
         """Send a stage's gradient to the ranks that hold other copies, as the stage's first member."""
         if self._plan.stages[stage].ranks[0] != self._group.rank:
             return []
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # the log may keep it beyond this step
         others = {rank for other in stages if other != stage for rank in self._plan.stages[other].ranks}
         tag = self._tag(number, stage)
         receivers = sorted(others - set(self._plan.stages[stage].ranks))

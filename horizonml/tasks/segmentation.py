@@ -71,7 +71,7 @@ class Segmentation:
 
     def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the pixel accuracy and the mean intersection over union of the classes that occur."""
-        pairs = [(metrics[f"intersection_{n}"], metrics[f"union_{n}"]) for n in range(self.classes)]
+        pairs = [(metrics[f"intersection_{n}"], metrics[f"union_{n}"]) for n in range(self.classes) if n != self.ignore]
         ratios = [intersection / union for intersection, union in pairs if union > 0]
         return {"accuracy": metrics["accuracy"], "mean_iou": sum(ratios) / len(ratios) if ratios else 0.0}
 

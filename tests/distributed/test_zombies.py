@@ -46,8 +46,10 @@ def test_a_checkpoint_that_is_newer_than_all_memory_is_taken(folder: Path) -> No
             cluster.start_rank(rank)
         cluster.resume(2)
         wait_for(
-            lambda: len(groups(0)) == 3 and min(made(rank)[-1] for rank in range(3)) > newest + 5, "all three going on"
+            lambda: all(groups(rank)[-1]["resumed_at"] == newest for rank in range(3)),
+            "all going on from the checkpoint",
         )
+        wait_for(lambda: min(made(rank)[-1] for rank in range(3)) > newest + 5, "steps of all three")
         assert [groups(rank)[-1]["world_size"] for rank in range(3)] == [3, 3, 3]
         records = cluster.records(2)
         again = records.index(groups(2)[-1])
