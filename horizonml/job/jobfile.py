@@ -44,6 +44,14 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     return _checked(values, source)
 
 
+def from_values(values: Mapping[str, object], source: str, overrides: Iterable[str] = ()) -> Job:
+    """Return the job with the fields of a mapping and overrides, as `load` does. Raises JobError."""
+    changed_values = dict(values)
+    for override in overrides:
+        _apply(changed_values, override)
+    return _checked(changed_values, source)
+
+
 def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> Job:
     """Return the job with some fields changed, named as `section.field`, and checked again.
 

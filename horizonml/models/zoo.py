@@ -98,6 +98,17 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     return Model(chain, tape, seed, ties)
 
 
+def construct(spec: ModelSpec, seed: int, outputs: OutputSpec, input: InputSpec) -> nn.Module:
+    """Return the model of a job as an ordinary module in memory, with initial values. Raises ModelError."""
+    constructor = _constructor(spec, outputs.count, input)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _call(spec, constructor)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
     """Return a function that constructs the model with the job's options, and with defaults for what they leave out."""
     function: Callable[..., nn.Module]

@@ -287,7 +287,7 @@ class Generation:
         life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
         assert life.info is not None
         steps = job.epochs * -(-life.info.train // job.batch_size)
-        display = display_for(about.rank, job.epochs, steps, done)
+        display = display_for(about.rank, job.epochs, steps, done, life.observer)
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)

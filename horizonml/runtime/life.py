@@ -14,6 +14,7 @@ from horizonml.state.runfolder import RunFolder
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 
 
@@ -63,3 +64,4 @@ class Life:
     begun: bool = False
     steps: int = 0  # done by this process
     newest_checkpoint: int | None = None
+    observer: Observer | None = None  # of rank 0's records

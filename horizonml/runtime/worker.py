@@ -28,6 +28,7 @@ from horizonml.state.shards import completed
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 
 
@@ -49,9 +50,16 @@ class Worker:
     """One rank of a job, through all the groups it is a member of."""
 
     def __init__(
-        self, job: Job, identity: Identity, address: tuple[str, int] | None, metrics: Metrics, stop: StopRequest
+        self,
+        job: Job,
+        identity: Identity,
+        address: tuple[str, int] | None,
+        metrics: Metrics,
+        stop: StopRequest,
+        observer: Observer | None = None,
     ) -> None:
-        """`address` is the rendezvous service's; None for a world of one."""
+        """`address` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`."""
+        self._observer = observer
         self._job, self._identity, self._address = job, identity, address
         self._metrics, self._stop = metrics, stop
         metrics.wanted(identity.world_size)
@@ -86,7 +94,7 @@ class Worker:
             print(story, file=sys.stderr, flush=True)
         lifeline = Lifeline(job.run_folder, identity.rank)
         life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline)
-        self._life = life
+        self._life, life.observer = life, self._observer
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
         prepared = prepare(job)

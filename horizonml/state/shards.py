@@ -81,6 +81,7 @@ class Metadata(_Strict):
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
     job: dict[str, Any] = {}
+    data: dict[str, Any] = {}  # describes the data, as `DataInfo` does
     compatible: dict[str, Any]
     plan: Cuts
     shards: dict[str, Shard]

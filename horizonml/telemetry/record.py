@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -107,6 +107,10 @@ class EvaluationRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
         return {"kind": "evaluation", **_with_metrics(vars(self))}
+
+
+Observer = Callable[[StepRecord | EvaluationRecord], None]
+"""What receives the records of the first rank while it trains."""
 
 
 class Source(StrEnum):

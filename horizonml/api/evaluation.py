@@ -1,0 +1,247 @@
+"""Implements `horizonml.load`, `evaluate`, `predict` and `export`: the uses of a trained model, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from horizonml.api.jobs import DataLike, ModelLike, TaskLike, data_section, make_job
+from horizonml.api.run import Run
+from horizonml.data.choose import describe
+from horizonml.data.choose import load as load_data
+from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
+from horizonml.data.spec import IMAGES, DataSpec
+from horizonml.errors import DataError, JobError, ModelError
+from horizonml.files import cache_folder
+from horizonml.job.jobfile import from_values
+from horizonml.state.shards import find
+from horizonml.state.whole import Trained, info_of, job_of, read_whole
+from horizonml.tasks.choose import channels_for
+
+Parts = Literal["held-out", "train", "all"]
+CheckpointLike = Run | str | os.PathLike[str]
+"""A trained model: a run, the folder of a run (its newest intact checkpoint), or the folder of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Holds the result of an evaluation."""
+
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+
+
+def load(checkpoint: CheckpointLike, *, model: ModelLike = None) -> nn.Module:
+    """Return the trained model as an ordinary module in evaluation mode.
+
+    A model that was given to `train` as an object is needed again as `model`, unless `checkpoint` is the run itself.
+    Code that the checkpoint's job names as `module:callable` is imported and run. Raises HorizonError.
+    """
+    return trained(checkpoint, model).model
+
+
+def evaluate(
+    checkpoint: CheckpointLike,
+    data: DataLike = None,
+    *,
+    part: Parts | None = None,
+    model: ModelLike = None,
+    task: TaskLike = None,
+    batch_size: int = 256,
+) -> dict[str, float]:
+    """Return the loss and the metrics of a trained model.
+
+    Parameters:
+        checkpoint: A run, the folder of a run, or the folder of a checkpoint.
+        data: What to evaluate on, as for `train`; by default the data that the model was trained on.
+        part: "held-out", "train" or "all" samples; by default those held out of the training's data, and all of other
+            data.
+        model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
+        task: The task, likewise.
+        batch_size: Samples that are evaluated at a time.
+
+    Raises HorizonError.
+    """
+    found = trained(checkpoint, model, task)
+    result = evaluated(
+        found if data is None else with_data(found, data), parse_part(part, data is not None), batch_size
+    )
+    return {"loss": result.loss, **result.metrics}
+
+
+def predict(
+    checkpoint: CheckpointLike,
+    inputs: DataLike,
+    *,
+    part: Parts = "all",
+    model: ModelLike = None,
+    batch_size: int = 256,
+) -> Tree:
+    """Return the outputs of a trained model, such as the logits of classes, with a row for each sample.
+
+    Parameters:
+        checkpoint: A run, the folder of a run, or the folder of a checkpoint.
+        inputs: A tensor `[samples, ...]`, a tuple of tensors for a model with several inputs, or data as for `train`.
+        part: "held-out", "train" or "all" samples of data.
+        model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
+        batch_size: Samples that are computed at a time.
+
+    Raises HorizonError.
+    """
+    found = trained(checkpoint, model)
+    if isinstance(inputs, Tensor):
+        batches: Iterator[Inputs] = iter(inputs.split(batch_size))
+    elif isinstance(inputs, tuple) and inputs and all(isinstance(one, Tensor) for one in inputs):
+        batches = (tuple(rows) for rows in zip(*(one.split(batch_size) for one in inputs), strict=True))
+    else:
+        opened = batches_of(with_data(found, inputs), part, batch_size)
+        batches = (batch.inputs(0, batch.size) for batch in opened)
+    return joined([outputs_of(found, rows) for rows in batches])
+
+
+def export(
+    checkpoint: CheckpointLike, output: str | os.PathLike[str], format: str = "auto", samples: Any = None
+) -> Path:
+    """Write a trained model to a file for other programs, and return the file's path.
+
+    The `format` is told by the file's name unless you give one. Raises HorizonError.
+    """
+    from horizonml.state.shards import export as export_state
+
+    folder = checkpoint.folder if isinstance(checkpoint, Run) else Path(checkpoint)
+    export_state(folder, Path(output))
+    return Path(output)
+
+
+def trained(checkpoint: CheckpointLike, model: ModelLike = None, task: TaskLike = None) -> Trained:
+    """Return a trained model with all that is needed to use it. Raises HorizonError."""
+    if isinstance(checkpoint, Run) and model is None and task is None:
+        return checkpoint.trained()
+    folder = checkpoint.folder if isinstance(checkpoint, Run) else Path(checkpoint)
+    if model is None and task is None:
+        return read_whole(folder)
+    path, metadata = find(folder)
+    job, given = make_job(job_of(path, metadata), model, None, task)
+    given.install()
+    return read_whole(path, job)
+
+
+def trained_with(checkpoint: Path, data: str | None, overrides: Sequence[str]) -> Trained:
+    """Return a trained model whose job has other data, named by a text, and overrides. Raises HorizonError."""
+    path, metadata = find(checkpoint)
+    values = job_of(path, metadata).model_dump()
+    if data is not None:
+        values["data"] = _like_before(data_section(data), info_of(path, metadata))
+    return read_whole(path, from_values(values, f"the job of {path}", overrides))
+
+
+def with_data(found: Trained, data: DataLike) -> Trained:
+    """Return a trained model whose job has other data. Raises HorizonError."""
+    job, given = make_job(found.job.model_copy(update={"data": DataSpec()}), data=data)
+    given.install()
+    values = job.model_dump()
+    values["data"] = _like_before(job.data.model_dump(exclude_unset=True), found.info)
+    return replace(found, job=from_values(values, f"the job of {found.path}"))
+
+
+def _like_before(section: dict[str, Any], info: DataInfo | None) -> dict[str, Any]:
+    """Return the fields of data so that images have the size that the model was trained on."""
+    if info is None or section["name"] not in IMAGES or len(info.inputs[0].shape) != 3:
+        return section
+    channels, _, width = info.inputs[0].shape
+    return {"image_size": width, "channels": channels, **section}
+
+
+def parse_part(text: str | None, other: bool) -> Parts:
+    """Return the part of the data that is meant; `other` data than the training's is taken as a whole by default.
+
+    Raises JobError.
+    """
+    match text:
+        case None:
+            return "all" if other else "held-out"
+        case "held-out" | "train" | "all":
+            return text
+    raise JobError(f"part: {text!r} is none of held-out, train and all")
+
+
+def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:
+    """Return the loss and the metrics of a model on a part of its job's data. Raises HorizonError."""
+    task, loss, units, samples = found.task, 0.0, 0, 0
+    sums = torch.zeros(len(task.metrics), dtype=torch.float64)
+    for batch in batches_of(found, part, batch_size):
+        targets = batch.targets(0, batch.size)
+        outputs = outputs_of(found, batch.inputs(0, batch.size))
+        with torch.no_grad():
+            loss += float(task.loss(outputs, targets, False))
+            sums += task.judge(outputs, targets)
+        units, samples = units + task.units(targets), samples + batch.size
+    if not units:
+        raise DataError("data: there are no samples to evaluate on")
+    means = {name: float(value) / units for name, value in zip(task.metrics, sums, strict=True)}
+    return Result(loss / units, dict(task.report(loss / units, means)), samples)
+
+
+def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBatch]:
+    """Yield the samples of a part of a job's data in batches. Raises HorizonError."""
+    spec = found.job.data
+    info = describe(spec, channels_for(found.job))
+    if info is None:
+        raise DataError(f"data: {spec.folder or spec.name} is not there")
+    _check_fit(found, info)
+    opened = load_data(spec, info, cache_folder() / "data")
+    parts = {"train": (opened.train, info.train), "held-out": (opened.held_out, info.held_out)}
+    for name, (split, length) in parts.items():
+        if part in (name, "all"):
+            for rows in torch.arange(length).split(batch_size):
+                yield DataBatch(split, rows)
+
+
+def _check_fit(found: Trained, info: DataInfo) -> None:
+    """Raise DataError if the model was trained on data of another kind."""
+    known, name = found.info, found.job.data.name
+    if [spec.shape for spec in info.inputs] != [spec.shape for spec in known.inputs]:
+        shapes = [" and ".join(str(list(spec.shape)) for spec in one.inputs) for one in (info, known)]
+        raise DataError(
+            f"data: {name} has inputs of shape {shapes[0]}, but the model was trained on {shapes[1]}; for images, set "
+            "data.image_size"
+        )
+    if info.outputs > known.outputs:
+        raise DataError(
+            f"data: {name} has {info.outputs} classes or values, but the model was trained on {known.outputs}"
+        )
+
+
+@torch.no_grad()
+def outputs_of(found: Trained, inputs: Inputs) -> Tree:
+    """Return the outputs of a model for a batch. Raises ModelError."""
+    names = found.task.input(found.info).names
+    tensors = inputs if isinstance(inputs, tuple) else (inputs,)
+    call: Callable[[], Any] = lambda: (  # noqa: E731
+        found.model(**dict(zip(names, tensors, strict=True))) if names else found.model(*tensors)
+    )
+    try:
+        result: Tree = call()
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise ModelError(f"{found.job.model.name} cannot be used on inputs of shape {shapes}: {error}") from error
+    return result
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Return the rows of several trees, one after another. Raises DataError if there are none."""
+    if not trees:
+        raise DataError("data: there are no samples to predict")
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return torch.cat([tree for tree in trees if isinstance(tree, Tensor)])
+    if hasattr(first, "keys"):
+        return {key: joined([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload, index]
+    return [joined([tree[number] for tree in trees]) for number in range(len(first))]  # type: ignore[index]
