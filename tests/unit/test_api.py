@@ -171,12 +171,12 @@ def test_an_object_that_cannot_travel_is_named() -> None:
     import threading
 
     job, given = make_job(None, data=[threading.Lock()])
-    with pytest.raises(JobError, match="data: the object cannot be sent .* give a function that makes it"):
+    with pytest.raises(JobError, match=r"data: the object cannot be sent .* give a function that makes it"):
         packed(job, given, False).__enter__()
 
 
 def test_an_object_that_this_process_was_never_given_is_asked_for() -> None:
-    with pytest.raises(HorizonError, match="Absent was given to horizonml.train as an object"):
+    with pytest.raises(HorizonError, match=r"Absent was given to horizonml\.train as an object"):
         find("horizonml.api.given:Absent", "model.name", ModelError)
 
 
