@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.engine.clock import Clock
+from horizonml.engine.clock import LOAD, Clock
 from horizonml.engine.link import Cut, Direction, Link
 from horizonml.engine.split_backward import SplitBackward
 from horizonml.engine.step import Way
@@ -50,9 +50,14 @@ class StageStep:
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
         self._of_batch: int | None = None  # the units of the global batch, once they are needed
 
-    def judge(self, outputs: Tree, micro: Micro) -> Tensor:
+    def targets(self, micro: Micro) -> Tree:
+        """Return the targets of some rows, once it is known how many units the batch has if that is needed."""
+        if torch.is_grad_enabled():
+            self._batch_units()
+        return self.batch.targets(micro.start, micro.stop)
+
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
-        targets = self.batch.targets(micro.start, micro.stop)
         with torch.no_grad():
             self.sums += self._task.judge(detached(outputs), targets)
         loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
@@ -193,13 +198,17 @@ class StageRuntime:
         torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
+            self._clock.switch("wait" if step.batch.waits else "compute", LOAD, number)
             entered = values_of(step.batch.inputs(micro.start, micro.stop))
         else:
             entered = self.entry.leaves(self._inputs.receive(number), torch.is_grad_enabled())
+        if self.is_last:
+            self._clock.switch("wait" if step.batch.waits else "compute", LOAD, number)
+            targets = step.targets(micro)
         self._clock.switch("compute", "forward", number)
         result = self.module(*entered)
         if self.is_last:
-            left: Values = (step.judge(result, micro),)
+            left: Values = (step.judge(result, targets),)
         else:
             left = values_of(result)
             self._outputs.send(number, left, micro.after)

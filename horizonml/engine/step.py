@@ -37,6 +37,7 @@ class Step:
     traffic: dict[Way, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
+    load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
 
     @property
     def bytes_sent(self) -> int:

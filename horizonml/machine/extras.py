@@ -6,7 +6,15 @@ from importlib.util import find_spec
 
 from horizonml.errors import MissingPackage
 
-EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+EXTRAS = {
+    "matplotlib": "bench",
+    "kubernetes": "cluster",
+    "scipy": "svhn",
+    "pyarrow": "table",
+    "datasets": "huggingface",
+    "aiohttp": "stream",
+    "s3fs": "stream-s3",
+}
 
 
 def require(package: str, what: str) -> None:

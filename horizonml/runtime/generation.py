@@ -30,6 +30,7 @@ from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
+from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
@@ -82,6 +83,10 @@ class Generation:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
                 data = load_for(life, session, info)
+                if job.data.corrupt == "skip" and info.unreadable is None:
+                    info = life.info = find_unreadable(job, session, data, self.say)
+                    life.data = Loaded(replace(data, info=info), session.is_first, session.is_last)
+                    data = life.data.data
                 if moved:
                     self.say(moved)
                 else:

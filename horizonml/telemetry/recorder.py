@@ -59,8 +59,8 @@ class Recorder:
         """Show a message to the user."""
         self._display.message(text)
 
-    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float) -> None:
-        """Record a step; `number` and `epoch` count from 1."""
+    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float, skipped: int = 0) -> None:
+        """Record a step; `number` and `epoch` count from 1. `skipped` samples of the batch were replaced."""
         cpu = cpu_seconds()
         record = StepRecord(
             step=number,
@@ -82,6 +82,8 @@ class Recorder:
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),
             divergence=step.divergence,
+            load=step.load,
+            skipped=skipped,
         )
         self._cpu = cpu
         self._lines.write(record.to_json())
