@@ -136,8 +136,11 @@ def trained(checkpoint: CheckpointLike, model: ModelLike = None, task: TaskLike 
 def trained_with(checkpoint: Path, data: str | None, overrides: Sequence[str]) -> Trained:
     """Return a trained model whose job has other data, named by a text, and overrides. Raises HorizonError."""
     path, metadata = find(checkpoint)
-    values = job_of(path, metadata).model_dump()
-    if data is not None:
+    job = job_of(path, metadata)
+    values = job.model_dump()
+    if data is not None and job.data.path is not None and Path(data).exists():
+        values["data"] |= {"path": data}  # other content of the same form
+    elif data is not None:
         values["data"] = _like_before(data_section(data), info_of(path, metadata))
     return read_whole(path, from_values(values, f"the job of {path}", overrides))
 
@@ -177,8 +180,10 @@ def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:
     task, loss, units, samples = found.task, 0.0, 0, 0
     sums = torch.zeros(len(task.metrics), dtype=torch.float64)
     for batch in batches_of(found, part, batch_size):
-        targets = batch.targets(0, batch.size)
-        outputs = outputs_of(found, batch.inputs(0, batch.size))
+        rows = batch.rows(0, batch.size, True, True)
+        assert rows.inputs is not None
+        assert rows.targets is not None
+        outputs, targets = outputs_of(found, rows.inputs), rows.targets
         with torch.no_grad():
             loss += float(task.loss(outputs, targets, False))
             sums += task.judge(outputs, targets)
@@ -194,14 +199,13 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     spec = found.job.data
     info = describe(spec, channels_for(found.job))
     if info is None:
-        raise DataError(f"data: {spec.folder or spec.name} is not there")
+        raise DataError(f"data: {spec.folder or spec.path or spec.name} is not there")
     _check_fit(found, info)
     opened = load_data(spec, info, cache_folder() / "data")
-    parts = {"train": (opened.train, info.train), "held-out": (opened.held_out, info.held_out)}
-    for name, (split, length) in parts.items():
+    for name, length in (("train", info.train), ("held-out", info.held_out)):
         if part in (name, "all"):
-            for rows in torch.arange(length).split(batch_size):
-                yield DataBatch(split, rows)
+            for indices in torch.arange(length).split(batch_size):
+                yield opened.batch(name == "train", indices)
 
 
 def _check_fit(found: Trained, info: DataInfo) -> None:

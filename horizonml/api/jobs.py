@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horizonml.api.given import Given
-from horizonml.data.spec import DataSpec
+from horizonml.data.spec import DATASETS
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values, load
 from horizonml.job.schema import Job
@@ -76,15 +76,9 @@ def _section(section: str, thing: Any, given: Given) -> Mapping[str, Any]:
 
 def data_section(text: str) -> dict[str, Any]:
     """Return the fields for data that are named by a single text: a data set's name, or a folder of images."""
-    if Path(text).is_dir() and text not in data_names():
+    if Path(text).is_dir() and text not in DATASETS:
         return {"name": "folder", "folder": text}
     return {"name": text}
-
-
-def data_names() -> tuple[str, ...]:
-    """Return the names of the data sets that a job file knows."""
-    found = DataSpec.model_json_schema()["properties"]["name"]
-    return tuple(found.get("enum", ()))
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
