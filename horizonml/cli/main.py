@@ -15,11 +15,13 @@ from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.chaos import chaos
 from horizonml.cli.cluster import app as cluster
+from horizonml.cli.export import export
 from horizonml.cli.jobs import init, schema, validate
+from horizonml.cli.log import log
 from horizonml.cli.plan import plan, profile, simulate
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
-from horizonml.cli.train import export, train
+from horizonml.cli.train import train
 from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
 
@@ -43,6 +45,7 @@ for command in (train, init, validate, schema, plan, simulate, profile):
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
 app.command()(export)
 app.command()(report)
+app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")

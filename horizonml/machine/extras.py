@@ -6,7 +6,18 @@ from importlib.util import find_spec
 
 from horizonml.errors import MissingPackage
 
-EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+EXTRAS = {
+    "matplotlib": "bench",
+    "kubernetes": "cluster",
+    "scipy": "svhn",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
+}
 
 
 def require(package: str, what: str) -> None:

@@ -27,6 +27,7 @@ from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
@@ -201,6 +202,7 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
     Raises RankFailed or JobError.
     """
     check_strategy(job)
+    check_packages(job.telemetry)
     world_size = job.parallel.world_size()
     problem = foreign(job.run_folder) if fresh else None
     if problem is not None:

@@ -161,7 +161,7 @@ class _Loop:
         """
         complete, due = done == self.total, done % self.every == 0
         details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
-        details = {"job": self.job.model_dump(), **details}
+        details = {"job": self.job.model_dump(), "data": self.data.info.to_json(), **details}
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
             skipped = checkpoints.skipped

@@ -40,9 +40,10 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
+    "exports": {"data", "job", "machine", "models", "plan", "report", "state", "tasks", "telemetry"},
     "cli": {
-        "bench", "chaos", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
-        "report", "runtime", "spec", "starter", "state",
+        "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
+        "rendezvous", "report", "runtime", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
