@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
+from horizonml.exports.trained import Trained, info_of, job_of, load_trained
 from horizonml.files import cache_folder
 from horizonml.job.jobfile import from_values
+from horizonml.job.schema import Job
 from horizonml.state.shards import find
-from horizonml.state.whole import Trained, info_of, job_of, read_whole
 from horizonml.tasks.choose import channels_for
 
 Parts = Literal["held-out", "train", "all"]
@@ -44,7 +45,7 @@ def load(checkpoint: CheckpointLike, *, model: ModelLike = None) -> nn.Module:
     A model that was given to `train` as an object is needed again as `model`, unless `checkpoint` is the run itself.
     Code that the checkpoint's job names as `module:callable` is imported and run. Raises HorizonError.
     """
-    return trained(checkpoint, model).model
+    return trained(checkpoint, model).module
 
 
 def evaluate(
@@ -107,30 +108,46 @@ def predict(
 
 
 def export(
-    checkpoint: CheckpointLike, output: str | os.PathLike[str], format: str = "auto", samples: Any = None
+    checkpoint: CheckpointLike,
+    output: str | os.PathLike[str],
+    format: str = "auto",
+    samples: int = 16,
+    *,
+    model: ModelLike = None,
 ) -> Path:
-    """Write a trained model to a file for other programs, and return the file's path.
+    """Write a trained model to a file for other programs, with a model card beside it, and return the file's path.
 
-    The `format` is told by the file's name unless you give one. Raises HorizonError.
+    Parameters:
+        checkpoint: A run, the folder of a run, or the folder of a checkpoint.
+        output: The file to write: model.pt (a state dict), model.safetensors, model.onnx, or model.pt2 (torch.export).
+        format: "state-dict", "safetensors", "onnx" or "torch-export"; "auto" goes by the file's ending.
+        samples: How many held-out samples the file is compared on with the model before it is kept; 0 for none.
+        model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
+
+    Raises HorizonError.
     """
-    from horizonml.state.shards import export as export_state
+    from horizonml.exports.export import export as write
 
-    folder = checkpoint.folder if isinstance(checkpoint, Run) else Path(checkpoint)
-    export_state(folder, Path(output))
-    return Path(output)
+    folder, job = _place(checkpoint, model)
+    overrides = [f"model.name={job.model.name}"] if job is not None else []
+    return write(folder, Path(output), format, samples, overrides=overrides).output
 
 
 def trained(checkpoint: CheckpointLike, model: ModelLike = None, task: TaskLike = None) -> Trained:
     """Return a trained model with all that is needed to use it. Raises HorizonError."""
-    if isinstance(checkpoint, Run) and model is None and task is None:
-        return checkpoint.trained()
+    folder, job = _place(checkpoint, model, task)
+    return load_trained(folder, job=job)
+
+
+def _place(checkpoint: CheckpointLike, model: ModelLike = None, task: TaskLike = None) -> tuple[Path, Job | None]:
+    """Return the folder of a trained model, and its job if that names objects of this process. Raises HorizonError."""
     folder = checkpoint.folder if isinstance(checkpoint, Run) else Path(checkpoint)
+    known = checkpoint.installed() if isinstance(checkpoint, Run) else None
     if model is None and task is None:
-        return read_whole(folder)
-    path, metadata = find(folder)
-    job, given = make_job(job_of(path, metadata), model, None, task)
+        return folder, known
+    job, given = make_job(known or job_of(*find(folder)), model, None, task)
     given.install()
-    return read_whole(path, job)
+    return folder, job
 
 
 def trained_with(checkpoint: Path, data: str | None, overrides: Sequence[str]) -> Trained:
@@ -141,8 +158,8 @@ def trained_with(checkpoint: Path, data: str | None, overrides: Sequence[str]) -
     if data is not None and job.data.path is not None and Path(data).exists():
         values["data"] |= {"path": data}  # other content of the same form
     elif data is not None:
-        values["data"] = _like_before(data_section(data), info_of(path, metadata))
-    return read_whole(path, from_values(values, f"the job of {path}", overrides))
+        values["data"] = _like_before(data_section(data), info_of(path, metadata, job))
+    return load_trained(path, job=from_values(values, f"the job of {path}", overrides))
 
 
 def with_data(found: Trained, data: DataLike) -> Trained:
@@ -154,9 +171,9 @@ def with_data(found: Trained, data: DataLike) -> Trained:
     return replace(found, job=from_values(values, f"the job of {found.path}"))
 
 
-def _like_before(section: dict[str, Any], info: DataInfo | None) -> dict[str, Any]:
+def _like_before(section: dict[str, Any], info: DataInfo) -> dict[str, Any]:
     """Return the fields of data so that images have the size that the model was trained on."""
-    if info is None or section["name"] not in IMAGES or len(info.inputs[0].shape) != 3:
+    if section["name"] not in IMAGES or len(info.inputs[0].shape) != 3:
         return section
     channels, _, width = info.inputs[0].shape
     return {"image_size": width, "channels": channels, **section}
@@ -226,13 +243,10 @@ def _check_fit(found: Trained, info: DataInfo) -> None:
 @torch.no_grad()
 def outputs_of(found: Trained, inputs: Inputs) -> Tree:
     """Return the outputs of a model for a batch. Raises ModelError."""
-    names = found.task.input(found.info).names
     tensors = inputs if isinstance(inputs, tuple) else (inputs,)
-    call: Callable[[], Any] = lambda: (  # noqa: E731
-        found.model(**dict(zip(names, tensors, strict=True))) if names else found.model(*tensors)
-    )
     try:
-        result: Tree = call()
+        positional, named = found.arguments(tensors)
+        result: Tree = found.module(*positional, **named)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ModelError(f"{found.job.model.name} cannot be used on inputs of shape {shapes}: {error}") from error

@@ -16,8 +16,8 @@ from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
 from horizonml.data.spec import IMAGES
 from horizonml.errors import DataError
+from horizonml.exports.trained import Trained
 from horizonml.files import write_atomically, writing
-from horizonml.state.whole import Trained
 from horizonml.tasks.classification import Classification, MultiLabel
 
 

@@ -17,8 +17,6 @@ from horizonml.plan.plan import Plan
 if TYPE_CHECKING:
     from torch import nn
 
-    from horizonml.state.whole import Trained
-
 
 class Run:
     """Gives access to what a run has recorded and saved; `horizonml.train` returns one.
@@ -85,7 +83,9 @@ class Run:
 
         Raises HorizonError.
         """
-        return self.trained().model
+        from horizonml.exports.trained import load_trained
+
+        return load_trained(self.folder, job=self.installed()).module
 
     def report(self, page: str | os.PathLike[str] | None = None) -> Path:
         """Write the report of `horizonml report` on one HTML page, by default into the run's folder; return its path.
@@ -98,12 +98,10 @@ class Run:
         require("matplotlib", "Run.report")
         return write_report(self.folder, Path(page) if page is not None else None)[0]
 
-    def trained(self) -> Trained:
-        """Return the model of the newest checkpoint, with all that is needed to use it."""
-        from horizonml.state.whole import read_whole
-
+    def installed(self) -> Job | None:
+        """Let jobs find the objects that this run was given, and return its job if it is known."""
         self._given.install()
-        return read_whole(self.folder, self._job)
+        return self._job
 
     def __repr__(self) -> str:
         about, steps, _ = self._records

@@ -11,12 +11,14 @@ from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.chaos import chaos
 from horizonml.cli.cluster import app as cluster
+from horizonml.cli.export import export
 from horizonml.cli.jobs import init, schema, validate
+from horizonml.cli.log import log
 from horizonml.cli.plan import plan, profile, simulate
 from horizonml.cli.predict import evaluate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
-from horizonml.cli.train import export, train
+from horizonml.cli.train import train
 from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
@@ -41,6 +43,7 @@ app.command()(evaluate)
 app.command()(predict)
 app.command()(export)
 app.command()(report)
+app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")

@@ -69,6 +69,14 @@ def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> 
     )
 
 
+def overridden(job: Job, overrides: Iterable[str]) -> Job:
+    """Return the job with overrides like `section.key=value` applied, as `load` does. Raises JobError."""
+    values: dict[str, object] = job.model_dump()
+    for override in overrides:
+        _apply(values, override)
+    return _checked(values, job.name)
+
+
 def _checked(values: Mapping[str, object], source: str) -> Job:
     """Return the job with these values. Raises JobError, which names every mistake."""
     try:

@@ -14,6 +14,13 @@ EXTRAS = {
     "datasets": "huggingface",
     "aiohttp": "stream",
     "s3fs": "stream-s3",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
 }
 
 

@@ -98,14 +98,21 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     return Model(chain, tape, seed, ties)
 
 
-def construct(spec: ModelSpec, seed: int, outputs: OutputSpec, input: InputSpec) -> nn.Module:
-    """Return the model of a job as an ordinary module in memory, with initial values. Raises ModelError."""
-    constructor = _constructor(spec, outputs.count, input)
+def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
+    """Return the model of a job as an ordinary module, whole and in memory, with initial values. Raises ModelError."""
+    constructor = _constructor(spec, outputs if isinstance(outputs, int) else outputs.count, input)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _call(spec, constructor)
+        try:
+            model = _call(spec, constructor)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model.name: {spec.name} returned a {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(
+            f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
+        )
     return model
 
 

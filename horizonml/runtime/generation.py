@@ -299,7 +299,9 @@ class Generation:
         seconds = forecast.seconds if forecast is not None else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
-        recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)
+        feeds = life.feeds if about.rank == 0 else None
+        every = job.telemetry.timeline_every
+        recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds)
         life.metrics.started(about, job.epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")

@@ -28,6 +28,7 @@ from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
+from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
@@ -235,6 +236,7 @@ def run_ranks(
     default on standard output. Raises RankFailed or JobError.
     """
     check_strategy(job)
+    check_packages(job.telemetry)
     world_size = job.parallel.world_size()
     problem = foreign(job.run_folder) if fresh else None
     if problem is not None:

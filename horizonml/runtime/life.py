@@ -16,6 +16,7 @@ from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
+from horizonml.telemetry.sinks import Feeds
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Life:
     folder: RunFolder
     fresh: bool  # whether the run is to start over
     lifeline: Lifeline
+    feeds: Feeds
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     state: TrainState | None = None
     data: Loaded | None = None

@@ -30,6 +30,7 @@ from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
+from horizonml.telemetry.sinks import Feeds
 
 
 def settings_for(job: Job) -> RendezvousSettings:
@@ -83,6 +84,7 @@ class Worker:
         finally:
             if self._life is not None:
                 self._life.lifeline.end()
+                self._life.feeds.close()
 
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""
@@ -93,7 +95,8 @@ class Worker:
         if story is not None:
             print(story, file=sys.stderr, flush=True)
         lifeline = Lifeline(job.run_folder, identity.rank)
-        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline)
+        feeds = Feeds(job.telemetry, job.run_folder)
+        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline, feeds)
         self._life, life.observer = life, self._observer
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE

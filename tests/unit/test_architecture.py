@@ -40,13 +40,14 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
+    "exports": {"data", "job", "machine", "models", "plan", "report", "state", "tasks", "telemetry"},
     "api": {
-        "bench", "data", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec", "state",
-        "tasks", "telemetry",
+        "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
+        "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "spec", "starter", "state",
+        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
+        "rendezvous", "report", "runtime", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
