@@ -234,6 +234,15 @@ def _check_fit(found: Trained, info: DataInfo) -> None:
             f"data: {name} has inputs of shape {shapes[0]}, but the model was trained on {shapes[1]}; for images, set "
             "data.image_size"
         )
+    if known.labels and info.labels and info.labels != known.labels:
+        names = [", ".join(one.labels) for one in (info, known)]
+        raise DataError(f"data: {name} has the classes {names[0]}, but the model was trained on {names[1]}")
+    trained_on, spec = job_of(found.path, found.metadata).data, found.job.data
+    if spec.name == "table" and spec.normalize and (spec.name, spec.path) != (trained_on.name, trained_on.path):
+        raise DataError(
+            f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
+            f"{trained_on.path or trained_on.name}; train with data.normalize: false and scale the columns yourself"
+        )
     if info.outputs > known.outputs:
         raise DataError(
             f"data: {name} has {info.outputs} classes or values, but the model was trained on {known.outputs}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     described = TensorSpec(tuple(target.shape), target.dtype) if target is not None else None
     task = _task(opened, first.specs, described)
     outputs = _outputs(spec, opened, task, described)
-    return DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
+    found = DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
+    return replace(found, labels=_labels(opened, outputs))
 
 
 def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
@@ -183,6 +184,13 @@ def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | Non
         f"{opened.title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
         "set an attribute `classes` (a list or a number)"
     )
+
+
+def _labels(opened: Opened, outputs: int) -> tuple[str, ...]:
+    """Return the names of the classes, if the data set has an attribute `classes` with a name for each."""
+    told = _attribute(opened.train, ("classes",))
+    names = list(told) if isinstance(told, Sequence | Mapping) and not isinstance(told, str) else []
+    return tuple(map(str, names)) if len(names) == outputs else ()
 
 
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
