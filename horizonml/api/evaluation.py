@@ -16,6 +16,7 @@ from horizonml.api.run import Run
 from horizonml.data.choose import describe
 from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
+from horizonml.data.samples import join
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.exports.trained import Trained, info_of, job_of, load_trained
@@ -104,7 +105,10 @@ def predict(
     else:
         opened = batches_of(with_data(found, inputs), part, batch_size)
         batches = (batch.inputs(0, batch.size) for batch in opened)
-    return joined([outputs_of(found, rows) for rows in batches])
+    outputs = [outputs_of(found, rows) for rows in batches]
+    if not outputs:
+        raise DataError("data: there are no samples to predict")
+    return join(outputs)
 
 
 def export(
@@ -218,6 +222,8 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     if info is None:
         raise DataError(f"data: {spec.folder or spec.path or spec.name} is not there")
     _check_fit(found, info)
+    if replace(info, unreadable=found.info.unreadable) == found.info:
+        info = found.info  # which knows what cannot be read
     opened = load_data(spec, info, cache_folder() / "data")
     for name, length in (("train", info.train), ("held-out", info.held_out)):
         if part in (name, "all"):
@@ -260,15 +266,3 @@ def outputs_of(found: Trained, inputs: Inputs) -> Tree:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ModelError(f"{found.job.model.name} cannot be used on inputs of shape {shapes}: {error}") from error
     return result
-
-
-def joined(trees: Sequence[Tree]) -> Tree:
-    """Return the rows of several trees, one after another. Raises DataError if there are none."""
-    if not trees:
-        raise DataError("data: there are no samples to predict")
-    first = trees[0]
-    if isinstance(first, Tensor):
-        return torch.cat([tree for tree in trees if isinstance(tree, Tensor)])
-    if hasattr(first, "keys"):
-        return {key: joined([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload, index]
-    return [joined([tree[number] for tree in trees]) for number in range(len(first))]  # type: ignore[index]

@@ -51,7 +51,7 @@ def train(
         data: A `torch.utils.data.Dataset` of pairs (inputs, targets), a pair of data sets to train on and to hold
             out, a function that returns either, a name, or a folder of images.
         task: What is learned: a name such as "regression", or a class or an instance that implements `horizonml.Task`.
-        workers: The number of ranks.
+        workers: The number of ranks. What they share is planned (`parallel.strategy: auto`), unless the job says it.
         on_step: Called in this process with every step, in order. An error that it raises ends the run.
         fresh: Whether to start over, and keep the run before beside it as NAME.previous.
         progress: Whether to print the progress: a bar on a terminal, and plain lines elsewhere.
