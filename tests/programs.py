@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -17,6 +18,15 @@ def need(program: str, why: str) -> None:
     """
     if shutil.which(program) is None:
         message = f"{program} is not installed: {why}"
+        if os.environ.get(ALL):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def need_package(name: str) -> None:
+    """Go on with a test only if an optional package is installed; `make setup` installs all of them."""
+    if importlib.util.find_spec(name) is None:
+        message = f"the Python package {name} is not installed"
         if os.environ.get(ALL):
             pytest.fail(message)
         pytest.skip(message)

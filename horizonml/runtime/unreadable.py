@@ -65,8 +65,7 @@ def _tried(data: Data, member: int, members: int) -> Iterator[list[tuple[bool, i
     threads = max(1, min(8, int(available_cores())))
     with ThreadPoolExecutor(threads, "try") as executor:
         while some := list(islice(work, 2 * threads)):
-            for found in executor.map(lambda one: _problems(*one), some):
-                yield found
+            yield from executor.map(lambda one: _problems(*one), some)
 
 
 def _problems(batch: DataBatch, training: bool, start: int) -> list[tuple[bool, int, str]]:
