@@ -59,11 +59,11 @@ def write_pictures(folder: Path, count: int) -> None:
 
 def train(case: Case, folder: Path, settings: argparse.Namespace) -> None:
     """Train for some steps, and add what was measured."""
-    run = folder / "run"
-    pictures = settings.batch * (settings.steps + WARMUP)
+    run, pictures = folder / "run", str(folder / "pictures")
+    samples = settings.batch * (settings.steps + WARMUP)
     job: dict[str, Any] = {
         "folder": str(run), "epochs": 1, "batch_size": settings.batch, "model": {"name": settings.model},
-        "data": {"name": "folder", "folder": str(folder / "pictures"), "image_size": settings.size, "samples": pictures},
+        "data": {"name": "folder", "folder": pictures, "image_size": settings.size, "samples": samples},
         "optimizer": {"lr": 0.01}, "parallel": {"strategy": "single", "micro_batches": 2, "threads": settings.threads},
         "checkpoint": {"enabled": False},
     }  # fmt: skip
