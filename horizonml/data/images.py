@@ -142,7 +142,10 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
         if isinstance(part.source, ArraySource):
             part.source.keep(inputs, targets)
     splits = (ImageSplit(part.source, part.members, info, spec) for part in (train, test))
-    return Data(info, *splits, decodes=spec.name == "folder")
+    if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
+        return Data(info, *splits)
+    identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
+    return Data(info, *splits, decodes=True, identity=identity)
 
 
 @dataclass(frozen=True)
