@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class Ragged(Points):
 
 class Endless(IterableDataset[Any]):
     """No sample has an index."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
 
 
 def pair(train: int = 20, test: int = 5) -> tuple[Points, Points]:

@@ -154,10 +154,9 @@ class _Executor:
 
     def close(self) -> None:
         """End the workers; each of them finishes the rows that it is reading."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        _, stuck = wait_for_futures(self._begun, _CLOSE_SECONDS)
-        if not stuck:
-            self._executor.shutdown(wait=True)
+        running = [future for future in self._begun if not future.cancel()]
+        _, stuck = wait_for_futures(running, _CLOSE_SECONDS)
+        self._executor.shutdown(wait=not stuck, cancel_futures=True)
 
 
 class Threads(_Executor):

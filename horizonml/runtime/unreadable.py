@@ -56,9 +56,8 @@ def find_unreadable(job: Job, session: Session, data: Data, say: Callable[[str],
         if samples and len(bad) == samples:
             raise DataError(f"data.corrupt: none of the {name} samples can be read. {everyone[0][2]}")
     if everyone:
-        say(
-            f"warning: {count(len(train) + len(held_out), 'sample')} cannot be read and will be skipped. {everyone[0][2]}"
-        )
+        found = count(len(train) + len(held_out), "sample")
+        say(f"warning: {found} cannot be read and will be skipped. {everyone[0][2]}")
     return replace(info, unreadable=(train, held_out))
 
 

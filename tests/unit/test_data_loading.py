@@ -114,7 +114,8 @@ def test_a_rank_loads_only_the_rows_that_it_needs(tmp_path: Path) -> None:
     for batch in taken[2:]:
         batch.inputs(0, 3)
     workers.close()
-    assert len(marks.read_text().split()) <= 10
+    firsts = [data.train._members[batches._batches(number).indices[:3]].tolist() for number in range(6)]
+    assert set(map(int, marks.read_text().split())) <= {index for some in firsts for index in some}
 
 
 def begun(batches: Ahead) -> int:
@@ -127,13 +128,13 @@ def test_no_more_is_loaded_ahead_than_fits_and_is_asked_for() -> None:
     _, data = opened()
     row = 4 * (5 + 2)
     workers = Threads(2)
-    for prefetch, memory, expected in ((2, 1 << 20, 32), (1, 1 << 20, 16), (2, 20 * row, 20), (2, 0, 0)):
+    for prefetch, memory, expected in ((2, 1 << 20, 32), (1, 1 << 20, 16), (2, 20 * row, 16), (2, 0, 0)):
         batches = ahead(data, workers, lambda size: Needs([(0, size)], [(0, size)]), prefetch, memory)
         batches.take(0)
         assert begun(batches) == expected
-        held = batches.take(1)
-        assert begun(batches) == min(expected, 16 + 1 if prefetch == 2 else 16) or memory == 20 * row
-        assert isinstance(held, LoadedBatch)
+        taken = batches.take(1)
+        assert isinstance(taken, LoadedBatch)
+        assert all(chunk.pending is not None for chunk in taken.chunks)  # what is needed now is read in any case
         batches.close()
     workers.close()
 
