@@ -139,6 +139,7 @@ class Data:
     held_out: Split
     decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
     draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
+    identity: str | None = None  # changes whenever a file of the data changes, where that can be told
 
     def batch(self, training: bool, indices: Tensor, augment_seed: int | None = None) -> DataBatch:
         """Return a batch of training or held-out samples, with others in place of those that cannot be read."""

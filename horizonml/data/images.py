@@ -143,8 +143,11 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
     for part in (train, test):
         if isinstance(part.source, ArraySource):
             part.source.keep(inputs, targets)
-    splits = (ImageSplit(part.source, part.members, info, spec) for part in (train, test))
-    return Data(info, *splits, decodes=spec.name == "folder")
+    splits = [ImageSplit(part.source, part.members, info, spec) for part in (train, test)]
+    if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
+        return Data(info, splits[0], splits[1])
+    identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
+    return Data(info, splits[0], splits[1], decodes=True, identity=identity)
 
 
 @dataclass(frozen=True)

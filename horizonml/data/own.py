@@ -218,11 +218,11 @@ class OwnSplit:
         """Return the wanted parts of these samples; `seed` decides what is random in them. Raises DataError."""
         members = self._members[indices].tolist()
         found = [self._sample(index, seed if self._draws else None, inputs, targets) for index in members]
-        columns = [torch.stack([one.inputs[place] for one in found]) for place in range(len(self._info.inputs))]
+        values: Inputs | None = None
+        if inputs:
+            values = as_inputs([torch.stack(column) for column in zip(*(one.inputs for one in found), strict=True)])
         place = f"{self._title}: the targets of samples {', '.join(map(str, members[:8]))}"
-        return Rows(
-            as_inputs(columns) if inputs else None, stack([one.targets for one in found], place) if targets else None
-        )
+        return Rows(values, stack([one.targets for one in found], place) if targets else None)
 
     def _sample(self, index: int, seed: int | None, inputs: bool, targets: bool) -> Sample:
         """Return a sample, checked against the description. Raises DataError.
