@@ -14,7 +14,7 @@ from horizonml.exports.card import Subject, write_card
 from horizonml.exports.formats import AUTO, Format, choose_format
 from horizonml.exports.samples import find_samples, noise
 from horizonml.exports.trained import info_of, job_of, load_trained
-from horizonml.exports.weights import open_weights
+from horizonml.exports.weights import mapped_weights
 from horizonml.files import cache_folder, staged, write_atomically
 from horizonml.job.schema import Job
 from horizonml.state.shards import find
@@ -95,14 +95,14 @@ class _Weights:
     def write(self, draft: Path) -> Subject:
         """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
         check, is_dict = "not verified", self._format is Format.STATE_DICT
-        with open_weights(self._path, self._metadata) as weights:
-            if is_dict:
-                state_dict.write(weights, draft)
-            else:
-                safetensors.write(weights, draft, {"step": str(self._metadata.step)})
-            if self._verify:
-                check = (state_dict if is_dict else safetensors).verify(weights, draft)
-            values = sum(tensor.numel() for tensor in weights.values())
+        weights = mapped_weights(self._path, self._metadata)
+        if is_dict:
+            state_dict.write(weights, draft)
+        else:
+            safetensors.write(weights, draft, {"step": str(self._metadata.step)})
+        if self._verify:
+            check = (state_dict if is_dict else safetensors).verify(weights, draft)
+        values = sum(tensor.numel() for tensor in weights.values())
         return Subject(draft, self._format, self._path, self._metadata, self._job, self._info, values, check)
 
 

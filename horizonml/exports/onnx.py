@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from horizonml.exports.formats import Format
-from horizonml.exports.graph import batches, dynamic_shapes, examples, joined, quietly
+from horizonml.exports.graph import batches, dynamic_shapes, joined, quietly, record
 from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained
 from horizonml.exports.verify import Agreement, compare
@@ -26,15 +26,14 @@ def write(trained: Trained, samples: Samples, draft: Path) -> None:
 
     The batch dimension of every input is named `batch` and may have any size. Raises ExportError or OSError.
     """
-    args, kwargs = trained.arguments(examples(samples))
+    recorded = record(trained, samples, Format.ONNX)
     weights = sum(tensor.nbytes for tensor in trained.module.state_dict().values())
+    args, kwargs = trained.arguments(samples.rows(0, 1))
     with quietly(trained, Format.ONNX), torch.no_grad():
         program = torch.onnx.export(
-            trained.module,
-            args,
-            kwargs=kwargs,
+            recorded,
             dynamo=True,
-            dynamic_shapes=dynamic_shapes(trained),
+            dynamic_shapes=dynamic_shapes(trained),  # for the names of dimensions
             input_names=trained.input_names,
             output_names=_output_names(trained.module(*args, **kwargs)),
             verbose=False,

@@ -36,12 +36,13 @@ from tests.exported import TwoInputs
 from tests.unit.test_package import command
 from tests.unit.test_shards import GOOD
 
-DIGITS = "name: numbers\nepochs: 2\ndata: {name: digits}\noptimizer: {name: adam, lr: 0.003}"
+DIGITS = {"name": "numbers", "epochs": "2", "data": "{name: digits}", "optimizer": "{name: adam, lr: 0.003}"}
 IMAGES = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 def job(**fields: str) -> Job:
-    return parse("\n".join([DIGITS, *(f"{key}: {value}" for key, value in fields.items())]), "job")
+    given = DIGITS | fields
+    return parse("\n".join(f"{key}: {value}" for key, value in given.items()), "job")
 
 
 def only(folder: Path, *names: str) -> bool:
@@ -50,7 +51,7 @@ def only(folder: Path, *names: str) -> bool:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
+    return float((one - other).detach().abs().max())
 
 
 def test_weights_are_those_of_all_stages_bit_for_bit(tmp_path: Path) -> None:
