@@ -44,7 +44,9 @@ def checkpoint_of(run: Path, job: Job, info: DataInfo | None = None) -> tuple[Pa
     names = list(state)
     half = len(names) // 2
     first = {name: state[name] for name in names[:half]}
-    first |= {f"optimizer/{name.removeprefix('model/')}/momentum_buffer": tensor for name, tensor in first.items()}
+    first |= {
+        f"optimizer/{name.removeprefix('model/')}/momentum_buffer": tensor.clone() for name, tensor in first.items()
+    }
     path = checkpoint(
         run / "checkpoints" / folder_name(30),
         first,

@@ -70,8 +70,7 @@ $job
 class Subject:
     """Holds what a card is about."""
 
-    file: Path  # as it will be called
-    draft: Path  # where it is now
+    draft: Path  # the file, which will have the same name elsewhere
     format: Format
     path: Path  # of the checkpoint
     metadata: Metadata
@@ -90,7 +89,7 @@ def write_card(about: Subject) -> str:
     versions |= run.lead.run.versions if run is not None else {}
     fields = {
         "name": job.name,
-        "file": about.file.name,
+        "file": about.draft.name,
         "format": about.format.words,
         "model": f"`{job.model.name}`",
         "size": f"{about.values:,} values in parameters and buffers",
@@ -103,7 +102,7 @@ def write_card(about: Subject) -> str:
         "bytes": human_bytes(sum(part.stat().st_size for part in about.draft.parent.iterdir())),
         "digest": _digest(about.draft),
         "check": about.check,
-        "loading": how_to_load(about.format, about.file.name, job, about.info),
+        "loading": how_to_load(about.format, about.draft.name, job, about.info),
         "training": _training(job, about.metadata, run),
         "plan": _plan(about.metadata, run),
         "devices": _devices(run),

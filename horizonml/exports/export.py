@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
 from horizonml.exports import onnx, safetensors, state_dict, torch_export
 from horizonml.exports.card import Subject, write_card
 from horizonml.exports.formats import AUTO, Format, choose_format
 from horizonml.exports.samples import find_samples, noise
 from horizonml.exports.trained import info_of, job_of, load_trained
-from horizonml.exports.weights import open_weights
+from horizonml.exports.weights import mapped_weights
 from horizonml.files import cache_folder, staged, write_atomically
+from horizonml.job.schema import Job
 from horizonml.state.shards import find
 
 _log = logging.getLogger(__name__)
@@ -50,15 +52,16 @@ def export(
 
     A file that fails the comparison is deleted, and what was there before stays. Raises HorizonError.
     """
-    source, target = Path(checkpoint), Path(output)
+    target = Path(output)
     chosen = choose_format(target, format)
     if verify < 0:
         raise JobError(f"--verify: {verify} is negative; 0 leaves the comparison out")
     chosen.require_packages()
-    write = _export_graph if chosen.has_graph else _export_weights
+    kind = _Graph if chosen.has_graph else _Weights
+    source = kind(Path(checkpoint), chosen, verify, overrides)
     try:
         with staged(target) as draft:
-            about = write(source, target, draft, chosen, verify, overrides)
+            about = source.write(draft)
             text = write_card(about) if card and about.job is not None else None
         if text is not None:
             write_atomically(card_of(target), text.encode())
@@ -73,44 +76,53 @@ def card_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.md")
 
 
-def _export_weights(
-    source: Path, target: Path, draft: Path, format: Format, verify: int, overrides: Sequence[str]
-) -> Subject:
-    """Write the weights from shard to file, without building the model or running any of its code."""
-    path, metadata = find(source)
-    job = info = None
-    try:
-        job = job_of(path, metadata, overrides)
-        info = info_of(path, metadata, job)
-    except CheckpointError as error:
-        _log.warning("no model card is written: %s", error)
-    except DataError:
-        info = None  # the card says that it is not known
-    check = "not verified"
-    with open_weights(path, metadata) as weights:
-        if format is Format.STATE_DICT:
+class _Weights:
+    """Goes from shard to file, without building the model or running any of its code."""
+
+    def __init__(self, source: Path, format: Format, verify: int, overrides: Sequence[str]) -> None:
+        self._format, self._verify = format, verify
+        self._path, self._metadata = find(source)
+        self._job: Job | None = None
+        self._info: DataInfo | None = None
+        try:
+            self._job = job_of(self._path, self._metadata, overrides)
+            self._info = info_of(self._path, self._metadata, self._job)
+        except CheckpointError as error:
+            _log.warning("no model card is written: %s", error)
+        except DataError:
+            self._info = None  # the card says that it is not known
+
+    def write(self, draft: Path) -> Subject:
+        """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
+        check, is_dict = "not verified", self._format is Format.STATE_DICT
+        weights = mapped_weights(self._path, self._metadata)
+        if is_dict:
             state_dict.write(weights, draft)
         else:
-            safetensors.write(weights, draft, {"step": str(metadata.step)})
-        if verify:
-            check = (state_dict if format is Format.STATE_DICT else safetensors).verify(weights, draft)
+            safetensors.write(weights, draft, {"step": str(self._metadata.step)})
+        if self._verify:
+            check = (state_dict if is_dict else safetensors).verify(weights, draft)
         values = sum(tensor.numel() for tensor in weights.values())
-    return Subject(target, draft, format, path, metadata, job, info, values, check)
+        return Subject(draft, self._format, self._path, self._metadata, self._job, self._info, values, check)
 
 
-def _export_graph(
-    source: Path, target: Path, draft: Path, format: Format, verify: int, overrides: Sequence[str]
-) -> Subject:
-    """Build the model, record its computation, and compare."""
-    trained = load_trained(source, overrides)
-    if verify:
-        samples = find_samples(trained.job.data, trained.info, verify, cache_folder() / "data")
-    else:
-        samples = noise(trained.info, 1, "nothing is verified")
-    kind = onnx if format is Format.ONNX else torch_export
-    kind.write(trained, samples, draft)
-    check = "not verified"
-    if verify:
-        check = f"{samples.words}: {kind.verify(trained, samples, draft).words()}"
-    values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
-    return Subject(target, draft, format, trained.path, trained.metadata, trained.job, trained.info, values, check)
+class _Graph:
+    """Builds the model, records its computation, and compares."""
+
+    def __init__(self, source: Path, format: Format, verify: int, overrides: Sequence[str]) -> None:
+        self._format, self._verify = format, verify
+        self._trained = load_trained(source, overrides)
+
+    def write(self, draft: Path) -> Subject:
+        """Write and verify the file. Raises OSError, or ExportError if it does not compute what the model does."""
+        trained, kind = self._trained, onnx if self._format is Format.ONNX else torch_export
+        if self._verify:
+            samples = find_samples(trained.job.data, trained.info, self._verify, cache_folder() / "data")
+        else:
+            samples = noise(trained.info, 1, "nothing is verified")
+        kind.write(trained, samples, draft)
+        check = "not verified"
+        if self._verify:
+            check = f"{samples.words}: {kind.verify(trained, samples, draft).words()}"
+        values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
+        return Subject(draft, self._format, trained.path, trained.metadata, trained.job, trained.info, values, check)

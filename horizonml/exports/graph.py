@@ -19,13 +19,19 @@ from horizonml.exports.trained import Trained
 _EXAMPLES = 2  # a batch of one would be taken for a size that never changes
 
 
-def examples(samples: Samples) -> tuple[Tensor, ...]:
-    """Return the inputs for which the computation is recorded."""
-    return tuple(torch.cat([tensor] * _EXAMPLES)[:_EXAMPLES] for tensor in samples.inputs)
+def record(trained: Trained, samples: Samples, format: Format) -> torch.export.ExportedProgram:
+    """Return the recorded computation of a model, whose inputs have a batch of any size in their first dimension.
+
+    Raises ExportError, which names the format that it is for.
+    """
+    inputs = tuple(torch.cat([tensor] * _EXAMPLES)[:_EXAMPLES] for tensor in samples.inputs)
+    args, kwargs = trained.arguments(inputs)
+    with quietly(trained, format), torch.no_grad():
+        return torch.export.export(trained.module, args, kwargs, dynamic_shapes=dynamic_shapes(trained))
 
 
 def dynamic_shapes(trained: Trained) -> Any:
-    """Return, for torch.export, that the first dimension of every input is the batch, of any size."""
+    """Return, for an exporter, that the first dimension of every input is the batch, of any size."""
     batch = torch.export.Dim("batch")
     shapes = [{0: batch} for _ in trained.info.inputs]
     return dict(zip(trained.input.names, shapes, strict=True)) if trained.input.names else tuple(shapes)

@@ -5,15 +5,15 @@ The exporter is the one on top of torch.export. The older one records TorchScrip
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import SequenceKey, tree_flatten_with_path
 
 from horizonml.exports.formats import Format
-from horizonml.exports.graph import batches, dynamic_shapes, examples, joined, quietly
+from horizonml.exports.graph import batches, dynamic_shapes, joined, quietly, record
 from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained
 from horizonml.exports.verify import Agreement, compare
@@ -26,15 +26,14 @@ def write(trained: Trained, samples: Samples, draft: Path) -> None:
 
     The batch dimension of every input is named `batch` and may have any size. Raises ExportError or OSError.
     """
-    args, kwargs = trained.arguments(examples(samples))
+    recorded = record(trained, samples, Format.ONNX)
     weights = sum(tensor.nbytes for tensor in trained.module.state_dict().values())
+    args, kwargs = trained.arguments(samples.rows(0, 1))
     with quietly(trained, Format.ONNX), torch.no_grad():
         program = torch.onnx.export(
-            trained.module,
-            args,
-            kwargs=kwargs,
+            recorded,
             dynamo=True,
-            dynamic_shapes=dynamic_shapes(trained),
+            dynamic_shapes=dynamic_shapes(trained),  # for the names of dimensions
             input_names=trained.input_names,
             output_names=_output_names(trained.module(*args, **kwargs)),
             verbose=False,
@@ -60,11 +59,14 @@ def verify(trained: Trained, samples: Samples, draft: Path) -> Agreement:
     return compare(draft.name, samples.words, trained.outputs(samples.inputs), joined(found))
 
 
-def _output_names(output: Any) -> list[str]:
-    """Return a name for each tensor of the model's output: its key in a mapping, or its number."""
-    names = []
-    for path, leaf in tree_flatten_with_path(output)[0]:
-        if isinstance(leaf, Tensor):
-            parts = (str(key.idx) if isinstance(key, SequenceKey) else str(getattr(key, "key", key)) for key in path)
-            names.append("_".join(["output", *parts] if not path or isinstance(path[0], SequenceKey) else parts))
-    return names
+def _output_names(output: Any, name: str = "") -> list[str]:
+    """Return a name for each tensor of the model's output: its keys in mappings, and its numbers in sequences."""
+    if isinstance(output, Tensor):
+        return [name or "output"]
+    if isinstance(output, Mapping):
+        inner = [(f"{name}_{key}" if name else str(key), value) for key, value in output.items()]
+    elif isinstance(output, list | tuple):
+        inner = [(f"{name or 'output'}_{number}", value) for number, value in enumerate(output)]
+    else:
+        inner = []
+    return [found for key, value in inner for found in _output_names(value, key)]

@@ -39,7 +39,8 @@ def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Sa
         if spec.name == "synthetic":
             return noise(info, number, "the data is synthetic")
         data = load(spec.model_copy(update={"download": False}), info, cache, inputs=True, targets=False)
-        found = data.held_out.inputs(torch.arange(min(number, info.held_out)))
+        rows = min(number, info.held_out)
+        found = data.batch(False, torch.arange(rows)).inputs(0, rows)
     except (HorizonError, OSError) as error:
         return noise(info, number, f"the held-out data is not here: {error}")
     inputs = (found,) if isinstance(found, Tensor) else tuple(found)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from horizonml.exports.formats import Format
-from horizonml.exports.graph import batches, dynamic_shapes, examples, joined, quietly
+from horizonml.exports.graph import batches, joined, quietly, record
 from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained, flat_tensors
 from horizonml.exports.verify import Agreement, compare
@@ -15,9 +15,8 @@ from horizonml.exports.verify import Agreement, compare
 
 def write(trained: Trained, samples: Samples, draft: Path) -> None:
     """Write the archive; the batch dimension of every input may have any size. Raises ExportError or OSError."""
-    args, kwargs = trained.arguments(examples(samples))
-    with quietly(trained, Format.TORCH_EXPORT), torch.no_grad():
-        program = torch.export.export(trained.module, args, kwargs, dynamic_shapes=dynamic_shapes(trained))
+    program = record(trained, samples, Format.TORCH_EXPORT)
+    with quietly(trained, Format.TORCH_EXPORT):
         torch.export.save(program, draft)
 
 

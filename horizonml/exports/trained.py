@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.choose import describe
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError
-from horizonml.exports.weights import open_weights
+from horizonml.exports.weights import mapped_weights
 from horizonml.job.jobfile import overridden
 from horizonml.job.schema import Job
 from horizonml.models.zoo import construct
@@ -71,12 +71,11 @@ def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = 
     task = task_for(job, info)
     input = task.input(info)
     module = construct(job.model, job.seed, task.outputs(info), input)
-    with open_weights(path, metadata) as weights:
-        try:
-            # What has no part in the forward pass is in no checkpoint, and stays as it was built.
-            unexpected = module.load_state_dict(weights, strict=False).unexpected_keys
-        except RuntimeError as error:
-            raise CheckpointError(_unfit(path, job, " ".join(str(error).split())[:300])) from error
+    try:
+        # What has no part in the forward pass is in no checkpoint, and stays as it was built.
+        unexpected = module.load_state_dict(mapped_weights(path, metadata), strict=False).unexpected_keys
+    except RuntimeError as error:
+        raise CheckpointError(_unfit(path, job, " ".join(str(error).split())[:300])) from error
     if unexpected:
         raise CheckpointError(_unfit(path, job, f"the model has no {unexpected[0]}"))
     return Trained(module.eval(), job, info, task, input, path, metadata)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -14,15 +12,14 @@ from horizonml.state.shards import Metadata, opened
 _PREFIX = "model/"  # of parameters and buffers; the optimizer's state is not exported
 
 
-@contextmanager
-def open_weights(path: Path, metadata: Metadata) -> Iterator[dict[str, Tensor]]:
-    """Yield a checkpoint's parameters and buffers by their names in the original model.
+def mapped_weights(path: Path, metadata: Metadata) -> dict[str, Tensor]:
+    """Return a checkpoint's parameters and buffers by their names in the original model.
 
-    The shards are mapped, so that a tensor is read from disk when it is used, and its memory can be taken back. Raises
+    The shards are mapped: a tensor is read from disk when it is used, and the system can take its memory back. Raises
     CheckpointError.
     """
     with opened(path, metadata.shards) as (names, read):
         weights = {name.removeprefix(_PREFIX): read(name) for name in names if name.startswith(_PREFIX)}
-        if not weights:
-            raise CheckpointError(f"{path} has no parameters")
-        yield weights
+    if not weights:
+        raise CheckpointError(f"{path} has no parameters")
+    return weights

@@ -30,7 +30,7 @@ TABLE: dict[str, set[str]] = {
     "state": {"comm", "data", "job", "models", "plan", "spec", "tasks"},
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
-    "telemetry": {"engine", "job", "machine", "plan"},
+    "telemetry": {"engine", "job", "machine", "plan", "spec"},
     "rendezvous": {"machine"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "spec",
@@ -40,7 +40,7 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
-    "exports": {"data", "job", "machine", "models", "plan", "report", "state", "tasks", "telemetry"},
+    "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
     "api": {
         "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
         "state", "tasks", "telemetry",
