@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel, bars, curves, per_rank
-from dashboards.queries import PHASES, WHO, each, most, per_step, quantile, rate, share
+from dashboards.queries import JOB, PHASES, WHO, each, most, per_step, quantile, rate, share
 
 PANELS = [
     bars(
