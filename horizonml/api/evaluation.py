@@ -220,7 +220,8 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     spec = found.job.data
     info = describe(spec, channels_for(found.job))
     if info is None:
-        raise DataError(f"data: {spec.folder or spec.path or spec.name} is not there")
+        where = spec.folder or spec.path or spec.name
+        raise DataError(f"data: {where} is not here; say where the data lies with --data, or data= in Python")
     _check_fit(found, info)
     if replace(info, unreadable=found.info.unreadable) == found.info:
         info = found.info  # which knows what cannot be read
