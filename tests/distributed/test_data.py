@@ -52,8 +52,8 @@ def job(folder: Path, data: dict[str, Any], parallel: dict[str, Any]) -> Job:
     """Two epochs of four steps on 49 points, the last of one sample."""
     values = {
         "folder": str(folder), "epochs": 2, "batch_size": 16, "model": {"name": "tests.tasks:perceptron"},
-        "data": {"name": "tests.datasets:Points", **data}, "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
-        "lr_schedule": {"name": "constant"},
+        "data": {"name": "tests.datasets:Points", **data}, "lr_schedule": {"name": "constant"},
+        "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
         "parallel": {"micro_batches": 2, **parallel},
     }  # fmt: skip
     return parse(json.dumps(values), "job")
