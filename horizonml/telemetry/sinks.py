@@ -97,7 +97,7 @@ class Feed:
 
     def _take(self) -> list[Mapping[str, Any]]:
         """Return the records that are there; wait a moment for the first one."""
-        found = []
+        found: list[Mapping[str, Any]] = []
         deadline = time.monotonic() + 0.2
         while len(found) < _AT_ONCE:
             try:
