@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
 import pytest
+
+from horizonml.chaos import network
 
 ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one that is missing is a failure there
 
@@ -17,6 +20,23 @@ def need(program: str, why: str) -> None:
     """
     if shutil.which(program) is None:
         message = f"{program} is not installed: {why}"
+        if os.environ.get(ALL):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
+def need_networks() -> None:
+    """Go on only where ranks can have networks of their own, which a kernel or a container may forbid."""
+    need("ip", "iproute2")
+    problem = network.problem()
+    if problem is not None:
+        pytest.skip(problem)
+
+
+def need_package(name: str) -> None:
+    """Go on with a test only if an optional package is installed; `make setup` installs all of them."""
+    if importlib.util.find_spec(name) is None:
+        message = f"the Python package {name} is not installed"
         if os.environ.get(ALL):
             pytest.fail(message)
         pytest.skip(message)

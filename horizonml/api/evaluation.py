@@ -16,6 +16,7 @@ from horizonml.api.run import Run
 from horizonml.data.choose import describe
 from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
+from horizonml.data.samples import join
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.exports.trained import Trained, info_of, job_of, load_trained
@@ -104,7 +105,10 @@ def predict(
     else:
         opened = batches_of(with_data(found, inputs), part, batch_size)
         batches = (batch.inputs(0, batch.size) for batch in opened)
-    return joined([outputs_of(found, rows) for rows in batches])
+    outputs = [outputs_of(found, rows) for rows in batches]
+    if not outputs:
+        raise DataError("data: there are no samples to predict")
+    return join(outputs)
 
 
 def export(
@@ -216,8 +220,11 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     spec = found.job.data
     info = describe(spec, channels_for(found.job))
     if info is None:
-        raise DataError(f"data: {spec.folder or spec.path or spec.name} is not there")
+        where = spec.folder or spec.path or spec.name
+        raise DataError(f"data: {where} is not here; say where the data lies with --data, or data= in Python")
     _check_fit(found, info)
+    if replace(info, unreadable=found.info.unreadable) == found.info:
+        info = found.info  # which knows what cannot be read
     opened = load_data(spec, info, cache_folder() / "data")
     for name, length in (("train", info.train), ("held-out", info.held_out)):
         if part in (name, "all"):
@@ -233,6 +240,15 @@ def _check_fit(found: Trained, info: DataInfo) -> None:
         raise DataError(
             f"data: {name} has inputs of shape {shapes[0]}, but the model was trained on {shapes[1]}; for images, set "
             "data.image_size"
+        )
+    if known.labels and info.labels and info.labels != known.labels:
+        names = [", ".join(one.labels) for one in (info, known)]
+        raise DataError(f"data: {name} has the classes {names[0]}, but the model was trained on {names[1]}")
+    trained_on, spec = job_of(found.path, found.metadata).data, found.job.data
+    if spec.name == "table" and spec.normalize and (spec.name, spec.path) != (trained_on.name, trained_on.path):
+        raise DataError(
+            f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
+            f"{trained_on.path or trained_on.name}; train with data.normalize: false and scale the columns yourself"
         )
     if info.outputs > known.outputs:
         raise DataError(
@@ -251,15 +267,3 @@ def outputs_of(found: Trained, inputs: Inputs) -> Tree:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ModelError(f"{found.job.model.name} cannot be used on inputs of shape {shapes}: {error}") from error
     return result
-
-
-def joined(trees: Sequence[Tree]) -> Tree:
-    """Return the rows of several trees, one after another. Raises DataError if there are none."""
-    if not trees:
-        raise DataError("data: there are no samples to predict")
-    first = trees[0]
-    if isinstance(first, Tensor):
-        return torch.cat([tree for tree in trees if isinstance(tree, Tensor)])
-    if hasattr(first, "keys"):
-        return {key: joined([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload, index]
-    return [joined([tree[number] for tree in trees]) for number in range(len(first))]  # type: ignore[index]

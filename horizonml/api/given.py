@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from horizonml.errors import HorizonError, JobError
@@ -39,12 +40,16 @@ class Given:
     def install(self) -> None:
         """Let jobs find the objects in this process."""
         for name, thing in self.objects.items():
-            install(name, self.kinds[name], lambda thing=thing: thing)
+            install(name, self.kinds[name], partial(_same, thing))
 
 
 def install(name: str, kind: str, make: Callable[[], Any]) -> None:
     """Let jobs find an object by name, as `make` returns it when it is needed."""
     _objects[name] = lambda: _ADAPTERS[kind](make())
+
+
+def _same(thing: Any) -> Any:
+    return thing
 
 
 def __getattr__(name: str) -> Any:

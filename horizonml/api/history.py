@@ -67,7 +67,7 @@ class Evaluation:
         )
 
 
-Row = TypeVar("Row", Step, Evaluation)
+Row = TypeVar("Row", bound=Step | Evaluation)
 
 
 class Table(Sequence[Row], Generic[Row]):

@@ -39,15 +39,21 @@ def make_job(
     workers: int | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> tuple[Job, Given]:
-    """Return a job with the given parts and fields, and the objects that it names. Raises JobError."""
+    """Return a job with the given parts and fields, and the objects that it names.
+
+    Where the job says nothing else, the planner decides what several workers share. Raises JobError.
+    """
     values, source = _values(job)
     given = Given()
     for section, thing in (("model", model), ("data", data), ("task", task)):
         if thing is not None:
             values = merged(values, {section: _section(section, thing, given)})
+    values = merged(values, fields or {})
     if workers is not None:
         values = merged(values, {"parallel": {"workers": workers}})
-    return from_values(merged(values, fields or {}), source), given
+        if workers > 1 and not {"strategy", "stages"} & values["parallel"].keys():
+            values["parallel"]["strategy"] = "auto"
+    return from_values(values, source), given
 
 
 def _values(job: JobLike) -> tuple[dict[str, Any], str]:
@@ -83,13 +89,13 @@ def data_section(text: str) -> dict[str, Any]:
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with changes; a section is changed field by field, or replaced if its name changes."""
-    merged = dict(values)
+    result = dict(values)
     for key, change in changes.items():
-        before = merged.get(key)
+        before = result.get(key)
         before = {"name": before} if isinstance(before, str) and isinstance(change, Mapping) else before
         if isinstance(change, Mapping) and isinstance(before, Mapping):
             renamed = "name" in change and before.get("name", change["name"]) != change["name"]
-            merged[key] = dict(change) if renamed else merged(before, change)
+            result[key] = dict(change) if renamed else merged(before, change)
         else:
-            merged[key] = change
-    return merged
+            result[key] = change
+    return result

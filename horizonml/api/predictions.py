@@ -76,7 +76,7 @@ def _values(found: Trained, outputs: Tree) -> Tensor:
 
 def _names(found: Trained, values: int) -> list[str]:
     """Return the names of classes, labels or values, or their numbers."""
-    return [str(number) for number in range(values)]
+    return list(found.info.labels) if len(found.info.labels) == values else [str(number) for number in range(values)]
 
 
 def _header(found: Trained, values: int) -> list[str]:

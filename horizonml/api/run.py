@@ -78,14 +78,27 @@ class Run:
         last = self.evaluations[-1]
         return {"loss": last.loss, **last.metrics}
 
-    def model(self) -> nn.Module:
-        """Return the model with the trained values of the newest checkpoint, as an ordinary module in evaluation mode.
+    def model(self, best: bool = False) -> nn.Module:
+        """Return the model with the trained values, as an ordinary module in evaluation mode.
 
-        Raises HorizonError.
+        The values are those of the newest checkpoint, or with `best` those of the best one (see `checkpoint.keep_best`
+        in the job). Raises HorizonError.
         """
         from horizonml.exports.trained import load_trained
 
-        return load_trained(self.folder, job=self.installed()).module
+        return load_trained(self.checkpoint(best), job=self.installed()).module
+
+    def checkpoint(self, best: bool = False) -> Path:
+        """Return the folder of the newest intact checkpoint, or of the best one. Raises HorizonError."""
+        from horizonml.state.shards import find, folder_name
+
+        path, metadata = find(self.folder)
+        if not best:
+            return path
+        kept = metadata.model_dump().get("best", {}).get("keep_best")
+        if kept is None:
+            raise HorizonError(f"{self.folder} has no best checkpoint: train with checkpoint.keep_best: held_out_loss")
+        return path.with_name(folder_name(kept["step"]))
 
     def report(self, page: str | os.PathLike[str] | None = None) -> Path:
         """Write the report of `horizonml report` on one HTML page, by default into the run's folder; return its path.

@@ -23,6 +23,8 @@ from horizonml.errors import JobError
 from horizonml.rendezvous.identity import identify
 from horizonml.runtime.launch import run_ranks
 
+_LAST_SECONDS = 5.0  # for the streams to end, which a process that a rank has started may hold open
+
 
 def train(
     job: JobLike = None,
@@ -49,7 +51,7 @@ def train(
         data: A `torch.utils.data.Dataset` of pairs (inputs, targets), a pair of data sets to train on and to hold
             out, a function that returns either, a name, or a folder of images.
         task: What is learned: a name such as "regression", or a class or an instance that implements `horizonml.Task`.
-        workers: The number of ranks.
+        workers: The number of ranks. What they share is planned (`parallel.strategy: auto`), unless the job says it.
         on_step: Called in this process with every step, in order. An error that it raises ends the run.
         fresh: Whether to start over, and keep the run before beside it as NAME.previous.
         progress: Whether to print the progress: a bar on a terminal, and plain lines elsewhere.
@@ -114,7 +116,9 @@ class _Parent:
     def __enter__(self) -> _Parent:
         return self
 
-    def __exit__(self, *details: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None:
+            self._on_step = None  # what went wrong is raised at once
         self.finish()
 
     def _pipe(self, parse: Callable[[str], str | Step | None]) -> int:
@@ -155,7 +159,7 @@ class _Parent:
         while self._open:
             os.close(self._open.pop())
         for thread in self._threads:
-            thread.join()
+            thread.join(_LAST_SECONDS)
         self.dispatch()
 
 

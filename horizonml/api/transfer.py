@@ -13,6 +13,7 @@ import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,7 +47,7 @@ def unpack(descriptor: int) -> tuple[Job, bool]:
     header = json.loads(content[_HEADER:start])
     for name, kind, length in header["parts"]:
         stop = start + length
-        install(name, kind, lambda start=start, stop=stop: _unpickled(content, start, stop))
+        install(name, kind, partial(_unpickled, content, start, stop))
         start = stop
     return from_values(header["job"], "the job"), bool(header["fresh"])
 

@@ -59,6 +59,7 @@ class DataInfo:
     # The indices of training and of held-out samples that cannot be read; None as long as nobody has tried them all.
     unreadable: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     shards: tuple[int, ...] = ()  # the number of training samples in each, where samples are fetched in shards
+    labels: tuple[str, ...] = ()  # the names of the classes in their order, if they have any
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -72,6 +73,7 @@ class DataInfo:
             "task": self.task,
             "unreadable": self.unreadable,
             "shards": self.shards,
+            "labels": list(self.labels),
         }
 
     @classmethod
@@ -88,6 +90,7 @@ class DataInfo:
             str(value["task"]),
             None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
             tuple(map(int, value["shards"])),
+            tuple(map(str, value["labels"])),
         )
 
 
@@ -136,6 +139,7 @@ class Data:
     held_out: Split
     decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
     draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
+    identity: str | None = None  # changes whenever a file of the data changes, where that can be told
 
     def batch(self, training: bool, indices: Tensor, augment_seed: int | None = None) -> DataBatch:
         """Return a batch of training or held-out samples, with others in place of those that cannot be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -110,6 +111,15 @@ class FolderSource:
 
     def __len__(self) -> int:
         return len(self._files)
+
+    @property
+    def identity(self) -> str:
+        """Return what changes whenever a file is added, removed or written."""
+        found = hashlib.sha256()
+        for path, label in self._files:
+            status = path.stat()
+            found.update(f"{path} {label} {status.st_size} {status.st_mtime_ns} {self._size}\n".encode())
+        return found.hexdigest()
 
     def images(self, indices: Tensor) -> Tensor:
         """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is not an image."""

@@ -108,13 +108,13 @@ class Columns:
     def _value(self, name: str, value: Any, inputs: bool) -> Tensor:
         """Return a column's value as a tensor. Raises DataError."""
         if value is None:
-            raise DataError(f"data.path: {self._spec.path}: the column {name!r} has no value there")
+            raise DataError(f"the column {name!r} has no value")
         if hasattr(value, "getbands"):
             return photo_of(value, self._spec.image_size or PHOTO_SIZE, self._spec.channels or 3)
         if isinstance(value, str):
             if name not in self._numbers or value not in self._numbers[name]:
                 reason = "is text" if name not in self._numbers else f"has {value!r}, which the training part has not"
-                raise DataError(f"data.path: {self._spec.path}: the column {name!r} {reason}")
+                raise DataError(f"the column {name!r} {reason}")
             return torch.tensor(self._numbers[name][value])
         tensor = torch.tensor(value)
         is_class = hasattr(self._features[name], "names") or (not inputs and self._spec.classes is not None)

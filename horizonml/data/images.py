@@ -7,7 +7,7 @@ The stages between need neither and read nothing.
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -64,17 +64,19 @@ def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
         return _info(classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
     known = _KNOWN[spec.name]
     classes, shape, train, test = known.classes, known.shape, known.train, known.test
+    labels: list[str] = []
     if spec.name == "folder":
         assert spec.folder is not None
         if not Path(spec.folder).is_dir():
             return None
         splits = FolderSplits(Path(spec.folder))
         size = spec.image_size or PHOTO_SIZE
-        classes, shape, train, test = len(splits.classes), (3, size, size), len(splits.train), len(splits.test)
+        labels, shape, train, test = splits.classes, (3, size, size), len(splits.train), len(splits.test)
+        classes = len(labels)
     train, test = divide(spec, train, test)
     height, width = (spec.image_size, spec.image_size) if spec.image_size else shape[1:]
     wanted = spec.channels or channels or shape[0]
-    return _info(classes, (wanted, height, width), train, test)
+    return replace(_info(classes, (wanted, height, width), train, test), labels=tuple(labels))
 
 
 def _info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) -> DataInfo:
@@ -141,8 +143,11 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
     for part in (train, test):
         if isinstance(part.source, ArraySource):
             part.source.keep(inputs, targets)
-    splits = (ImageSplit(part.source, part.members, info, spec) for part in (train, test))
-    return Data(info, *splits, decodes=spec.name == "folder")
+    splits = [ImageSplit(part.source, part.members, info, spec) for part in (train, test)]
+    if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
+        return Data(info, splits[0], splits[1])
+    identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
+    return Data(info, splits[0], splits[1], decodes=True, identity=identity)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     described = TensorSpec(tuple(target.shape), target.dtype) if target is not None else None
     task = _task(opened, first.specs, described)
     outputs = _outputs(spec, opened, task, described)
-    return DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
+    found = DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
+    return replace(found, labels=_labels(opened, outputs))
 
 
 def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
@@ -185,6 +186,13 @@ def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | Non
     )
 
 
+def _labels(opened: Opened, outputs: int) -> tuple[str, ...]:
+    """Return the names of the classes, if the data set has an attribute `classes` with a name for each."""
+    told = _attribute(opened.train, ("classes",))
+    names = list(told) if isinstance(told, Sequence | Mapping) and not isinstance(told, str) else []
+    return tuple(map(str, names)) if len(names) == outputs else ()
+
+
 def _attribute(dataset: Any, names: Sequence[str]) -> Any:
     """Return the first of these attributes that a data set has, or the one that it wraps."""
     for _ in range(10):
@@ -210,11 +218,11 @@ class OwnSplit:
         """Return the wanted parts of these samples; `seed` decides what is random in them. Raises DataError."""
         members = self._members[indices].tolist()
         found = [self._sample(index, seed if self._draws else None, inputs, targets) for index in members]
-        columns = [torch.stack([one.inputs[place] for one in found]) for place in range(len(self._info.inputs))]
+        values: Inputs | None = None
+        if inputs:
+            values = as_inputs([torch.stack(column) for column in zip(*(one.inputs for one in found), strict=True)])
         place = f"{self._title}: the targets of samples {', '.join(map(str, members[:8]))}"
-        return Rows(
-            as_inputs(columns) if inputs else None, stack([one.targets for one in found], place) if targets else None
-        )
+        return Rows(values, stack([one.targets for one in found], place) if targets else None)
 
     def _sample(self, index: int, seed: int | None, inputs: bool, targets: bool) -> Sample:
         """Return a sample, checked against the description. Raises DataError.

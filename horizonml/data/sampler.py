@@ -23,8 +23,7 @@ class Sampler:
         assert samples > 0
         assert batch_size > 0
         self.samples, self.batch_size, self._seed = samples, batch_size, seed
-        self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._orders: dict[int, Tensor] = {}  # of two epochs: the end of one and the beginning of the next
 
     @property
     def steps_per_epoch(self) -> int:
@@ -34,10 +33,12 @@ class Sampler:
     def indices(self, epoch: int, step: int) -> Tensor:
         """Return the sample indices, int64 `[batch]`, of a step (from 0) of an epoch (from 0)."""
         assert 0 <= step < self.steps_per_epoch, (step, self.steps_per_epoch)
-        if epoch != self._epoch:
+        if epoch not in self._orders:
             generator = torch.Generator().manual_seed(name_seed(self._seed, "order", epoch))
-            self._order, self._epoch = self._permutation(generator), epoch
-        return self._order[step * self.batch_size : (step + 1) * self.batch_size]
+            self._orders[epoch] = self._permutation(generator)
+            if len(self._orders) > 2:
+                del self._orders[next(iter(self._orders))]
+        return self._orders[epoch][step * self.batch_size : (step + 1) * self.batch_size]
 
     def _permutation(self, generator: torch.Generator) -> Tensor:
         """Return the order of an epoch's samples."""

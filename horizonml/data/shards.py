@@ -188,7 +188,7 @@ class Cache:
     def _part(self, file: Any, table: Sequence[Mapping[str, Place]], shard: Shard, sample: int, name: str) -> bytes:
         if sample >= len(table) or name not in table[sample]:
             has = f"has the files {', '.join(table[sample])}" if sample < len(table) else "is not there"
-            raise DataError(f"data.path: {shard.name}: sample {sample} {has}, but {name!r} is needed")
+            raise DataError(f"{shard.name}: sample {sample} of it {has}, but {name!r} is needed")
         offset, size = table[sample][name]
         file.seek(offset)
         content: bytes = file.read(size)

@@ -30,6 +30,7 @@ class _Content:
     scaled: Tensor  # bool `[values]`: which of the inputs are numbers
     targets: Tensor
     classes: int  # 0 for numbers
+    labels: tuple[str, ...]  # the classes' names, if they are words
     problems: dict[int, str]
 
 
@@ -47,7 +48,7 @@ def describe(spec: DataSpec) -> DataInfo | None:
     inputs, target = (TensorSpec(tuple(part.shape[1:]), part.dtype) for part in (content.inputs, content.targets))
     outputs = content.classes or content.targets.shape[1]
     task = "classification" if content.classes else "regression"
-    return DataInfo(train, held_out, (inputs,), (), outputs, target, task)
+    return DataInfo(train, held_out, (inputs,), (), outputs, target, task, labels=content.labels)
 
 
 def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
@@ -129,7 +130,9 @@ def _read(spec: DataSpec) -> _Content:
     scaled = torch.cat([torch.full((part.shape[1],), numbers) for part, numbers in parts])
     columns = {name: table.column(name).combine_chunks() for name in targets}
     found, classes = _targets(columns, problems, spec)
-    return _Content(values, scaled, found, classes, problems)
+    text = columns[targets[0]] if classes and len(targets) == 1 else None
+    labels = tuple(_words(text)[1]) if text is not None and _is_text(text) else ()
+    return _Content(values, scaled, found, classes, labels if len(labels) == classes else (), problems)
 
 
 def _load(path: Path) -> Any:
@@ -150,6 +153,12 @@ def _load(path: Path) -> Any:
         raise DataError(f"data.path: {path} cannot be read as a table: {error}") from error
 
 
+def _is_text(column: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(column.type) or types.is_large_string(column.type))
+
+
 def _note_missing(name: str, column: Any, problems: dict[int, str]) -> None:
     """Note the rows in which a column has no value."""
     if column.null_count:
@@ -160,10 +169,8 @@ def _note_missing(name: str, column: Any, problems: dict[int, str]) -> None:
 
 def _input(name: str, column: Any, problems: dict[int, str], spec: DataSpec) -> tuple[Tensor, bool]:
     """Return a column as `[rows, values]`, and whether it holds numbers; text has a value for each word."""
-    from pyarrow import types
-
     _note_missing(name, column, problems)
-    if types.is_string(column.type) or types.is_large_string(column.type):
+    if _is_text(column):
         numbers, words = _words(column)
         return functional.one_hot(numbers, len(words)).float(), False
     return _numbers(name, column, problems, spec)[:, None], True
@@ -199,7 +206,7 @@ def _targets(columns: dict[str, Any], problems: dict[int, str], spec: DataSpec) 
     for name, column in columns.items():
         _note_missing(name, column, problems)
     (first, column), *others = columns.items()
-    if not others and (types.is_string(column.type) or types.is_large_string(column.type)):
+    if not others and _is_text(column):
         numbers, words = _words(column)
         return numbers, max(2, len(words))
     if not others and types.is_boolean(column.type):

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,6 +24,7 @@ from horizonml.errors import DataError, HorizonError
 from horizonml.machine.resources import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
+_CLOSE_SECONDS = 5.0  # for workers to finish what they read
 
 
 class Pending(Protocol):
@@ -134,23 +136,41 @@ class _Executed:
         self._future.cancel()
 
 
-class Threads:
+class _Executor:
+    """Hands rows to an executor, and ends it without waiting long for one that is stuck."""
+
+    def __init__(self, executor: Executor, count: int) -> None:
+        self.count, self._executor = count, executor
+        self._begun: set[Future[Any]] = set()
+
+    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> Pending:
+        try:
+            future = self._executor.submit(function, *arguments)
+        except BrokenExecutor as error:
+            future = Future()
+            future.set_exception(error)
+        self._begun = {one for one in self._begun if not one.done()} | {future}
+        return _Executed(future, unpack)
+
+    def close(self) -> None:
+        """End the workers; each of them finishes the rows that it is reading."""
+        running = [future for future in self._begun if not future.cancel()]
+        _, stuck = wait_for_futures(running, _CLOSE_SECONDS)
+        self._executor.shutdown(wait=not stuck, cancel_futures=True)
+
+
+class Threads(_Executor):
     """Reads rows in threads of this process; decoders of images and files run side by side with the computing."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._executor: Executor = ThreadPoolExecutor(count, "load")
+        super().__init__(ThreadPoolExecutor(count, "load"), count)
 
     def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
         """Hand the rows to a thread."""
-        return _Executed(self._executor.submit(batch.rows, start, stop, inputs, targets), lambda rows: rows)
-
-    def close(self) -> None:
-        """End the threads; each of them finishes the rows that it is reading."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        return self._submit(lambda rows: rows, batch.rows, start, stop, inputs, targets)
 
 
-class Processes:
+class Processes(_Executor):
     """Reads rows in processes, each of which opens the data set for itself.
 
     They are started anew rather than forked, because a rank's threads would not survive that. Rows come back through a
@@ -158,21 +178,14 @@ class Processes:
     """
 
     def __init__(self, count: int, spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> None:
-        self.count, self._data = count, data
+        self._data = data
         given = (spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
-        context = multiprocessing.get_context("spawn")
-        self._executor = ProcessPoolExecutor(count, context, _open, given)
+        super().__init__(ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _open, given), count)
 
     def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
         """Hand the rows to a process."""
-        training = batch.split is self._data.train
-        numbers = batch.indices.tolist()
-        future = self._executor.submit(_read, training, numbers, batch.augment_seed, start, stop, inputs, targets)
-        return _Executed(future, pickle.loads)
-
-    def close(self) -> None:
-        """End the processes; each of them finishes the rows that it is reading."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
+        return self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
 
 
 _opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none

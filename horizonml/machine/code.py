@@ -82,6 +82,4 @@ def where(error: BaseException) -> str:
 
 
 _HOUSE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = tuple(
-    {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")} | {os.path.dirname(os.__file__)}
-)
+_INSTALLED = (os.path.dirname(os.__file__), *(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))

@@ -57,23 +57,25 @@ def _print_error(error: HorizonError) -> int:
 
 
 def own_line(error: BaseException) -> str | None:
-    """Return the last line of the user's own code, as `file:line (in function)`, that HorizonML called and that failed.
+    """Return the last line of the user's own code that HorizonML called and that failed, in words.
 
-    Return None if the error comes from this package, from Python or from an installed package alone.
+    That is `file:line (in function)`, or the line of the model's forward pass as torch.fx has recorded it. Return None
+    if the error comes from this package, from Python or from an installed package alone.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [number for number, frame in enumerate(frames) if Path(frame.filename).is_relative_to(_PACKAGE)]
-    called = frames[ours[0] :] if ours else []
-    own = [frame for frame in called if _is_own(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno} (in {own[-1].name})" if own else None
+    for frame in reversed(frames[ours[0] :] if ours else []):
+        if frame.filename.startswith("<eval_with_key>"):
+            return f"the model's forward pass, at `{frame.line}`" if frame.line else "the model's forward pass"
+        if _is_own(frame.filename):
+            return f"{frame.filename}:{frame.lineno} (in {frame.name})"
+    return None
 
 
 def _is_own(name: str) -> bool:
     """Return whether a file of code belongs neither to this package, nor to Python, nor to an installed package."""
     file = Path(name)
-    if name.startswith(("<frozen", "<eval_with_key>", "<string>")) or {"site-packages", "dist-packages"} & {
-        *file.parts
-    }:
+    if name.startswith(("<frozen", "<string>")) or {"site-packages", "dist-packages"} & {*file.parts}:
         return False
     folders = (_PACKAGE, *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")))
     return not any(file.is_relative_to(folder) for folder in folders)

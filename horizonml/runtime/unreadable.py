@@ -7,17 +7,23 @@ From then on, a replacement is a function of the list: it costs no message, and 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 
+from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch, DataInfo, WholeSamples
 from horizonml.engine.session import Session
 from horizonml.errors import DataError
+from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.resources import available_cores
 from horizonml.text import count
@@ -29,12 +35,53 @@ _SECONDS = 5.0  # after which the ranks tell each other that they are still busy
 def find_unreadable(job: Job, session: Session, data: Data, say: Callable[[str], None]) -> DataInfo:
     """Return the description of the data, with what cannot be read of it; all ranks call this.
 
-    Raises DataError on all of them if nothing can be read.
+    What was found for files that have not changed since is not tried again. Raises DataError on all ranks if nothing
+    can be read.
     """
     group, info = session.group, data.info
     readers = session.plan.stages[0].ranks
+    reads = group.rank in readers
+    note = _note_of(job, data) if reads else None
+    noted = _read_note(note)
+    known = group.gather_json(noted)
+    mine = noted or []
+    if any(known[rank] is None for rank in readers):
+        mine = _try_all(data, group, readers.index(group.rank) if reads else None, len(readers))
+    everyone = [(bool(one[0]), int(one[1]), str(one[2])) for found in group.gather_json(mine) for one in found]
+    if note is not None and noted is None:
+        with suppress(OSError):  # they are tried again next time
+            write_atomically(note, json.dumps(everyone).encode())
+    train, held_out = (tuple(sorted({index for kind, index, _ in everyone if kind is part})) for part in (True, False))
+    for bad, samples, name in ((train, info.train, "training"), (held_out, info.held_out, "held-out")):
+        if samples and len(bad) == samples:
+            raise DataError(f"data.corrupt: none of the {name} samples can be read. {everyone[0][2]}")
+    if everyone:
+        found = count(len(train) + len(held_out), "sample")
+        say(f"warning: {found} cannot be read and will be skipped. {everyone[0][2]}")
+    return replace(info, unreadable=(train, held_out))
+
+
+def _note_of(job: Job, data: Data) -> Path | None:
+    """Return the file in which this machine notes what cannot be read, where it can tell whether files change."""
+    if data.identity is None:
+        return None
+    content = f"{data.identity} {data.info.to_json()} {job.data.holdout}"
+    return cache_folder() / "data" / f"unreadable-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+
+
+def _read_note(note: Path | None) -> list[tuple[bool, int, str]] | None:
+    if note is None or not note.exists():
+        return None
+    try:
+        return [(bool(part), int(index), str(reason)) for part, index, reason in json.loads(note.read_text())]
+    except (OSError, ValueError, TypeError):  # it is written anew
+        return None
+
+
+def _try_all(data: Data, group: Group, member: int | None, members: int) -> list[tuple[bool, int, str]]:
+    """Try this rank's part of the samples; all ranks call this, and return together."""
     mine: list[tuple[bool, int, str]] = []
-    tried = _tried(data, readers.index(group.rank), len(readers)) if group.rank in readers else iter(())
+    tried = _tried(data, member, members) if member is not None else iter(())
     while True:  # no rank waits long enough for another to take it for lost
         until, busy = time.monotonic() + _SECONDS, False
         for found in tried:
@@ -43,15 +90,7 @@ def find_unreadable(job: Job, session: Session, data: Data, say: Callable[[str],
                 busy = True
                 break
         if not any(group.gather_json(busy)):
-            break
-    everyone = [one for found in group.gather_json(mine) for one in found]
-    train, held_out = (tuple(sorted(index for kind, index, _ in everyone if kind is part)) for part in (True, False))
-    for bad, samples, name in ((train, info.train, "training"), (held_out, info.held_out, "held-out")):
-        if samples and len(bad) == samples:
-            raise DataError(f"data.corrupt: none of the {name} samples can be read. {everyone[0][2]}")
-    if everyone:
-        say(f"warning: {count(len(everyone), 'sample')} cannot be read and will be skipped. {everyone[0][2]}")
-    return replace(info, unreadable=(train, held_out))
+            return mine
 
 
 def _tried(data: Data, member: int, members: int) -> Iterator[list[tuple[bool, int, str]]]:
@@ -65,8 +104,7 @@ def _tried(data: Data, member: int, members: int) -> Iterator[list[tuple[bool, i
     threads = max(1, min(8, int(available_cores())))
     with ThreadPoolExecutor(threads, "try") as executor:
         while some := list(islice(work, 2 * threads)):
-            for found in executor.map(lambda one: _problems(*one), some):
-                yield found
+            yield from executor.map(lambda one: _problems(*one), some)
 
 
 def _problems(batch: DataBatch, training: bool, start: int) -> list[tuple[bool, int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ CLASSES = """
 import os
 import torch
 from torch import nn
+from horizonml.tasks.task import InputSpec, OutputSpec
 from torch.utils.data import Dataset
 import horizonml
 
@@ -148,6 +150,32 @@ try:
     horizonml.train({"name": "test"}, model=MyNet, data=Faulty(), workers=2, progress=False)
 except horizonml.HorizonError as error:
     print("CAUGHT", error)
+
+class Wrong(MyNet):
+    def __init__(self, num_outputs):
+        super().__init__(num_outputs)
+        self.words = nn.Embedding(4, 8)
+
+    def forward(self, curves):
+        return super().forward(self.words(9 * (curves[:, 0] > 50).long()))
+
+large = Curves()
+large.inputs *= 1000
+
+class Wronger:
+    unit, units_per_sample, metrics = "samples", 1, ()
+    def units(self, targets): return len(targets)
+    def loss(self, outputs, targets, training): return outputs.sum()
+    def judge(self, outputs, targets): raise ZeroDivisionError("in my task")
+    def report(self, loss, metrics): return {}
+    def input(self, info): return InputSpec(info.inputs)
+    def outputs(self, info): return OutputSpec.vector(2)
+
+for options in ({"model": Wrong}, {"model": MyNet, "task": Wronger()}):
+    try:
+        horizonml.train("digits", name="test", data=large, workers=2, progress=False, **options)
+    except horizonml.HorizonError as error:
+        print("CAUGHT", error)
 import psutil
 print("LEFT", [child.name() for child in psutil.Process().children(recursive=True)])
 """,
@@ -155,10 +183,15 @@ print("LEFT", [child.name() for child in psutil.Process().children(recursive=Tru
     output = finish(process)
     assert process.returncode == 0, output
     caught, _, left = output.partition("LEFT ")
-    assert "sample 77 is odd" in caught
-    assert "script.py" in caught
     assert left.strip() == "[]"
-    assert caught.startswith("CAUGHT rank ")  # nothing else is printed without progress
+    nothing, data, model, task = caught.split("CAUGHT ")
+    assert not nothing  # nothing else is printed without progress
+    for one in (data, model, task):
+        assert one.startswith("rank ")
+        assert "rank-" in one.splitlines()[-1]  # names the log
+    assert re.search(r"script\.py:\d+: ValueError: sample 77 is odd", data)
+    assert re.search(r"the model's forward pass, at `words = .*`: IndexError: index out of range", model)
+    assert re.search(r"script\.py:\d+ \(in judge\): ZeroDivisionError: in my task", task)
 
 
 def test_an_error_of_on_step_ends_the_run_and_is_raised_as_it_is(script: Path) -> None:

@@ -92,6 +92,14 @@ def test_a_job_is_made_of_a_file_a_mapping_a_job_or_nothing(tmp_path: Path) -> N
     assert make_job(None)[0] == horizonml.Job()
 
 
+def test_the_planner_decides_what_several_workers_share_unless_the_job_does() -> None:
+    assert make_job(None, workers=3)[0].parallel.strategy == "auto"
+    assert make_job(None, workers=1)[0].parallel.strategy == "single"
+    assert make_job(None, workers=3, fields={"parallel": {"strategy": "ddp"}})[0].parallel.strategy == "ddp"
+    with pytest.raises(JobError, match="strategy single trains on 1 rank, not 3"):
+        make_job({"parallel": {"strategy": "single"}}, workers=3)
+
+
 def test_sections_are_named_by_texts_and_folders(tmp_path: Path) -> None:
     job, _ = make_job(None, model="resnet18", data=str(tmp_path), task="regression")
     assert (job.model.name, job.data.name, job.data.folder) == ("resnet18", "folder", str(tmp_path))
