@@ -21,13 +21,13 @@ def lead_records(folder: Path) -> list[dict[str, Any]]:
             for record in read_lines(path):
                 if record.get("kind") == "run":
                     leads = record.get("rank", 0) == 0
-                if leads and "time" in record:
+                if leads and ("time" in record or record.get("kind") == "run"):
                     found.append(record)
         except (OSError, ValueError, AttributeError) as error:
             raise HorizonError(f"{path} cannot be read: {error}") from error
     if not any(record.get("kind") == "step" for record in found):
         raise HorizonError(f"{folder} has no steps of a run that rank 0 recorded (rank-*.jsonl)")
-    found.sort(key=lambda record: float(record["time"]))
+    found.sort(key=lambda record: float(record.get("time", 0.0)))
     last = {_key(record, number): number for number, record in enumerate(found)}
     return [record for number, record in enumerate(found) if last[_key(record, number)] == number]
 

@@ -21,7 +21,7 @@ from horizonml.telemetry.spec import TelemetrySpec
 _log = logging.getLogger(__name__)
 _WAITING = 10_000  # records
 _AT_ONCE = 100  # records that a sink is given together, at most
-_CLOSE_SECONDS = 10.0  # for which the end of a run waits for its sinks
+_CLOSE_SECONDS = 30.0  # for which the end of a run waits for its sinks
 TENSORBOARD = "tensorboard"  # the folder in that of a run
 _PACKAGES = {"TensorBoard": ("tensorboard",), "MLflow": ("mlflow", "sqlalchemy", "alembic")}
 
@@ -97,7 +97,7 @@ class Feed:
 
     def _take(self) -> list[Mapping[str, Any]]:
         """Return the records that are there; wait a moment for the first one."""
-        found = []
+        found: list[Mapping[str, Any]] = []
         deadline = time.monotonic() + 0.2
         while len(found) < _AT_ONCE:
             try:
