@@ -8,16 +8,17 @@ from pydantic import Field, model_validator
 
 from horizonml.spec.base import Spec
 
-DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic"]
+DatasetName = Literal["digits", "cifar10", "svhn", "mnist", "folder", "synthetic", "text"]
 
 
 class DataSpec(Spec):
-    """Configures the images and labels."""
+    """Configures the samples to learn from, and those to judge by."""
 
     name: DatasetName = Field(
         "digits",
         description="digits is embedded; cifar10, svhn and mnist are downloaded once per machine; folder reads "
-        "one directory of images per class; synthetic makes noise of any shape, to measure speed.",
+        "one directory of images per class; synthetic makes noise of any shape, to measure speed; text is for language "
+        "models.",
     )
     folder: str | None = Field(None, description="Where the data lies (required for `folder`), or is downloaded to.")
     download: bool = Field(True, description="Whether missing data may be downloaded.")
@@ -38,6 +39,22 @@ class DataSpec(Spec):
         False,
         description="Shift training images by up to an eighth of their size, and mirror them where that keeps "
         "the class (cifar10, folder, synthetic).",
+    )
+
+    path: str | None = Field(
+        None, description="A text file in UTF-8 (`text` only; default: Shakespeare's sonnets, which are embedded)."
+    )
+    tokens: str = Field(
+        "characters",
+        description="What a text consists of (`text` only): characters; bytes; or the path of a tokenizer in the JSON "
+        "format of Hugging Face's tokenizers.",
+    )
+    length: int = Field(64, ge=1, description="Number of tokens in a sample (`text` only).")
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="Distance between the beginnings of training samples, in tokens (`text` only; default: `length`, "
+        "so that samples do not overlap).",
     )
 
     @model_validator(mode="after")

@@ -226,7 +226,9 @@ class Session:
         loss, units, *sums = rest[3:]
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
-        return Totals(loss, self.task.report(loss, means), int(total), stops, comers, not broken, int(units))
+        return Totals(
+            loss, self.task.report(loss, means), int(total), stops, comers, not broken, int(units), self.task.unit
+        )
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""

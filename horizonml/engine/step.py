@@ -21,6 +21,7 @@ class Totals:
     newcomers: bool = False
     finite: bool = True  # whether the gradients of all stages with a single member are finite
     units: int = 0  # what the loss is a mean over: samples or, for example, tokens
+    unit: str = "samples"
 
 
 @dataclass(frozen=True)

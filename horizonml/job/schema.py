@@ -80,5 +80,5 @@ class Job(Spec):
 
         Where the ranks meet, and where each keeps its files, may differ from machine to machine.
         """
-        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": {"folder"}})
+        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": {"folder", "path"}})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

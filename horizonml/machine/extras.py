@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 from horizonml.errors import MissingPackage
 
-EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+EXTRAS = {
+    "matplotlib": "bench",
+    "kubernetes": "cluster",
+    "scipy": "svhn",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
+}
 
 
 def require(package: str, what: str) -> None:

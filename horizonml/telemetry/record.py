@@ -86,6 +86,8 @@ class StepRecord:
     rss_bytes: int
     joules: float | None  # used by this machine, on its first rank only; None if the machine does not measure it
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
+    unit: str = "samples"  # what the loss is a mean over
+    units: int = 0  # in the global batch
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""

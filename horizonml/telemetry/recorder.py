@@ -82,6 +82,8 @@ class Recorder:
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),
             divergence=step.divergence,
+            unit=step.totals.unit,
+            units=step.totals.units,
         )
         self._cpu = cpu
         self._lines.write(record.to_json())
