@@ -223,6 +223,8 @@ def _print_plan(job: Job, problem: Problem, found: Candidate, places: _Places, m
     )
     if len(shown) > 40:
         print_text(f"... and {count(len(shown) - 40, 'more rank')} (--out writes them all)")
+    if model.note:
+        print_text(model.note)
     seconds = found.prediction.seconds
     print()
     print_text(

@@ -29,8 +29,8 @@ class ModelSpec(Spec):
 
     name: str = Field(
         "digits_cnn",
-        description=f"One of {', '.join(MODELS)}; `transformers:CLASS`, a model of Hugging Face's transformers with new "
-        "weights, such as transformers:GPT2LMHeadModel; `timm:NAME`, a model of timm with new weights; or "
+        description=f"One of {', '.join(MODELS)}; `transformers:CLASS`, a model of Hugging Face's transformers with "
+        "new weights, such as transformers:GPT2LMHeadModel; `timm:NAME`, a model of timm with new weights; or "
         "`module:callable`, a subclass of torch.nn.Module or a function that returns one (and says so: `def build() -> "
         "torch.nn.Module`). A job file that names `module:callable` is code, because that module is imported and "
         "called: run such job files only if you trust them.",

@@ -109,7 +109,8 @@ class Structure:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{name} cannot be cut by its modules for inputs of shape {shapes}: {error}. {self._input.advice}".rstrip()
+                f"{name} cannot be cut by its modules for inputs of shape {shapes}: {error}. "
+                f"{self._input.advice}".rstrip()
             ) from error
 
     def _find_needed(self) -> list[set[Result]]:
