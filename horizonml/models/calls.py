@@ -49,10 +49,10 @@ class Leaf:
     two: tuple[int, ...]
     dtype: torch.dtype
 
-    def zeros(self, batch: int) -> Tensor:
-        """Return zeros that take no memory, in place of a tensor that nothing depends on."""
+    def zeros(self, batch: int, in_memory: bool = False) -> Tensor:
+        """Return zeros in place of a tensor that nothing depends on; they take no memory unless asked to."""
         shape = [first + (second - first) * (batch - 1) for first, second in zip(self.one, self.two, strict=True)]
-        return torch.zeros((), dtype=self.dtype).expand(shape)
+        return torch.zeros(shape if in_memory else (), dtype=self.dtype).expand(shape)
 
     @property
     def spec(self) -> TensorSpec | None:
@@ -200,7 +200,7 @@ class _Run:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
         """Return the model's result, what it is made of, and the results that the glue has changed."""
-        with torch.no_grad(), self.tracker:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.tracker:
             result = self._root(*args, **kwargs)
             changed = frozenset(found for found, tensor in self._results.items() if tensor._version)
             return result, self.tracker.of(result) | self.tracker.control, changed

@@ -51,10 +51,7 @@ class _Run:
         part = self._part
         self._values = dict(zip(part.entering, values, strict=True))
         self._position, self._batch = 0, len(values[0])
-        inputs = [
-            self._values[INPUTS, place] if (INPUTS, place) in self._values else leaf.zeros(self._batch)
-            for place, leaf in enumerate(part.calls.inputs)
-        ]
+        inputs = [self._value((INPUTS, place), leaf) for place, leaf in enumerate(part.calls.inputs)]
         return arguments(inputs, part.names)
 
     def call(self, module: nn.Module, unit: str, args: Any, kwargs: Any) -> Any:
@@ -81,10 +78,16 @@ class _Run:
         """Return what an earlier unit returned, with zeros for the tensors on which nothing depends here."""
         call = self._part.calls.calls[number]
         leaves = [
-            self._values.get((number, place), leaf.zeros(self._batch)) if isinstance(leaf, Leaf) else leaf
+            self._value((number, place), leaf) if isinstance(leaf, Leaf) else leaf
             for place, leaf in enumerate(call.leaves)
         ]
         return tree_unflatten(leaves, call.structure)
+
+    def _value(self, result: Result, leaf: Leaf) -> Tensor:
+        """Return what has travelled, or zeros; only what is changed in place needs zeros of its own."""
+        if result in self._values:
+            return self._values[result]
+        return leaf.zeros(self._batch, in_memory=result in self._part.calls.changed)
 
     def leave(self) -> tuple[Tensor, ...]:
         """Return the tensors that travel on."""

@@ -116,7 +116,7 @@ def test_models_of_transformers_are_cut_at_every_block(name: str, input: InputSp
     values = (tokens(), mask())[: len(input.tensors)]
     if input is MASKED:
         assert [len(boundary.tensors) for boundary in model.chain.boundaries[2:5]] == [2, 2, 2]  # the mask travels
-    compare_with_model(original, cut(original, input)[0], values)
+    compare_with_model(original, cut(original, input)[0], values, input.names)
 
 
 def _original(name: str, input: InputSpec, like: nn.Module) -> nn.Module:
