@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
+from horizonml.models.boundary import values_of
 from horizonml.models.cutting import cut
 from horizonml.models.gpt import GPT
 from horizonml.models.spec import ModelSpec
@@ -80,8 +82,8 @@ def test_a_gpt_begins_by_knowing_nothing() -> None:
     """Its first loss is that of guessing, and both uses of a tied weight begin with the same values."""
     model = build(ModelSpec(name="gpt", options={"layers": 2}), 0, LOGITS, TOKENS)
     stage = model.stage(0, len(model.chain))
-    loss = torch.nn.functional.cross_entropy(stage(tokens()).flatten(0, 1), tokens().flatten())
-    assert abs(float(loss) - torch.log(torch.tensor(float(WORDS)))) < 0.2
+    loss = torch.nn.functional.cross_entropy(stage(tokens()).detach().flatten(0, 1), tokens().flip(1).flatten())
+    assert float(loss) == pytest.approx(math.log(WORDS), abs=0.2)
     values = dict(stage.named_parameters())
     assert torch.equal(values["tokens.weight"], values["head.weight"])
     assert float(values["blocks.0.down.weight"].detach().std()) == pytest.approx(0.01, rel=0.05)
@@ -165,7 +167,7 @@ def test_models_of_timm_are_known_by_name() -> None:
 
 UNTRACEABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "blocks": (models.Stubborn, (1, 8, 8), 6),
-    "a U-Net": (models.StubbornUNet, (1, 8, 8), 7),
+    "a U-Net": (models.StubbornUNet, (1, 8, 8), 6),
     "a shared block": (lambda: models.Stubborn(shared=True), (1, 8, 8), 2),
     "in place": (models.StubbornInPlace, (1, 8, 8), 3),
 }
@@ -201,8 +203,8 @@ def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
         for stage in stages:
             stage.train(mode)
             assert all(module.training == mode for module in stage.modules())
-    value = torch.randn(4, 1, 8, 8)
-    whole = model.stage(0, len(model.chain)).eval()(value)
+    values: tuple[Tensor, ...] = (torch.randn(4, 1, 8, 8),)
+    whole = model.stage(0, len(model.chain)).eval()(*values)
     for stage in stages:
-        value = stage.eval()(value)
-    torch.testing.assert_close(value, whole, rtol=0, atol=0)
+        values = values_of(stage.eval()(*values))
+    torch.testing.assert_close(values[0], whole, rtol=0, atol=0)

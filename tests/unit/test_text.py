@@ -89,7 +89,7 @@ def test_a_tokenizer_of_the_users_own(alphabet: Path, tmp_path: Path) -> None:
     given = spec(words, tokens=str(tmp_path / "words.json"))
     info = describe(given)
     assert info is not None
-    assert info.outputs == tokenizer.get_vocab_size() == 10
+    assert info.outputs == tokenizer.get_vocab_size() == 9
     data = load(given, info, tmp_path)
     assert tokenizer.decode(data.train.inputs(torch.tensor([0]))[0].tolist()) == "the cat sat on the mat and the"
     with pytest.raises(DataError, match="neither bytes, characters, nor a tokenizer"):
