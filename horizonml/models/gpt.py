@@ -17,7 +17,7 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys would have no effect
         self.out = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -170,7 +170,9 @@ def test_parameters_after_three_steps_equal_those_of_one_process(pool: Pool, cas
         for key, value in state.items():
             if key.startswith("model/"):
                 seen.add(key)
-                assert distance(value, expected[key]) < 1e-5, f"rank {rank}, {key}"
+                # The bias of an attention's keys has no effect: its gradient is the rounding error of zero.
+                close = distance(value, expected[key]) < 1e-5 or float((value - expected[key]).norm()) < 1e-12
+                assert close, f"rank {rank}, {key}"
     assert seen == set(expected)
 
 
