@@ -29,13 +29,11 @@ def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor
     import_torchvision()  # which transformers imports, too, and which needs help beside a CPU build of torch
     import transformers
 
-    cls = getattr(transformers, name, None)
-    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and cls.config_class):
-        known = [
-            entry for entry in dir(transformers) if entry.endswith(("LMHeadModel", "ForCausalLM", "Classification"))
-        ]
+    cls: Any = getattr(transformers, name, None)
+    config: Any = getattr(cls, "config_class", None)
+    if config is None or not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        known = [entry for entry in dir(transformers) if "For" in entry or entry.endswith("LMHeadModel")]
         raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
-    config = cls.config_class
     defaults: dict[str, Any] = {"use_cache": False}
     length = sequence_length(input)
     if _predicts_words(name):
