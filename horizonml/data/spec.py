@@ -24,8 +24,8 @@ class DataSpec(Spec):
         "one directory of images per class; synthetic makes noise of any shape, to measure speed. table reads columns "
         "of CSV or Parquet files; huggingface reads columns of a data set that was saved with `save_to_disk`, or of a "
         "local one; stream fetches shards (tar files) while training; text is for language models. Or "
-        "`module:callable`, code of your own that returns a `torch.utils.data.Dataset`, or a pair of them (training and "
-        "held out), and is imported and run; see docs/data.md.",
+        "`module:callable`, code of your own that returns a `torch.utils.data.Dataset`, or a pair of them (training "
+        "and held out), and is imported and run; see docs/data.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own `name`.")
     folder: str | None = Field(None, description="Where the data lies (required for `folder`), or is downloaded to.")

@@ -67,7 +67,7 @@ def load(spec: DataSpec, info: DataInfo) -> Data:
             generator = torch.Generator().manual_seed(name_seed(_SUBSET_SEED, available))
             members = torch.randperm(available, generator=generator)[:samples]
         splits.append(TextSplit(part.clone(), members * stride, spec.length))
-    return Data(info, *splits)
+    return Data(info, splits[0], splits[1])
 
 
 def unigram_perplexity(spec: DataSpec) -> float:
