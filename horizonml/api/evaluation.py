@@ -26,6 +26,7 @@ from horizonml.job.schema import Job
 from horizonml.state.shards import find
 from horizonml.tasks.choose import channels_for
 
+_WITH_PATH = ("table", "huggingface", "stream", "text")
 Parts = Literal["held-out", "train", "all"]
 CheckpointLike = Run | str | os.PathLike[str]
 """A trained model: a run, the folder of a run (its newest intact checkpoint), or the folder of a checkpoint."""
@@ -159,20 +160,27 @@ def trained_with(checkpoint: Path, data: str | None, overrides: Sequence[str]) -
     path, metadata = find(checkpoint)
     job = job_of(path, metadata)
     values = job.model_dump()
-    if data is not None and job.data.path is not None and Path(data).exists():
-        values["data"] |= {"path": data}  # other content of the same form
-    elif data is not None:
-        values["data"] = _like_before(data_section(data), info_of(path, metadata, job))
+    if data is not None:
+        values["data"] = _elsewhere(job, data) or _like_before(data_section(data), info_of(path, metadata, job))
     return load_trained(path, job=from_values(values, f"the job of {path}", overrides))
 
 
 def with_data(found: Trained, data: DataLike) -> Trained:
     """Return a trained model whose job has other data. Raises HorizonError."""
-    job, given = make_job(found.job.model_copy(update={"data": DataSpec()}), data=data)
-    given.install()
-    values = job.model_dump()
-    values["data"] = _like_before(job.data.model_dump(exclude_unset=True), found.info)
-    return replace(found, job=from_values(values, f"the job of {found.path}"))
+    values = found.job.model_dump()
+    elsewhere = _elsewhere(found.job, data) if isinstance(data, str | os.PathLike) else None
+    if elsewhere is None:
+        job, given = make_job(found.job.model_copy(update={"data": DataSpec()}), data=data)
+        given.install()
+        elsewhere = _like_before(job.data.model_dump(exclude_unset=True), found.info)
+    return replace(found, job=from_values({**values, "data": elsewhere}, f"the job of {found.path}"))
+
+
+def _elsewhere(job: Job, place: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the fields of a job's data with the path of other content of the same form, if `place` is one."""
+    if job.data.name not in _WITH_PATH or not Path(place).exists():
+        return None
+    return {**job.data.model_dump(), "path": os.fspath(place), "samples": None}
 
 
 def _like_before(section: dict[str, Any], info: DataInfo) -> dict[str, Any]:
@@ -232,6 +240,23 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
                 yield opened.batch(name == "train", indices)
 
 
+def _check_own_content(found: Trained) -> None:
+    """Raise DataError if other data than that of the training is scaled or numbered by its own content."""
+    before, spec = job_of(found.path, found.metadata).data, found.job.data
+    if (spec.name, spec.path) == (before.name, before.path):
+        return
+    if spec.name == "table" and spec.normalize:
+        raise DataError(
+            f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
+            f"{before.path or before.name}; train with data.normalize: false and scale the columns yourself"
+        )
+    if spec.name == "text" and spec.tokens == "characters":
+        raise DataError(
+            f"data.tokens: the characters of {spec.path} would be numbered in another way than those of "
+            f"{before.path or 'the sonnets'}; train with data.tokens: bytes, or a tokenizer"
+        )
+
+
 def _check_fit(found: Trained, info: DataInfo) -> None:
     """Raise DataError if the model was trained on data of another kind."""
     known, name = found.info, found.job.data.name
@@ -244,12 +269,7 @@ def _check_fit(found: Trained, info: DataInfo) -> None:
     if known.labels and info.labels and info.labels != known.labels:
         names = [", ".join(one.labels) for one in (info, known)]
         raise DataError(f"data: {name} has the classes {names[0]}, but the model was trained on {names[1]}")
-    trained_on, spec = job_of(found.path, found.metadata).data, found.job.data
-    if spec.name == "table" and spec.normalize and (spec.name, spec.path) != (trained_on.name, trained_on.path):
-        raise DataError(
-            f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
-            f"{trained_on.path or trained_on.name}; train with data.normalize: false and scale the columns yourself"
-        )
+    _check_own_content(found)
     if info.outputs > known.outputs:
         raise DataError(
             f"data: {name} has {info.outputs} classes or values, but the model was trained on {known.outputs}"
