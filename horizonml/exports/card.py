@@ -78,6 +78,7 @@ class Subject:
     info: DataInfo | None  # None where the checkpoint does not say it
     values: int  # in parameters and buffers
     check: str  # what was found when it was verified
+    average: bool = False  # whether its parameters are their moving averages
 
 
 def write_card(about: Subject) -> str:
@@ -92,7 +93,7 @@ def write_card(about: Subject) -> str:
         "file": about.draft.name,
         "format": about.format.words,
         "model": f"`{job.model.name}`",
-        "size": f"{about.values:,} values in parameters and buffers",
+        "size": f"{about.values:,} values in parameters and buffers" + ", moving averages" * about.average,
         "version": versions.get("horizonml", "of an unknown version"),
         "data": job.data.name,
         "samples": _samples(job, about.info),
