@@ -130,6 +130,8 @@ def _print_plan(planned: Planned) -> None:
     )
     if len(shown) > 40:
         print_text(f"... and {count(len(shown) - 40, 'more rank')} (--out writes them all)")
+    if model.note:
+        print_text(model.note)
     seconds = found.prediction.seconds
     print()
     print_text(

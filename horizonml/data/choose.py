@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from horizonml.data import hub, images, own, stream, table
+from horizonml.data import hub, images, own, stream, table, text
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError
@@ -22,6 +22,8 @@ def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
         return table.describe(spec)
     if spec.name == "stream":
         return stream.describe(spec)
+    if spec.name == "text":
+        return text.describe(spec)
     return own.describe(spec, _opener(spec))
 
 
@@ -33,6 +35,8 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
         return table.load(spec, info, inputs, targets)
     if spec.name == "stream":
         return stream.load(spec, info, inputs, targets)
+    if spec.name == "text":
+        return text.load(spec, info)
     return own.load(spec, info, _opener(spec), inputs, targets)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,15 +34,20 @@ class Batch(Protocol):
     def size(self) -> int:
         """Return the number of samples in the global batch."""
 
-    @property
-    def waits(self) -> bool:
-        """Return whether asking for rows waits for workers that load them, rather than reads them here."""
-
     def inputs(self, start: int, stop: int) -> Inputs:
         """Return rows `start` to `stop - 1` of the model's inputs; the first stage asks for them."""
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return rows `start` to `stop - 1` of the targets to judge outputs against; the last stage asks for them."""
+
+
+@runtime_checkable
+class BatchOfWorkers(Protocol):
+    """Tells of a batch whether workers load its rows: asking for them waits, and does not read them here."""
+
+    @property
+    def waits(self) -> bool:
+        """Return whether that is so."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,6 @@ class DataBatch:
     indices: Tensor
     augment_seed: int | None = None
     skipped: int = 0  # how many of the indices stand in for samples that cannot be read
-
-    waits: ClassVar[bool] = False
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from horizonml.text import nearest
 
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "folder", "synthetic")
 FILES = ("table", "huggingface", "stream")
-DATASETS = (*IMAGES, *FILES)
+DATASETS = (*IMAGES, *FILES, "text")
 
 
 class DataSpec(Spec):
@@ -23,15 +23,16 @@ class DataSpec(Spec):
         description="digits is embedded; cifar10, svhn and mnist are downloaded once per machine; folder reads "
         "one directory of images per class; synthetic makes noise of any shape, to measure speed. table reads columns "
         "of CSV or Parquet files; huggingface reads columns of a data set that was saved with `save_to_disk`, or of a "
-        "local one; stream fetches shards (tar files) while training. Or `module:callable`, code of your own that "
-        "returns a `torch.utils.data.Dataset`, or a pair of them (training and held out); see docs/data.md.",
+        "local one; stream fetches shards (tar files) while training; text is for language models. Or "
+        "`module:callable`, code of your own that returns a `torch.utils.data.Dataset`, or a pair of them (training "
+        "and held out), and is imported and run; see docs/data.md.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own `name`.")
     folder: str | None = Field(None, description="Where the data lies (required for `folder`), or is downloaded to.")
     path: str | None = Field(
         None,
         description="The file or folder of a table or a Hugging Face data set, or the folder or URL of a stream's "
-        "index (required for these).",
+        "index (required for these); or a text file in UTF-8 (default: Shakespeare's sonnets, which are embedded).",
     )
     inputs: list[str] | None = Field(
         None, description="The columns, or in a stream the extensions, that the model gets (default: all others)."
@@ -89,6 +90,19 @@ class DataSpec(Spec):
     )
     disk: int = Field(
         4 << 30, ge=1, description="Most bytes of a stream's shards that a machine keeps on its disk at a time."
+    )
+
+    tokens: str = Field(
+        "characters",
+        description="What a text consists of (`text` only): characters; bytes; or the path of a tokenizer in the JSON "
+        "format of Hugging Face's tokenizers.",
+    )
+    length: int = Field(64, ge=1, description="Number of tokens in a sample (`text` only).")
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="Distance between the beginnings of training samples, in tokens (`text` only; default: `length`, "
+        "so that samples do not overlap).",
     )
 
     @model_validator(mode="after")

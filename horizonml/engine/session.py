@@ -261,8 +261,10 @@ class Session:
         loss, units, *sums = rest[_FLAGS:]
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
-        metrics = self.task.report(loss, means)
-        return Totals(loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units))
+        metrics, unit = self.task.report(loss, means), self.task.unit
+        return Totals(
+            loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
+        )
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
+from horizonml.data.dataset import BatchOfWorkers
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.engine.clock import LOAD, Clock
@@ -45,6 +47,9 @@ class StageStep:
         self.batch, self.micros, self.seed, self.number = batch, micros, seed, number
         self.held: dict[int, tuple[Values, Values]] = {}  # inputs and outputs of each micro-batch
         self.split: dict[int, SplitBackward] = {}
+        self.loading: Literal["wait", "compute"] = "compute"
+        if isinstance(batch, BatchOfWorkers) and batch.waits:
+            self.loading = "wait"
         self._task = task
         self.loss, self.units = 0.0, 0  # summed over the rows that this member has judged
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
@@ -204,12 +209,12 @@ class StageRuntime:
         torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
-            self._clock.switch("wait" if step.batch.waits else "compute", LOAD, number)
+            self._clock.switch(step.loading, LOAD, number)
             entered = values_of(step.batch.inputs(micro.start, micro.stop))
         else:
             entered = self.entry.leaves(self._inputs.receive(number), torch.is_grad_enabled())
         if self.is_last:
-            self._clock.switch("wait" if step.batch.waits else "compute", LOAD, number)
+            self._clock.switch(step.loading, LOAD, number)
             targets = step.targets(micro)
         self._clock.switch("compute", "forward", number)
         result = self.module(*entered)

@@ -23,6 +23,7 @@ class Totals:
     hurry: bool = False  # whether a follower has no room for the gradients of more steps
     finite: bool = True  # whether the gradients of all stages with a single member are finite
     units: int = 0  # what the loss is a mean over: samples or, for example, tokens
+    unit: str = "samples"
 
 
 @dataclass(frozen=True)

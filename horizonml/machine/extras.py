@@ -21,6 +21,9 @@ EXTRAS = {
     "mlflow": "mlflow",
     "sqlalchemy": "mlflow",
     "alembic": "mlflow",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
 }
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.chain import Chain
+from horizonml.models.cutting import Layers, cut
+from horizonml.models.language import gpt_model
+from horizonml.models.libraries import LIBRARIES
 from horizonml.models.source import find
-from horizonml.models.spec import MODELS, ModelSpec
+from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -29,10 +31,11 @@ _OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number 
 class Model:
     """Holds a model as a chain of layers, with what is needed to give its parameters their initial values."""
 
-    chain: Chain
+    chain: Layers
     tape: Tape
     seed: int
     ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
+    note: str = ""  # a sentence about how the model was cut, if there is anything to say
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
@@ -87,7 +90,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
     ties = untie(model)
-    chain = Chain(model, input)
+    chain, note = cut(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
         needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
@@ -95,7 +98,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed, ties)
+    return Model(chain, tape, seed, ties, note)
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
@@ -119,8 +122,13 @@ def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: Inpu
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
     """Return a function that constructs the model with the job's options, and with defaults for what they leave out."""
     function: Callable[..., nn.Module]
-    if spec.name in MODELS:
+    library, _, name = spec.name.partition(":")
+    if spec.name in VISION_MODELS:
         function, defaults = vision_model(spec.name, outputs, input)
+    elif spec.name == "gpt":
+        function, defaults = gpt_model(outputs, input)
+    elif library in LIBRARIES:
+        function, defaults = LIBRARIES[library](name, outputs, input)
     else:
         function = find(spec.name)
         defaults = {name: outputs for name in _OUTPUTS if _accepts(function, name)}

@@ -63,9 +63,13 @@ class _Window:
         }
         if short:
             split = "/".join(f"{100 * part:.0f}" for part in parts.values())
-            return f"{sum(record.batch for record in self._records) / wall:,.0f}/s, {split}%"
+            return f"{self._count() / wall:,.0f}/s, {split}%"
         split = " ".join(f"{name} {part:.0%}" for name, part in parts.items())
-        return f"{sum(record.batch for record in self._records) / wall:,.0f} samples/s | {split}"
+        return f"{self._count() / wall:,.0f} {self._records[-1].unit}/s | {split}"
+
+    def _count(self) -> int:
+        """Return the samples of these steps, or the tokens, where the loss is a mean over tokens."""
+        return sum(record.batch if record.unit == "samples" else record.units for record in self._records)
 
 
 def _evaluated(record: EvaluationRecord, epochs: int) -> str:

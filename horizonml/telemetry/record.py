@@ -88,6 +88,8 @@ class StepRecord:
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
     load: float = 0.0  # seconds of `wait` or `compute` in which the step could not go on without its data
     skipped: int = 0  # samples of the global batch that could not be read and were replaced
+    unit: str = "samples"  # what the loss is a mean over
+    units: int = 0  # in the global batch
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""

@@ -94,6 +94,8 @@ class Recorder:
             divergence=step.divergence,
             load=step.load,
             skipped=skipped,
+            unit=step.totals.unit,
+            units=step.totals.units,
         )
         self._cpu = cpu
         self._write(record.to_json())

@@ -52,7 +52,8 @@ def job(folder: Path, data: dict[str, Any], parallel: dict[str, Any]) -> Job:
     """Two epochs of four steps on 49 points, the last of one sample."""
     values = {
         "folder": str(folder), "epochs": 2, "batch_size": 16, "model": {"name": "tests.tasks:perceptron"},
-        "data": {"name": "tests.datasets:Points", **data}, "optimizer": {"lr": 0.05, "momentum": 0.9},
+        "data": {"name": "tests.datasets:Points", **data}, "lr_schedule": {"name": "constant"},
+        "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
         "parallel": {"micro_batches": 2, **parallel},
     }  # fmt: skip
     return parse(json.dumps(values), "job")
@@ -116,10 +117,11 @@ def test_every_plan_trains_on_a_data_set_of_ones_own_as_one_process_does(pool: P
             lines = list(read_lines(tmp_path / f"{ranks}-rank-{rank}.jsonl"))
             records = [line for line in lines if line["kind"] == "step"]
             reads = name.startswith("ddp") or rank in (0, ranks - 1)
-            assert all((line["load"] > 0) == reads for line in records)
+            # The last batch of an epoch is a single sample, of which not all members of a stage have a row.
+            assert all((line["load"] > 0) == (reads and line["samples"] > 0) for line in records)
             assert all(line["load"] <= line["wait"] for line in records)
-            skipped = {line["step"]: line["skipped"] for line in records}
-            assert sum(skipped.values()) == (6 if kind == "skipped" else 0)  # each of three twice
+            # Two of the three are in the training part, in two epochs.
+            assert sum(line["skipped"] for line in records) == (4 if kind == "skipped" else 0)
 
 
 MINE = """

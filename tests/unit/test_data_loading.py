@@ -74,6 +74,7 @@ def test_rows_are_the_same_whoever_loads_them(kind: str, noise: float) -> None:
     assert len(batches) == 12
     for number in range(12):
         plain, found = batches._batches(number), batches.take(number)
+        assert isinstance(found, LoadedBatch)
         assert found.waits is (kind != "here")
         for start, stop in halves(plain.size).inputs:
             assert torch.equal(found.inputs(start, stop), plain.inputs(start, stop))

@@ -129,7 +129,7 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
 def test_a_job_that_is_not_there_is_told_with_the_ready_ones(tmp_path: Path) -> None:
     missing = command(tmp_path, "validate", "jobs/digitz.yaml")
     assert missing.returncode == 2
-    assert "(cifar10, digits, explicit-plan, folder, synthetic); did you mean 'digits'?" in missing.stderr
+    assert "(cifar10, digits, explicit-plan, folder, synthetic, text); did you mean 'digits'?" in missing.stderr
 
 
 MISSING = [
