@@ -29,7 +29,7 @@ license: unknown # fill in, for example apache-2.0
 
 # $name
 
-`$file` is a $format of $model, trained on $data with HorizonML $version.
+`$file` ($format) holds $model, trained on $data with HorizonML $version.
 
 | | |
 |---|---|

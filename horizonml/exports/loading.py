@@ -22,7 +22,7 @@ def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> s
             f'session = onnxruntime.InferenceSession("{file}")',
             f"outputs = session.run(None, {{{feed}}})",
         ]
-        after = "The inputs are NumPy arrays; any number of samples is one batch."
+        after = "The inputs are tensors of samples, of which any number is one batch."
     elif format is Format.TORCH_EXPORT:
         arguments = ", ".join(f"{name}={name}" for name in names) or "input"
         lines = ["import torch", "", f'model = torch.export.load("{file}").module()', f"outputs = model({arguments})"]
@@ -71,5 +71,5 @@ def _sizes(name: str, info: DataInfo | None) -> dict[str, object]:
     if name.startswith("timm:"):
         return {"num_classes": outputs, "in_chans": shape[0]}
     if name in TORCHVISION_MODELS:
-        return {"num_classes": outputs} | ({"image_size": shape[1]} if name.startswith("vit") else {})
+        return {"num_classes": outputs, **({"image_size": shape[1]} if name.startswith("vit") else {})}
     return {}
