@@ -40,6 +40,9 @@ def export(
     card: Annotated[
         bool, typer.Option("--card/--no-card", help="Whether to write a model card beside the file, OUTPUT.md.")
     ] = True,
+    average: Annotated[
+        bool, typer.Option("--average", help="Take the moving averages of the parameters (see ema.decay).")
+    ] = False,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +61,7 @@ def export(
     from horizonml.exports.export import export as export_checkpoint
     from horizonml.telemetry.record import metric_text
 
-    done = export_checkpoint(checkpoint, output, format, verify, card, overrides or ())
+    done = export_checkpoint(checkpoint, output, format, verify, card, overrides or (), average)
     held_out = [
         f", held-out {name.removeprefix('held_out_')} {metric_text(name.removeprefix('held_out_'), value)}"
         for name, value in done.metrics.items()

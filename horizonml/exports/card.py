@@ -29,7 +29,7 @@ license: unknown # fill in, for example apache-2.0
 
 # $name
 
-`$file` is a $format of $model, trained on $data with HorizonML $version.
+`$file` ($format) holds $model, trained on $data with HorizonML $version.
 
 | | |
 |---|---|
@@ -78,6 +78,7 @@ class Subject:
     info: DataInfo | None  # None where the checkpoint does not say it
     values: int  # in parameters and buffers
     check: str  # what was found when it was verified
+    average: bool = False  # whether its parameters are their moving averages
 
 
 def write_card(about: Subject) -> str:
@@ -92,7 +93,7 @@ def write_card(about: Subject) -> str:
         "file": about.draft.name,
         "format": about.format.words,
         "model": f"`{job.model.name}`",
-        "size": f"{about.values:,} values in parameters and buffers",
+        "size": f"{about.values:,} values in parameters and buffers" + ", moving averages" * about.average,
         "version": versions.get("horizonml", "of an unknown version"),
         "data": job.data.name,
         "samples": _samples(job, about.info),

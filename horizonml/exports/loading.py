@@ -7,6 +7,9 @@ from horizonml.exports.formats import Format
 from horizonml.job.schema import Job
 from horizonml.models.spec import TORCHVISION_MODELS
 
+# HorizonML's own models: the module and the constructor.
+_OWN = {"digits_cnn": ("small", "digits_cnn"), "gpt": ("gpt", "GPT")}
+
 
 def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> str:
     """Return the lines as a code block of Markdown, with what they need."""
@@ -19,7 +22,7 @@ def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> s
             f'session = onnxruntime.InferenceSession("{file}")',
             f"outputs = session.run(None, {{{feed}}})",
         ]
-        after = "The inputs are NumPy arrays; any number of samples is one batch."
+        after = "The inputs are tensors of samples, of which any number is one batch."
     elif format is Format.TORCH_EXPORT:
         arguments = ", ".join(f"{name}={name}" for name in names) or "input"
         lines = ["import torch", "", f'model = torch.export.load("{file}").module()', f"outputs = model({arguments})"]
@@ -38,26 +41,35 @@ def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> s
 
 def _constructor(job: Job, info: DataInfo | None) -> tuple[list[str], str, str]:
     """Return the imports and the expression that build the job's model, and what to add about them."""
-    options: dict[str, object] = dict(job.model.options)
-    if job.model.name in TORCHVISION_MODELS:
-        if info is not None:
-            options = {"num_classes": info.outputs} | options
-        if info is not None and job.model.name.startswith("vit"):
-            options = {"image_size": info.inputs[0].shape[1]} | options
-        return ["import torchvision"], f"torchvision.models.{job.model.name}({_keywords(options)})", ""
-    if job.model.name == "digits_cnn":
-        if info is not None:
-            channels, size, _ = info.inputs[0].shape
-            options = {"num_classes": info.outputs, "channels": channels, "image_size": size} | options
-        return ["from horizonml.models.small import digits_cnn"], f"digits_cnn({_keywords(options)})", ""
     module, _, name = job.model.name.partition(":")
-    if not name:
-        return [], f"...  # {job.model.name}({_keywords(options)})", ""
-    first = name.partition(".")[0]
-    given = {"num_outputs", "num_classes"} & options.keys()
-    note = f"; give it the number of outputs, {info.outputs}, if it takes one" if info and not given else ""
-    return [f"from {module} import {first}"], f"{name}({_keywords(options)})", note
+    options = {**_sizes(job.model.name, info), **job.model.options}
+    given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+    if job.model.name in TORCHVISION_MODELS:
+        return ["import torchvision"], f"torchvision.models.{module}({given})", ""
+    if module == "timm":
+        return ["import timm"], f"timm.create_model({', '.join([repr(name), given])})", ""
+    if module == "transformers":
+        note = ", with the sizes that the data gives it where the options do not say them"
+        return [f"from transformers import {name}"], f"{name}({name}.config_class({given}))", note
+    if not name:  # one of HorizonML's own
+        place, name = _OWN.get(module, (module, module))
+        return [f"from horizonml.models.{place} import {name}"], f"{name}({given})", ""
+    outputs = {"num_outputs", "num_classes"} & options.keys()
+    note = f"; give it the number of outputs, {info.outputs}, if it takes one" if info and not outputs else ""
+    return [f"from {module} import {name.partition('.')[0]}"], f"{name}({given})", note
 
 
-def _keywords(options: dict[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+def _sizes(name: str, info: DataInfo | None) -> dict[str, object]:
+    """Return the arguments that the data determines of a model that is known by its name."""
+    if info is None:
+        return {}
+    outputs, shape = info.outputs, info.inputs[0].shape
+    if name == "digits_cnn":
+        return {"num_classes": outputs, "channels": shape[0], "image_size": shape[1]}
+    if name == "gpt":
+        return {"vocabulary": outputs, "context": shape[0]}
+    if name.startswith("timm:"):
+        return {"num_classes": outputs, "in_chans": shape[0]}
+    if name in TORCHVISION_MODELS:
+        return {"num_classes": outputs, **({"image_size": shape[1]} if name.startswith("vit") else {})}
+    return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from horizonml.models.zoo import construct
 from horizonml.state.shards import Metadata, find
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.tasks.task import InputSpec, Task
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,12 @@ def flat_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
-def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = None) -> Trained:
+def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = None, average: bool = False) -> Trained:
     """Return the model of a checkpoint, or of the newest intact one of a run's folder, in memory and in eval mode.
 
     The model is built by the code that the checkpoint's job names, as in training; `overrides` change fields of that
-    job, such as `data.folder=/mnt/data`, and `job` takes its place. Raises HorizonError.
+    job, such as `data.folder=/mnt/data`, and `job` takes its place. With `average`, the parameters are their moving
+    averages. Raises HorizonError.
     """
     path, metadata = find(source)
     job = job or job_of(path, metadata, overrides)
@@ -73,11 +77,13 @@ def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = 
     module = construct(job.model, job.seed, task.outputs(info), input)
     try:
         # What has no part in the forward pass is in no checkpoint, and stays as it was built.
-        unexpected = module.load_state_dict(mapped_weights(path, metadata), strict=False).unexpected_keys
+        missing, unexpected = module.load_state_dict(mapped_weights(path, metadata, average), strict=False)
     except RuntimeError as error:
         raise CheckpointError(_unfit(path, job, " ".join(str(error).split())[:300])) from error
     if unexpected:
         raise CheckpointError(_unfit(path, job, f"the model has no {unexpected[0]}"))
+    if missing:
+        _log.warning("%s has no values for %s, which stay as they were built", path, ", ".join(missing))
     return Trained(module.eval(), job, info, task, input, path, metadata)
 
 

@@ -96,7 +96,9 @@ def test_devices_that_measure_no_energy_are_counted(tmp_path: Path) -> None:
     ("model", "expected"),
     [
         ("{name: resnet18}", ["import torchvision", "model = torchvision.models.resnet18(num_classes=7)"]),
-        ("{name: vit_b_16}", ["torchvision.models.vit_b_16(image_size=32, num_classes=7)"]),
+        ("{name: vit_b_16}", ["torchvision.models.vit_b_16(num_classes=7, image_size=32)"]),
+        ("{name: 'timm:resnet10t'}", ["import timm", "timm.create_model('resnet10t', num_classes=7, in_chans=3)"]),
+        ("{name: digits_cnn, options: {width: 4}}", ["digits_cnn(num_classes=7, channels=3, image_size=32, width=4)"]),
         (
             "{name: 'my.net:Nets.build', options: {width: 3}}",
             ["from my.net import Nets", "model = Nets.build(width=3)", "give it the number of outputs, 7"],

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from horizonml.exports import torch_export
 from horizonml.exports.export import Exported, export
 from horizonml.exports.samples import Samples, find_samples, noise
 from horizonml.exports.trained import Trained, load_trained
-from horizonml.exports.verify import compare
+from horizonml.exports.verify import check_weights, compare
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.state.shards import check, describe
@@ -297,6 +298,23 @@ def test_outputs_that_differ_are_refused(ours: list[list[float]], theirs: list[l
         compare("file", "1 sample", [same], [same, same])
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"a": torch.tensor([1.0, 2.0])}, "b is not in both"),
+        ({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([float("nan")]), "c": torch.ones(1)}, "c is not in both"),
+        ({"a": torch.tensor([1.0, 2.1]), "b": torch.tensor([float("nan")])}, "a differs from the checkpoint"),
+        ({"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([float("nan")])}, "a differs from the checkpoint"),
+        ({"a": torch.tensor([[1.0, 2.0]]), "b": torch.tensor([float("nan")])}, "a differs from the checkpoint"),
+    ],
+)
+def test_weights_that_differ_are_refused(found: dict[str, torch.Tensor], words: str) -> None:
+    expected = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([float("nan")])}
+    assert check_weights("file", expected, expected).startswith("2 tensors read back")
+    with pytest.raises(ExportError, match=f"^file is not written: reading it back, {words}$"):
+        check_weights("file", expected, found)
+
+
 def test_formats_go_by_the_ending(tmp_path: Path) -> None:
     path, _ = checkpoint_of(tmp_path / "run", job())
     assert load_file(tmp_path / str(export(path, tmp_path / "weights.bin", "safetensors").output.name))
@@ -341,3 +359,43 @@ def test_a_checkpoint_of_before_describes_its_data_by_the_data(tmp_path: Path) -
     assert torch.equal(trained.module(IMAGES), model(IMAGES))
     assert not trained.module.training
     assert isinstance(export(path, tmp_path / "model.pt"), Exported)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.onnx"])
+def test_moving_averages_take_the_place_of_parameters_that_have_them(tmp_path: Path, name: str) -> None:
+    path, model = checkpoint_of(tmp_path / "run", job())
+    with pytest.raises(CheckpointError, match="has no averages of the parameters: train with"):
+        export(path, tmp_path / name, average=True)
+    shard = path / "stage-0.safetensors"
+    tensors = load_file(shard)
+    average = torch.full_like(tensors["model/conv1a.weight"], 0.5)
+    save_file(tensors | {"optimizer/conv1a.weight/average": average}, shard)
+    metadata = json.loads((path / "checkpoint.json").read_text())
+    metadata["shards"]["stage-0.safetensors"] = describe(shard, len(tensors) + 1).model_dump()
+    (path / "checkpoint.json").write_text(json.dumps(metadata))
+    done = export(path, tmp_path / name, average=True)
+    assert done.card is not None
+    assert "in parameters and buffers, moving averages |" in done.card.read_text()
+    if name == "model.safetensors":
+        exported = load_file(tmp_path / name)
+        assert torch.equal(exported["conv1a.weight"], average)
+        assert torch.equal(exported["head.weight"], model.state_dict()["head.weight"])
+    else:
+        session = onnxruntime.InferenceSession(tmp_path / name)
+        outputs = torch.from_numpy(session.run(None, {"input": IMAGES.numpy()})[0])
+        model.get_parameter("conv1a.weight").data.copy_(average)
+        assert difference(outputs, model(IMAGES)) < 1e-4
+
+
+def test_what_a_checkpoint_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, _ = checkpoint_of(tmp_path / "run", job())
+    metadata = json.loads((path / "checkpoint.json").read_text())
+    shard = path / "stage-1.safetensors"
+    tensors = load_file(shard)
+    del tensors["model/head.bias"]
+    save_file(tensors, shard)
+    metadata["shards"]["stage-1.safetensors"] = describe(shard, len(tensors)).model_dump()
+    (path / "checkpoint.json").write_text(json.dumps(metadata))
+    load_trained(path)
+    (message,) = caplog.messages
+    assert message.endswith("has no values for head.bias, which stay as they were built")
