@@ -59,7 +59,7 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     if not samples:
         raise DataError(f"{opened.title} has no samples")
     train, held_out = divide(spec, samples, test)
-    first = _first(opened)
+    _, first = _first(opened, spec)
     target = first.targets if isinstance(first.targets, Tensor) else None
     described = TensorSpec(tuple(target.shape), target.dtype) if target is not None else None
     task = _task(opened, first.specs, described)
@@ -85,7 +85,7 @@ def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: 
     else:
         members, others = hold_out(samples, info.train, info.held_out)
         parts = (opened.train, members), (opened.train, others)
-    draws = _draws(opened)
+    draws = _draws(opened, spec)
     train, held_out = (OwnSplit(dataset, members, info, opened.title, draws) for dataset, members in parts)
     return Data(info, train, held_out, decodes=True, draws=draws)
 
@@ -124,8 +124,15 @@ def open_own(spec: DataSpec) -> Opened:
     return Opened(parts[0], parts[1], f"data.name: {spec.name}")
 
 
-def _first(opened: Opened) -> Sample:
-    return sample_of(_get(opened.train, 0, opened.title, 0), f"{opened.title}: sample 0")
+def _first(opened: Opened, spec: DataSpec) -> tuple[int, Sample]:
+    """Return the first sample and its index; with `data.corrupt: skip`, the first one that can be read."""
+    for index in range(len(opened.train)):
+        try:
+            return index, sample_of(_get(opened.train, index, opened.title, 0), f"{opened.title}: sample {index}")
+        except DataError:
+            if spec.corrupt == "stop":
+                raise
+    raise DataError(f"{opened.title}: no sample can be read")
 
 
 def _get(dataset: Any, index: int, title: str, seed: int | None, method: str = "__getitem__") -> Any:
@@ -145,11 +152,12 @@ def _get(dataset: Any, index: int, title: str, seed: int | None, method: str = "
         raise DataError(f"{title}: sample {index} cannot be read: {where(error)}") from error
 
 
-def _draws(opened: Opened) -> bool:
+def _draws(opened: Opened, spec: DataSpec) -> bool:
     """Return whether reading a sample draws from the generators that all of the process shares."""
+    index, _ = _first(opened, spec)
     with seeded(0):
         before = random_state()
-        _get(opened.train, 0, opened.title, None)
+        _get(opened.train, index, opened.title, None)
         return random_state() != before
 
 

@@ -144,6 +144,14 @@ def test_samples_that_differ_are_told_by_their_index() -> None:
         read_all(data)
 
 
+def test_the_first_sample_may_be_one_that_is_skipped() -> None:
+    of = DataSpec(name="tests.datasets:Points", options={"broken": [0, 1]}, corrupt="skip")
+    assert described(of).inputs == (TensorSpec((5,)),)
+    assert not loaded(of).draws
+    with pytest.raises(DataError, match="no sample can be read"):
+        described(DataSpec(name="tests.datasets:Points", options={"broken": list(range(61))}, corrupt="skip"))
+
+
 def test_the_number_of_classes_may_come_from_the_job() -> None:
     assert described(spec("numbers", classes=5)).outputs == 5
 
