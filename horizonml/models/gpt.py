@@ -42,8 +42,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Take and return `[batch, positions, width]`."""
         hidden = hidden + self.dropout(self.attention(self.norm1(hidden)))
-        mixed: Tensor = hidden + self.dropout(self.down(self.activation(self.up(self.norm2(hidden)))))
-        return mixed
+        added: Tensor = self.dropout(self.down(self.activation(self.up(self.norm2(hidden)))))
+        return hidden + added
 
 
 class GPT(nn.Module):

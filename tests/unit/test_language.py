@@ -116,6 +116,9 @@ def test_models_of_transformers_are_cut_at_every_block(name: str, input: InputSp
     whole = model.stage(0, len(model.chain))
     original = _original(name, input, whole)
     values = (tokens(), mask())[: len(input.tensors)]
+    with torch.no_grad():  # made without memory, a piece at a time, and as the library makes it
+        ours, theirs = whole.eval()(*values), original.eval()(**dict(zip(MASKED.names, values, strict=False)))
+    torch.testing.assert_close(ours["logits"], theirs["logits"], rtol=0, atol=0)
     if input is MASKED:
         assert [len(boundary.tensors) for boundary in model.chain.boundaries[2:5]] == [2, 2, 2]  # the mask travels
     compare_with_model(original, cut(original, input)[0], values, input.names)
@@ -190,6 +193,16 @@ def test_what_prevents_a_cut_is_named() -> None:
     assert "not cut where both sides would need blocks.0" in note
     _, note = cut(models.Stubborn(glued=True), InputSpec.of((1, 8, 8)))
     assert "not cut where both sides would need scale" in note
+
+
+def test_a_forward_that_depends_on_the_mode_itself_is_cut_by_modules() -> None:
+    chain, _ = cut(models.ModeItself(), InputSpec.of((1, 8, 8)))
+    assert isinstance(chain, Structure)
+    value = torch.randn(2, 1, 8, 8)
+    for part in (chain.slice(0, len(chain)), chain.slice(0, 1)):
+        assert torch.equal(part.eval()(value), part(value))
+        part.train()
+        assert not torch.equal(part(value), part(value))  # the dropout is alive
 
 
 def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
