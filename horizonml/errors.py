@@ -9,6 +9,7 @@
     ├── RendezvousError          1   the ranks did not find each other, or do not belong together
     ├── PeerLost                 3   another rank stopped answering during training
     ├── CheckpointError          1   a checkpoint is damaged or does not fit
+    ├── ExportError              1   a model cannot be exported, or its file computes something else
     ├── ClusterError             1   a Kubernetes cluster does not answer, or refuses
     ├── StateDiffers             1   members of a stage do not hold the same state
     ├── MissingPackage           1   a command needs a package that is not installed
@@ -78,6 +79,10 @@ class PeerLost(HorizonError):
 
 class CheckpointError(HorizonError):
     """A checkpoint is damaged, incomplete, or belongs to another model."""
+
+
+class ExportError(HorizonError):
+    """A model cannot be exported to the format that is asked for, or the file does not compute what the model does."""
 
 
 class ClusterError(HorizonError):

@@ -41,6 +41,27 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """Yield the path of a draft of a file, in a hidden folder beside its place, and move the draft into place.
+
+    What else is written into that folder comes along, before the file itself, so that a file in several parts is never
+    there without the others. After an error, nothing has changed. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as hidden:
+        draft = Path(hidden) / path.name
+        yield draft
+        parts = [part for part in Path(hidden).iterdir() if part != draft]
+        for part in (*parts, draft):
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.chmod(part, 0o644)
+        for part in (*parts, draft):
+            os.replace(part, path.with_name(part.name))
+    sync_folder(path.parent)
+
+
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError while the file or folder that the user named is written into a JobError that names it."""
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from horizonml.engine.backward import backward
 from horizonml.models.boundary import Values, flat, values_of
-from horizonml.models.chain import Chain
+from horizonml.models.cutting import Layers
 
 
 def loss_of(outputs: object) -> Tensor:
@@ -15,14 +17,17 @@ def loss_of(outputs: object) -> Tensor:
     return torch.stack([value.square().mean() for value in flat(outputs)]).sum()
 
 
-def compare_with_model(original: nn.Module, chain: Chain, inputs: Values) -> None:
-    """Compare the outputs and all gradients, in evaluation mode: without dropout, and with fixed statistics."""
+def compare_with_model(original: nn.Module, chain: Layers, inputs: Values, names: Sequence[str] = ()) -> None:
+    """Compare the outputs and all gradients, in evaluation mode: without dropout, and with fixed statistics.
+
+    `names` are those of the inputs, if the model does not take them as its first arguments.
+    """
     layers = [chain.slice(index, index + 1) for index in range(len(chain))]
     assert {key for layer in layers for key in layer.state_dict()} == set(original.state_dict())
     original.eval()
     for layer in layers:
         layer.eval()
-    result = original(*inputs)
+    result = original(**dict(zip(names, inputs, strict=True))) if names else original(*inputs)
     expected = flat(result)
     loss_of(result).backward()
     gradients = {key: p.grad.clone() for key, p in original.named_parameters() if p.grad is not None}

@@ -225,6 +225,87 @@ class Returning(nn.Module):
         return self.out(self.gate(self.body(value)))
 
 
+class Stubborn(nn.Module):
+    """Branches on what it is given, so it cannot be traced. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10, shared: bool = False, glued: bool = False) -> None:
+        super().__init__()
+        block = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList([block if shared and n % 2 == 0 else nn.Linear(64, 64) for n in range(5)])
+        self.scale = nn.Parameter(torch.ones(64)) if glued else None
+        self.register_buffer("shift", torch.full((64,), 0.5), persistent=False)
+        self.dropout, self.out = nn.Dropout(0.5), nn.Linear(64, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if not torch.isfinite(value).all():
+            raise ValueError("values that are not finite")
+        value = value.flatten(1) + self.shift
+        for block in self.blocks:
+            value = value + self.dropout(block(value).tanh())
+            value = value if self.scale is None else value * self.scale
+        return self.out(value)
+
+
+class ModeItself(nn.Module):
+    """Its own forward, which is that of no part, differs between training and evaluation. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(64, 64), nn.Linear(64, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = functional.dropout(value.flatten(1), 0.5, self.training)
+        return self.out(self.first(value).tanh())
+
+
+class StubbornUNet(nn.Module):
+    """A U-Net of `Sequential` that fits what it joins, which cannot be traced. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+
+        def block(incoming: int, outgoing: int) -> nn.Sequential:
+            return nn.Sequential(nn.Conv2d(incoming, outgoing, 3, padding=1), nn.ReLU(inplace=True))
+
+        self.down = nn.ModuleList([block(a, b) for a, b in ((1, 4), (4, 6), (6, 8))])
+        self.up = nn.ModuleList([block(a, b) for a, b in ((14, 6), (10, 4))])
+        self.out = nn.Linear(4 * 64, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            value = layer(value)
+            kept.append(value)
+            value = functional.avg_pool2d(value, 2)
+        value = kept.pop()
+        for layer in self.up:
+            value, other = functional.interpolate(value, scale_factor=2), kept.pop()
+            if value.shape != other.shape:
+                value = functional.interpolate(value, other.shape[2:])
+            value = layer(torch.cat([value, other], 1))
+        return self.out(value.flatten(1))
+
+
+class StubbornInPlace(nn.Module):
+    """Changes the results of its modules in place, and cannot be traced. Takes `[b, 1, 8, 8]`."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+        self.relu, self.out = nn.ReLU(inplace=True), nn.Linear(64, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.flatten(1)
+        for number, block in enumerate(self.blocks):
+            if len(value) > 1_000_000:
+                raise ValueError("too many")
+            value = block(value)
+            if number == 1:
+                value += 1
+            value = self.relu(value)
+        return self.out(value)
+
+
 class Greedy(nn.Module):
     """Asks for more memory than any machine has."""
 

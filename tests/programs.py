@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 
@@ -30,3 +31,12 @@ def need_networks() -> None:
     problem = network.problem()
     if problem is not None:
         pytest.skip(problem)
+
+
+def need_package(name: str) -> None:
+    """Go on with a test only if an optional package is installed; `make setup` installs all of them."""
+    if importlib.util.find_spec(name) is None:
+        message = f"the Python package {name} is not installed"
+        if os.environ.get(ALL):
+            pytest.fail(message)
+        pytest.skip(message)

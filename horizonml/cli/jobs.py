@@ -10,22 +10,49 @@ from typing import Annotated
 import typer
 
 from horizonml.cli.options import JobFile, Overrides, Workers, load_job
+from horizonml.errors import JobError
+from horizonml.text import nearest
 
 
 def init(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Where to write them; it is made if it is not there.")
     ] = Path(),
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND",
+            help="What to train on: digits (part of the package), images (yours, in a folder for each class), table "
+            "(CSV or Parquet files), text (for a small GPT), or own (a data set of your own, in Python).",
+        ),
+    ] = "digits",
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="own (a network of your own, in Python, or a small GPT for text), or the name of a known model such "
+            "as resnet18.",
+        ),
+    ] = "own",
 ) -> None:
-    """Write a commented job file and a model to start from."""
+    """Write a commented job file to start from, and the code that it names.
+
+    horizonml init first
+
+    horizonml init flowers --data images --model resnet18
+    """
     import shlex
 
-    from horizonml.starter import FILES, write
+    from horizonml.models.spec import MODELS
+    from horizonml.starter import write
 
-    for path, about in zip(write(folder), FILES.values(), strict=True):
+    if model not in ("own", *MODELS) and ":" not in model:
+        raise JobError(f"--model: {model!r} is neither own nor one of {', '.join(MODELS)}{nearest(model, MODELS)}")
+    for path, about in write(folder, data, model).items():
         print(f"{path}: {about}")
     there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    print(f"\nnext: {there}horizonml train job.yaml")
+    before = "" if data in ("digits", "text", "own") else "say in job.yaml where your data lies, then "
+    print(f"\nnext: {before}{there}horizonml train job.yaml")
 
 
 def validate(job_file: JobFile, overrides: Overrides = None, workers: Workers = None) -> None:

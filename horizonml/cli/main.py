@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import logging
-import os
-import sys
 from typing import Annotated, NoReturn
 
 import typer
@@ -15,13 +11,15 @@ from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.chaos import chaos
 from horizonml.cli.cluster import app as cluster
+from horizonml.cli.export import export
 from horizonml.cli.jobs import init, schema, validate
+from horizonml.cli.log import log
 from horizonml.cli.plan import plan, profile, simulate
+from horizonml.cli.predict import evaluate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
-from horizonml.cli.train import export, train
-from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
-from horizonml.machine.signals import watch_launcher
+from horizonml.cli.train import train
+from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
@@ -41,8 +39,11 @@ for command in (train, init, validate, schema, plan, simulate, profile):
     app.command()(command)
 # What comes after a command to start belongs to that command.
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
+app.command()(evaluate)
+app.command()(predict)
 app.command()(export)
 app.command()(report)
+app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
@@ -50,35 +51,7 @@ app.add_typer(cluster, name="cluster")
 
 def main() -> NoReturn:
     """Run a command, and print the errors that are meant for the user without a traceback."""
-    watch_launcher()
-    faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
-    logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
-    code: int | str | None = 0
-    try:
-        app()
-    except HorizonError as error:
-        code = _print_error(error)
-    except KeyboardInterrupt:
-        code = 130
-    except SystemExit as end:
-        code = end.code
-    except Exception as error:
-        if is_out_of_memory(error):
-            code = _print_error(OutOfMemory())
-        else:  # a bug: show it all
-            logging.exception("please report this")
-            code = 70
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Unloading torch takes a quarter of a second, and threads inside it may still talk to the network.
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
-
-
-def _print_error(error: HorizonError) -> int:
-    """Print an error, and return its exit code."""
-    sys.stdout.flush()  # what was said before comes before
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
+    run_and_exit(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horizonml.cli.tables import print_table, print_text
-from horizonml.errors import JobError, PlanError
+from horizonml.errors import JobError
 from horizonml.files import writing
-from horizonml.job.jobfile import changed
 from horizonml.job.planfile import write_plan
 from horizonml.job.schema import Job
 from horizonml.machine.extras import require
-from horizonml.planner.devices import Cluster, load_cluster, write_profile
-from horizonml.planner.hardware import Host, Network
+from horizonml.planner.devices import write_profile
 from horizonml.planner.profile import Profile
 from horizonml.text import count, human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from horizonml.data.dataset import DataInfo
-    from horizonml.models.zoo import Model
-    from horizonml.planner.evaluator import Candidate
-    from horizonml.planner.problem import Problem
+    from horizonml.runtime.planning import Planned
 
 
 def show_plan(
@@ -40,113 +33,26 @@ def show_plan(
         require("matplotlib", "--picture")
         if picture.suffix.lower() != ".png":
             raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
-    from horizonml.machine.memory import keep_freed_memory
-    from horizonml.planner.evaluator import judge
-    from horizonml.planner.explain import remedy, shortage
-    from horizonml.planner.planner import fixed_plan, needs_profile
-    from horizonml.runtime.agreement import choose_or_say_why, describe_problem
+    from horizonml.runtime.planning import plan_job
 
-    keep_freed_memory()
-    if devices is not None:
-        job, places = _on_paper(job, devices, as_given)
-    else:
-        places = _here(job)
-    info, model, profiles = _profiled(job, places)
-    problem = describe_problem(job, model, info, profiles, places.hosts, places.network)
-    if needs_profile(job.parallel, problem.ranks):
-        found = choose_or_say_why(job, model, problem)
-    else:
-        found = judge(problem, fixed_plan(job, len(model.chain), problem.ranks))
-    plan = found.plan
-    by_channels = any(stage.splits_channels for stage in plan.stages)
-    # What a split by channels needs is not known.
-    reason = None if by_channels else shortage(problem, found, places.names)
-    if reason is not None:
-        raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
+    planned = plan_job(job, devices, as_given, _say)
+    found, places, profiles = planned.found, planned.places, planned.profiles
     if out is not None:
-        write_plan(plan, out, places.names if devices is not None else ())
+        write_plan(found.plan, out, places.names if devices is not None else ())
     if picture is not None:
         from horizonml.report.run_plots import predicted
 
         predicted(found.plan, found.prediction, places.names, picture)
     if as_json:
-        content = {"plan": plan.to_json(), "seconds": found.prediction.seconds, "profile": profiles[0].to_json()}
+        content = {"plan": found.plan.to_json(), "seconds": found.prediction.seconds, "profile": profiles[0].to_json()}
         print(json.dumps(content, indent=2))
         return
-    _print_layers(job, profiles[0])
-    _print_plan(job, problem, found, places, model)
+    _print_layers(planned.job, profiles[0])
+    _print_plan(planned)
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where a plan's ranks are: on this machine, or on the devices of a file."""
-
-    names: Sequence[str]  # of the ranks
-    hosts: Sequence[Host]
-    network: Network
-    threads: int
-    cluster: Cluster | None = None  # of the file
-    folder: Path = Path()  # of the file
-
-    @property
-    def where(self) -> str:
-        """What to add to a table's title."""
-        return " on this machine" if self.cluster is None else ""
-
-
-def _here(job: Job) -> _Places:
-    """Return this machine as the place of all of the job's ranks."""
-    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
-    from horizonml.machine.usage import rss_bytes
-
-    cores, world_size = available_cores(), job.parallel.world_size()
-    host = Host(tuple(range(world_size)), cores, memory_limit() / world_size - rss_bytes())
-    network = Network(1e-4, 1e9)  # ranks of one machine
-    threads = job.parallel.threads or threads_per_rank(cores, world_size)
-    return _Places([f"rank {rank}" for rank in range(world_size)], [host], network, threads)
-
-
-def _on_paper(job: Job, devices: Path, as_given: bool) -> tuple[Job, _Places]:
-    """Return the devices of a file, and the job for them: with the best plan, unless its own was asked for."""
-    cluster = load_cluster(devices)
-    changes: dict[str, object] = {"parallel.workers": len(cluster.names)}
-    if job.parallel.stages is None and not as_given:
-        changes["parallel.strategy"] = "auto"
-        _say_what_is_not_used(job, changed(job, changes), devices)
-    job = changed(job, changes)
-    return job, _Places(cluster.names, cluster.hosts(), cluster.network(), 1, cluster, devices.parent)
-
-
-def _profiled(job: Job, places: _Places) -> tuple[DataInfo, Model, Sequence[Profile]]:
-    """Return the job's data and model, and the model's profile on each rank's device."""
-    import torch
-
-    from horizonml.comm.group import Group
-    from horizonml.profiling.measure import cached_profile
-    from horizonml.runtime.agreement import describe_together, profile_key
-
-    torch.set_num_threads(places.threads)
-    info, model = describe_together(job, Group(None, 0, 1, 60.0))
-
-    def measured() -> Profile:
-        return cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
-
-    if places.cluster is None:
-        return info, model, [measured()] * len(places.names)
-    return info, model, places.cluster.profiles(measured, model.chain.names, places.folder)
-
-
-def _say_what_is_not_used(given: Job, planned: Job, devices: Path) -> None:
-    """Tell which of a job's fields differ from what is planned for."""
-    fields = ("strategy", "workers")
-    own, used = ({name: getattr(job.parallel, name) for name in fields} for job in (given, planned))
-    unused = [f"parallel.{name}: {own[name]}" for name in fields if own[name] not in (None, used[name])]
-    if unused:
-        print(
-            f"note: the best plan for the {count(planned.parallel.world_size(), 'device')} of {devices} is shown, "
-            f"whatever the job says ({', '.join(unused)})",
-            file=sys.stderr,
-        )
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
@@ -163,7 +69,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     keep_freed_memory()
     torch.set_num_threads(threads or threads_per_rank(available_cores(), 1))
     _, model = describe_together(job, Group(None, 0, 1, 60.0))
-    profile = cached_profile(model, profile_key(job), job.batch_size, lambda text: print(text, file=sys.stderr))
+    profile = cached_profile(model, profile_key(job), job.batch_size, _say)
     _print_layers(job, profile)
     if out is not None:
         about = {
@@ -198,13 +104,14 @@ def _print_layers(job: Job, profile: Profile) -> None:
     )
 
 
-def _print_plan(job: Job, problem: Problem, found: Candidate, places: _Places, model: Model) -> None:
+def _print_plan(planned: Planned) -> None:
     from horizonml.planner.explain import bottleneck, compare, explain_parts, rows, why
     from horizonml.runtime.agreement import uncut_layer
 
+    job, model, problem, found, places = planned.job, planned.model, planned.problem, planned.found, planned.places
     plan, layer_names, names = found.plan, model.chain.names, places.names
     print()
-    if any(stage.splits_channels for stage in plan.stages):
+    if not planned.predicted:
         for line in plan.describe(layer_names).splitlines():
             print_text(line)
         print()
@@ -223,6 +130,8 @@ def _print_plan(job: Job, problem: Problem, found: Candidate, places: _Places, m
     )
     if len(shown) > 40:
         print_text(f"... and {count(len(shown) - 40, 'more rank')} (--out writes them all)")
+    if model.note:
+        print_text(model.note)
     seconds = found.prediction.seconds
     print()
     print_text(

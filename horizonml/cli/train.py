@@ -1,4 +1,4 @@
-"""The commands that train a job and export its weights: `horizonml train` and `export`."""
+"""The command that trains a job: `horizonml train`."""
 
 from __future__ import annotations
 
@@ -94,24 +94,3 @@ def _metrics_address(text: str | None) -> tuple[str, int] | None:
     except ValueError:
         raise JobError(f"--metrics: {text!r} is not [HOST:]PORT, for example 9400 or 0.0.0.0:9400") from None
     return host or "127.0.0.1", port
-
-
-def export(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
-    ],
-) -> None:
-    """Write a checkpoint's weights as a PyTorch state dict."""
-    from horizonml.state.shards import export as export_checkpoint
-
-    metadata = export_checkpoint(checkpoint, output)
-    accuracy, epoch = metadata.metrics.get("held_out_accuracy"), metadata.metrics.get("epoch")
-    measured = "" if accuracy is None else f", held-out accuracy {accuracy:.2%}"
-    when = "" if accuracy is None or epoch is None else f" after epoch {epoch}"
-    print(f"wrote {output} (step {metadata.step}{measured}{when})")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from horizonml.data.tensors import TensorSpec
@@ -40,6 +41,15 @@ class Batch(Protocol):
         """Return rows `start` to `stop - 1` of the targets to judge outputs against; the last stage asks for them."""
 
 
+@runtime_checkable
+class BatchOfWorkers(Protocol):
+    """Tells of a batch whether workers load its rows: asking for them waits, and does not read them here."""
+
+    @property
+    def waits(self) -> bool:
+        """Return whether that is so."""
+
+
 @dataclass(frozen=True)
 class DataInfo:
     """Describes a data set for every rank, including those that read none of it."""
@@ -51,6 +61,10 @@ class DataInfo:
     outputs: int = 0  # classes, labels, words or values that the model predicts; 0 if the data does not tell
     target: TensorSpec | None = None  # if targets are single tensors
     task: str = "classification"  # what the data is made for
+    # The indices of training and of held-out samples that cannot be read; None as long as nobody has tried them all.
+    unreadable: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    shards: tuple[int, ...] = ()  # the number of training samples in each, where samples are fetched in shards
+    labels: tuple[str, ...] = ()  # the names of the classes in their order, if they have any
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -62,12 +76,15 @@ class DataInfo:
             "outputs": self.outputs,
             "target": self.target.to_json() if self.target is not None else None,
             "task": self.task,
+            "unreadable": self.unreadable,
+            "shards": self.shards,
+            "labels": list(self.labels),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataInfo:
         """Return the description from which `to_json` made `value`."""
-        target = value["target"]
+        target, unreadable = value["target"], value["unreadable"]
         return cls(
             int(value["train"]),
             int(value["held_out"]),
@@ -76,6 +93,9 @@ class DataInfo:
             int(value["outputs"]),
             None if target is None else TensorSpec.from_json(target),
             str(value["task"]),
+            None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
+            tuple(map(int, value["shards"])),
+            tuple(map(str, value["labels"])),
         )
 
 
@@ -99,6 +119,22 @@ class Split(Protocol):
         """
 
 
+@runtime_checkable
+class WholeSamples(Split, Protocol):
+    """Reads inputs and targets of a sample together, as data sets of any kind return them."""
+
+    def read(self, indices: Tensor, seed: int, inputs: bool, targets: bool) -> Rows:
+        """Return the wanted parts of these samples; `seed` decides what is random in them."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds the rows of a batch, or those parts of them that were asked for."""
+
+    inputs: Inputs | None
+    targets: Tree | None
+
+
 @dataclass(frozen=True)
 class Data:
     """Holds a data set, split for training and evaluation."""
@@ -106,6 +142,31 @@ class Data:
     info: DataInfo
     train: Split
     held_out: Split
+    decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
+    draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
+    identity: str | None = None  # changes whenever a file of the data changes, where that can be told
+
+    def batch(self, training: bool, indices: Tensor, augment_seed: int | None = None) -> DataBatch:
+        """Return a batch of training or held-out samples, with others in place of those that cannot be read."""
+        unreadable = self.info.unreadable[0 if training else 1] if self.info.unreadable is not None else ()
+        split, skipped = self.train if training else self.held_out, 0
+        if unreadable:
+            indices, skipped = stand_ins(indices, unreadable, self.info.train if training else self.info.held_out)
+        return DataBatch(split, indices, augment_seed, skipped)
+
+
+def stand_ins(indices: Tensor, unreadable: Collection[int], samples: int) -> tuple[Tensor, int]:
+    """Return the indices with the next readable one in place of each unreadable one, and how many were replaced.
+
+    `samples` is the number of samples, at least one of which can be read. All ranks call this with the same list, so
+    inputs and targets are those of the same sample although different ranks read them.
+    """
+    bad, found, replaced = frozenset(unreadable), indices.tolist(), 0
+    for place, index in enumerate(found):
+        replaced += index in bad
+        while found[place] in bad:
+            found[place] = (found[place] + 1) % samples
+    return torch.tensor(found, dtype=torch.int64), replaced
 
 
 @dataclass(frozen=True)
@@ -115,6 +176,7 @@ class DataBatch:
     split: Split
     indices: Tensor
     augment_seed: int | None = None
+    skipped: int = 0  # how many of the indices stand in for samples that cannot be read
 
     @property
     def size(self) -> int:
@@ -123,11 +185,22 @@ class DataBatch:
 
     def inputs(self, start: int, stop: int) -> Inputs:
         """Return the inputs of rows `start` to `stop - 1`."""
-        inputs = self.split.inputs(self.indices[start:stop])
-        if self.augment_seed is None:
-            return inputs
-        return self.split.augment(inputs, self.size, start, self.augment_seed)
+        inputs = self.rows(start, stop, True, False).inputs
+        assert inputs is not None
+        return inputs
 
     def targets(self, start: int, stop: int) -> Tree:
         """Return the targets of rows `start` to `stop - 1`."""
-        return self.split.targets(self.indices[start:stop])
+        targets = self.rows(start, stop, False, True).targets
+        assert targets is not None
+        return targets
+
+    def rows(self, start: int, stop: int, inputs: bool, targets: bool) -> Rows:
+        """Return the wanted parts of rows `start` to `stop - 1`."""
+        indices = self.indices[start:stop]
+        if isinstance(self.split, WholeSamples):
+            return self.split.read(indices, self.augment_seed or 0, inputs, targets)
+        found = self.split.inputs(indices) if inputs else None
+        if found is not None and self.augment_seed is not None:
+            found = self.split.augment(found, self.size, start, self.augment_seed)
+        return Rows(found, self.split.targets(indices) if targets else None)

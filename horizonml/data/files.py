@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from horizonml.data.pictures import pixels_of
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
@@ -110,6 +112,15 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self._files)
 
+    @property
+    def identity(self) -> str:
+        """Return what changes whenever a file is added, removed or written."""
+        found = hashlib.sha256()
+        for path, label in self._files:
+            status = path.stat()
+            found.update(f"{path} {label} {status.st_size} {status.st_mtime_ns} {self._size}\n".encode())
+        return found.hexdigest()
+
     def images(self, indices: Tensor) -> Tensor:
         """Return uint8 pixels `[n, 3, size, size]`. Raises DataError for a file that is not an image."""
         if not len(indices):
@@ -121,12 +132,10 @@ class FolderSource:
         return torch.tensor([self._files[index][1] for index in indices.tolist()], dtype=torch.int64)
 
     def _decode(self, path: Path) -> Tensor:
-        from PIL import Image, ImageOps  # only folders need it
+        from PIL import Image  # only folders need it
 
         try:
             with Image.open(path) as image:
-                fitted = ImageOps.fit(image.convert("RGB"), (self._size, self._size))
+                return pixels_of(image, self._size)
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"data.folder: {path} is not a readable image: {error}; repair or remove it") from error
-        pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
-        return pixels.reshape(self._size, self._size, 3).permute(2, 0, 1)

@@ -7,7 +7,7 @@ The stages between need neither and read nothing.
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -17,15 +17,15 @@ from torch.nn import functional
 
 from horizonml.data.dataset import Data, DataInfo, Inputs
 from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
+from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, subset
+from horizonml.data.pictures import PHOTO_MEAN, PHOTO_SIZE, PHOTO_STD
 from horizonml.data.seeds import name_seed
 from horizonml.data.source import ArraySource, Source
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
-from horizonml.errors import DataError
 
-_SPLIT_SEED = 1797  # the held-out samples do not depend on the job's seed, so that runs can be compared
 _SYNTHETIC_SAMPLES = 10_000
-_FOLDER_IMAGE_SIZE = 224
+_SYNTHETIC_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ _KNOWN = {
     "svhn": _Known(10, (3, 32, 32), 73_257, 26_032, 0.451, 0.199),
     "mnist": _Known(10, (1, 28, 28), 60_000, 10_000, 0.131, 0.308),
     "digits": _Known(10, (1, 8, 8), 1_797, 0, 0.305, 0.376),
-    "folder": _Known(0, (3, 0, 0), 0, 0, 0.449, 0.226, mirror=True),
+    "folder": _Known(0, (3, 0, 0), 0, 0, PHOTO_MEAN, PHOTO_STD, mirror=True),
     "synthetic": _Known(0, (3, 0, 0), 0, 0, 0.0, 1.0, mirror=True),
 }
 
@@ -60,26 +60,23 @@ def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
         train = spec.samples or _SYNTHETIC_SAMPLES
         size = spec.image_size or 32
         wanted = spec.channels or channels or 3
-        return _info(spec.classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
+        classes = spec.classes or _SYNTHETIC_CLASSES
+        return _info(classes, (wanted, size, size), train, max(1, round(train * spec.holdout)))
     known = _KNOWN[spec.name]
     classes, shape, train, test = known.classes, known.shape, known.train, known.test
+    labels: list[str] = []
     if spec.name == "folder":
         assert spec.folder is not None
         if not Path(spec.folder).is_dir():
             return None
         splits = FolderSplits(Path(spec.folder))
-        size = spec.image_size or _FOLDER_IMAGE_SIZE
-        classes, shape, train, test = len(splits.classes), (3, size, size), len(splits.train), len(splits.test)
-    if not test:
-        test = max(1, round(train * spec.holdout))
-        train -= test
-    if train < 1:
-        raise DataError(f"data.holdout: {spec.holdout} leaves no training samples of {train + test}")
-    if spec.samples is not None and spec.samples > train:
-        raise DataError(f"data.samples: {spec.samples}, but {spec.name} has {train} training samples; lower it")
+        size = spec.image_size or PHOTO_SIZE
+        labels, shape, train, test = splits.classes, (3, size, size), len(splits.train), len(splits.test)
+        classes = len(labels)
+    train, test = divide(spec, train, test)
     height, width = (spec.image_size, spec.image_size) if spec.image_size else shape[1:]
     wanted = spec.channels or channels or shape[0]
-    return _info(classes, (wanted, height, width), spec.samples or train, test)
+    return replace(_info(classes, (wanted, height, width), train, test), labels=tuple(labels))
 
 
 def _info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) -> DataInfo:
@@ -146,8 +143,11 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
     for part in (train, test):
         if isinstance(part.source, ArraySource):
             part.source.keep(inputs, targets)
-    splits = (ImageSplit(part.source, part.members, info, spec) for part in (train, test))
-    return Data(info, *splits)
+    splits = [ImageSplit(part.source, part.members, info, spec) for part in (train, test)]
+    if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
+        return Data(info, splits[0], splits[1])
+    identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
+    return Data(info, splits[0], splits[1], decodes=True, identity=identity)
 
 
 @dataclass(frozen=True)
@@ -177,22 +177,9 @@ def _read(spec: DataSpec, info: DataInfo, cache: Path) -> tuple[_Part, _Part]:
         source = load_torchvision(spec.name, folder, train=True, download=spec.download)
         own_test = load_torchvision(spec.name, folder, train=False, download=spec.download)
     if own_test is not None:
-        return _Part(source, _subset(len(source), info.train)), _Part(own_test, torch.arange(info.held_out))
-    kept, held_out = _hold_out(len(source), info)
+        return _Part(source, subset(len(source), info.train)), _Part(own_test, torch.arange(info.held_out))
+    kept, held_out = hold_out(len(source), info.train, info.held_out)
     return _Part(source, kept), _Part(source, held_out)
-
-
-def _permutation(samples: int) -> Tensor:
-    return torch.randperm(samples, generator=torch.Generator().manual_seed(name_seed(_SPLIT_SEED, samples)))
-
-
-def _hold_out(samples: int, info: DataInfo) -> tuple[Tensor, Tensor]:
-    order = _permutation(samples)
-    return order[info.held_out :][: info.train], order[: info.held_out]
-
-
-def _subset(samples: int, wanted: int) -> Tensor:
-    return torch.arange(samples) if wanted == samples else _permutation(samples)[:wanted]
 
 
 def _digits() -> ArraySource:
@@ -205,11 +192,11 @@ def _digits() -> ArraySource:
 
 def _synthetic(info: DataInfo, split: str) -> ArraySource:
     """Return a pool of class patterns in strong noise, which is reused for any number of samples."""
-    generator = torch.Generator().manual_seed(name_seed(_SPLIT_SEED, "synthetic"))
+    generator = torch.Generator().manual_seed(name_seed(SPLIT_SEED, "synthetic"))
     pool = info.outputs * max(1, 256 // info.outputs)
     labels = torch.arange(pool) % info.outputs
     patterns = torch.randn(info.outputs, *info.inputs[0].shape, generator=generator)
     noise = torch.randn(
-        pool, *info.inputs[0].shape, generator=generator.manual_seed(name_seed(_SPLIT_SEED, "synthetic", split))
+        pool, *info.inputs[0].shape, generator=generator.manual_seed(name_seed(SPLIT_SEED, "synthetic", split))
     )
     return ArraySource((patterns[labels] + 3 * noise) / 10**0.5, labels, wrap=True)

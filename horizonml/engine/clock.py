@@ -1,8 +1,11 @@
 """Measures where the time of a step goes: every moment belongs to exactly one of compute, transfer and wait.
 
-- compute: this rank works (forward, backward, update, or preparing its data).
+- compute: this rank works (forward, backward, update, or reading its data itself).
 - transfer: this rank is blocked while bytes move that their sender has begun to send.
-- wait: this rank is blocked because another rank is not ready yet.
+- wait: this rank is blocked because another rank, or a worker that loads its data, is not ready yet.
+
+The spans called `LOAD` are what loading ahead did not hide: waiting for workers, or compute where a rank reads samples
+when it needs them.
 
 The clock is switched and never stopped, so the three add up to the wall time. Each of them is measured; none is
 inferred.
@@ -15,6 +18,8 @@ from typing import Literal, NamedTuple
 
 Kind = Literal["compute", "transfer", "wait"]
 KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
+
+LOAD = "load"  # what a rank does while a step cannot go on without its data
 
 
 class Span(NamedTuple):
@@ -67,6 +72,11 @@ class Clock:
         self.switch("compute", "prepare")
         self._between_steps = True
         return self._since - self._started
+
+    @property
+    def load(self) -> float:
+        """Return the seconds of the step that went into getting its data."""
+        return sum(span.end - span.start for span in self.spans if span.what == LOAD)
 
     def pause(self) -> None:
         """Exclude the time until the next step from every step."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
+from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
@@ -223,6 +224,16 @@ class Session:
             self._cuts[size] = {number: stage.cut(size, self._batch_size) for number, stage in self.stages.items()}
         return self._cuts[size]
 
+    def needs(self, size: int, training: bool) -> Needs:
+        """Return which rows of a batch of `size` this rank will ask for."""
+        cuts = self._cut(size)
+        inputs, targets = (
+            [(micro.start, micro.stop) for micro in cuts.get(number, ()) if micro.rows]
+            for number in (0, len(self.plan.stages) - 1)
+        )
+        counts = training and bool(targets) and self.task.units_per_sample is None
+        return Needs(inputs, [(0, size), *targets] if counts else targets)
+
     @staticmethod
     def _with_rows(actions: Sequence[Action], runs: dict[int, StageStep]) -> list[Action]:
         """Return the actions without those on micro-batches of which this rank has no rows."""
@@ -250,8 +261,10 @@ class Session:
         loss, units, *sums = rest[_FLAGS:]
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
-        metrics = self.task.report(loss, means)
-        return Totals(loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units))
+        metrics, unit = self.task.report(loss, means), self.task.unit
+        return Totals(
+            loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
+        )
 
     def _sums_finite(self) -> bool:
         """Return whether the gradients that are about to be applied are finite on all ranks."""
@@ -306,6 +319,7 @@ class Session:
             traffic=traffic,
             divergence=max((value for value in divergences if value is not None), default=None),
             spans=self.clock.spans,
+            load=self.clock.load,
         )
 
     @torch.no_grad()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
+from horizonml.data.dataset import BatchOfWorkers
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.engine.clock import Clock
+from horizonml.engine.clock import LOAD, Clock
 from horizonml.engine.link import Cut, Direction, Link
 from horizonml.engine.split_backward import SplitBackward
 from horizonml.engine.step import Way
@@ -45,14 +47,22 @@ class StageStep:
         self.batch, self.micros, self.seed, self.number = batch, micros, seed, number
         self.held: dict[int, tuple[Values, Values]] = {}  # inputs and outputs of each micro-batch
         self.split: dict[int, SplitBackward] = {}
+        self.loading: Literal["wait", "compute"] = "compute"
+        if isinstance(batch, BatchOfWorkers) and batch.waits:
+            self.loading = "wait"
         self._task = task
         self.loss, self.units = 0.0, 0  # summed over the rows that this member has judged
         self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
         self._of_batch: int | None = None  # the units of the global batch, once they are needed
 
-    def judge(self, outputs: Tree, micro: Micro) -> Tensor:
+    def targets(self, micro: Micro) -> Tree:
+        """Return the targets of some rows, once it is known how many units the batch has if that is needed."""
+        if torch.is_grad_enabled():
+            self._batch_units()
+        return self.batch.targets(micro.start, micro.stop)
+
+    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
-        targets = self.batch.targets(micro.start, micro.stop)
         with torch.no_grad():
             self.sums += self._task.judge(detached(outputs), targets)
         loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
@@ -199,13 +209,17 @@ class StageRuntime:
         torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
+            self._clock.switch(step.loading, LOAD, number)
             entered = values_of(step.batch.inputs(micro.start, micro.stop))
         else:
             entered = self.entry.leaves(self._inputs.receive(number), torch.is_grad_enabled())
+        if self.is_last:
+            self._clock.switch(step.loading, LOAD, number)
+            targets = step.targets(micro)
         self._clock.switch("compute", "forward", number)
         result = self.module(*entered)
         if self.is_last:
-            left: Values = (step.judge(result, micro),)
+            left: Values = (step.judge(result, targets),)
         else:
             left = values_of(result)
             self._outputs.send(number, left, micro.after)

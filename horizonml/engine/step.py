@@ -23,6 +23,7 @@ class Totals:
     hurry: bool = False  # whether a follower has no room for the gradients of more steps
     finite: bool = True  # whether the gradients of all stages with a single member are finite
     units: int = 0  # what the loss is a mean over: samples or, for example, tokens
+    unit: str = "samples"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Step:
     traffic: dict[Way, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
+    load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
 
     @property
     def bytes_sent(self) -> int:

@@ -44,6 +44,14 @@ def parse(text: str, source: str, overrides: Iterable[str] = ()) -> Job:
     return _checked(values, source)
 
 
+def from_values(values: Mapping[str, object], source: str, overrides: Iterable[str] = ()) -> Job:
+    """Return the job with the fields of a mapping and overrides, as `load` does. Raises JobError."""
+    changed_values = dict(values)
+    for override in overrides:
+        _apply(changed_values, override)
+    return _checked(changed_values, source)
+
+
 def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> Job:
     """Return the job with some fields changed, named as `section.field`, and checked again.
 
@@ -59,6 +67,14 @@ def changed(job: Job, changes: Mapping[str, Any], source: str | None = None) -> 
     return _checked(
         values, source or f"{job.name} with {', '.join(f'{key}={value}' for key, value in changes.items())}"
     )
+
+
+def overridden(job: Job, overrides: Iterable[str]) -> Job:
+    """Return the job with overrides like `section.key=value` applied, as `load` does. Raises JobError."""
+    values: dict[str, object] = job.model_dump()
+    for override in overrides:
+        _apply(values, override)
+    return _checked(values, job.name)
 
 
 def _checked(values: Mapping[str, object], source: str) -> Job:

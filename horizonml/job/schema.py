@@ -22,6 +22,9 @@ from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, RecoverySpec,
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
 
+# How a machine finds and loads its data, which may differ from one to the next.
+_OF_A_MACHINE = {"folder", "path", "workers", "worker_kind", "prefetch", "memory", "disk"}
+
 
 class Job(Spec):
     """A training job."""
@@ -80,5 +83,5 @@ class Job(Spec):
 
         Where the ranks meet, and where each keeps its files, may differ from machine to machine.
         """
-        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": {"folder"}})
+        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": _OF_A_MACHINE})
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def _import(name: str, field: str, problem: type[HorizonError]) -> ModuleType:
             f"packages{nearest(last, known)}"
         ) from error
     except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
-        raise problem(f"{field}: importing {name} failed: {_where(error)}") from error
+        raise problem(f"{field}: importing {name} failed: {where(error)}") from error
 
 
 def _folders(package: str) -> list[str]:
@@ -66,10 +67,19 @@ def _public(owner: Any) -> list[str]:
     return [name for name in dir(owner) if not name.startswith("_")]
 
 
-def _where(error: BaseException) -> str:
-    """Return the error, and the line of the user's code that raised it."""
+def where(error: BaseException) -> str:
+    """Return the error as text, after the file and the line of the user's code that raised it.
+
+    That is the last line in a file that is neither HorizonML's nor an installed package's, if there is one.
+    """
     text = f"{type(error).__name__}: {str(error).strip() or 'no message'}".splitlines()[0]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    own = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
-    outside = [frame for frame in own if Path(frame.filename) != Path(importlib.__file__)]
-    return f"{outside[-1].filename}:{outside[-1].lineno}: {text}" if outside else text
+    outside = [frame for frame in frames if not frame.filename.startswith(_HOUSE)]
+    outside = [frame for frame in outside if Path(frame.filename) != Path(importlib.__file__)]
+    own = [frame for frame in outside if not frame.filename.startswith(_INSTALLED)]
+    last = (own or outside)[-1:]
+    return f"{last[0].filename}:{last[0].lineno}: {text}" if last else text
+
+
+_HOUSE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = (os.path.dirname(os.__file__), *(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))

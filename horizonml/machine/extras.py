@@ -6,7 +6,25 @@ from importlib.util import find_spec
 
 from horizonml.errors import MissingPackage
 
-EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+EXTRAS = {
+    "matplotlib": "bench",
+    "kubernetes": "cluster",
+    "scipy": "svhn",
+    "pyarrow": "table",
+    "datasets": "huggingface",
+    "aiohttp": "stream",
+    "s3fs": "stream-s3",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
+}
 
 
 def require(package: str, what: str) -> None:

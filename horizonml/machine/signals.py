@@ -42,13 +42,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.wanted = False
         self.at_once = False
+        self.number: int | None = None  # the signal that came last
         self._interrupted = False
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Note a signal; this is the signal's handler."""
         if number == signal.SIGINT:
             self.at_once, self._interrupted = self._interrupted, True
-        self.wanted = True
+        self.wanted, self.number = True, number
 
 
 @contextmanager

@@ -112,6 +112,11 @@ class Chain:
         skipped, start, end = max(spans, default=(0, "", ""))
         return f"the connection from {start} to {end} skips {count(skipped, 'operation')}" if skipped else None
 
+    def whole_modules(self) -> list[nn.Module]:
+        """Return the modules that are run as a whole, because they are PyTorch's own or cannot be traced."""
+        names = {str(node.target) for node in self._graph.nodes if node.op == "call_module"}
+        return [self._model.get_submodule(name) for name in sorted(names)]
+
     def _boundary(self, stop: int) -> Boundary:
         """Return the boundary before an operation; gradients travel back for what depends on trained parameters."""
         crossing = [(self._graph.tensor(node), self._graph.learned(node)) for node in self._graph.alive(stop)]

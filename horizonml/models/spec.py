@@ -20,7 +20,8 @@ TORCHVISION_MODELS = (
     "convnext_tiny",
     "vit_b_16",
 )
-MODELS = ("digits_cnn", *TORCHVISION_MODELS)
+VISION_MODELS = ("digits_cnn", *TORCHVISION_MODELS)
+MODELS = (*VISION_MODELS, "gpt")
 
 
 class ModelSpec(Spec):
@@ -28,11 +29,18 @@ class ModelSpec(Spec):
 
     name: str = Field(
         "digits_cnn",
-        description=f"One of {', '.join(MODELS)}; or `module:callable`, a subclass of torch.nn.Module or a function "
-        "that returns one (and says so: `def build() -> torch.nn.Module`). A job file that names `module:callable` is "
-        "code, because that module is imported and called: run such job files only if you trust them.",
+        description=f"One of {', '.join(MODELS)}; `transformers:CLASS`, a model of Hugging Face's transformers with "
+        "new weights, such as transformers:GPT2LMHeadModel; `timm:NAME`, a model of timm with new weights; or "
+        "`module:callable`, a subclass of torch.nn.Module or a function that returns one (and says so: `def build() -> "
+        "torch.nn.Module`). A job file that names `module:callable` is code, because that module is imported and "
+        "called: run such job files only if you trust them.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the model's constructor.")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments for the model's constructor, or for the configuration of a model of "
+        "transformers. gpt takes layers (4), heads (4), width (128), dropout (0.0) and tied (true): whether the output "
+        "uses the weights of the embedding. Its vocabulary and its context are those of the data.",
+    )
 
     @model_validator(mode="after")
     def _known(self) -> ModelSpec:

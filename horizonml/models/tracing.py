@@ -15,6 +15,10 @@ from torch import fx, nn
 from horizonml.errors import ModelError, is_out_of_memory
 
 
+class Untraceable(ModelError):
+    """A model's forward pass cannot be recorded as a graph."""
+
+
 class _Tracer(fx.Tracer):
     """Traces down to PyTorch's own layers, and does not trace into the modules named in `leaves`."""
 
@@ -27,7 +31,7 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
-    """Return the model's graph, which is the same in training and evaluation. Raises ModelError.
+    """Return the model's graph, which is the same in training and evaluation. Raises Untraceable.
 
     `names` are those of the forward's arguments that the data provides; without any, it is the first. Other arguments
     keep their defaults.
@@ -53,7 +57,7 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
                 if culprit is None:
                     return train
                 if not culprit or culprit in leaves:
-                    raise ModelError(
+                    raise Untraceable(
                         f"the forward of {type(model).__name__} itself depends on train/eval mode; move that part "
                         "into a submodule, so that the model can be cut into layers"
                     )
@@ -86,7 +90,7 @@ def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) ->
             raise
         stack = list(tracer.module_stack.values())
         if not stack or stack[-1][0] in leaves:
-            raise ModelError(
+            raise Untraceable(
                 f"{type(model).__name__} cannot be cut into layers: {error}. Its forward must take one tensor and "
                 "not branch on its values; parts that do can be moved into a submodule."
             ) from error

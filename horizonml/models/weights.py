@@ -197,7 +197,7 @@ def materialise(
     """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
     Those in `held`, by name, become part of the copy as the very same tensors. A parameter in `same` begins with the
-    values of the one that it names there.
+    values of the one that it names there. The `constants` of a `ModuleSlice` get their values, too.
     """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -212,6 +212,9 @@ def materialise(
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value
+    for name, constant in getattr(module, "constants", {}).items():
+        if constant.is_meta:
+            values[id(constant)] = tape.replay(constant, name_seed(seed, name))
     return copy.deepcopy(module, values)
 
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.chain import Chain
+from horizonml.models.cutting import Layers, cut
+from horizonml.models.language import gpt_model
+from horizonml.models.libraries import LIBRARIES
 from horizonml.models.source import find
-from horizonml.models.spec import MODELS, ModelSpec
+from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -30,10 +32,11 @@ _OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number 
 class Model:
     """Holds a model as a chain of layers, with what is needed to give its parameters their initial values."""
 
-    chain: Chain
+    chain: Layers
     tape: Tape
     seed: int
     ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
+    note: str = ""  # a sentence about how the model was cut, if there is anything to say
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
@@ -96,7 +99,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
     ties = untie(model)
-    chain = Chain(model, input)
+    chain, note = cut(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
         needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
@@ -104,14 +107,37 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed, ties)
+    return Model(chain, tape, seed, ties, note)
+
+
+def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
+    """Return the model of a job as an ordinary module, whole and in memory, with initial values. Raises ModelError."""
+    constructor = _constructor(spec, outputs if isinstance(outputs, int) else outputs.count, input)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = _call(spec, constructor)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
+        )
+    return model
 
 
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
     """Return a function that constructs the model with the job's options, and with defaults for what they leave out."""
     function: Callable[..., nn.Module]
-    if spec.name in MODELS:
+    library, _, name = spec.name.partition(":")
+    if spec.name in VISION_MODELS:
         function, defaults = vision_model(spec.name, outputs, input)
+    elif spec.name == "gpt":
+        function, defaults = gpt_model(outputs, input)
+    elif library in LIBRARIES:
+        function, defaults = LIBRARIES[library](name, outputs, input)
     else:
         function = find(spec.name)
         defaults = {name: outputs for name in _OUTPUTS if _accepts(function, name)}

@@ -82,6 +82,7 @@ class RunRecord(BaseModel):
     versions: dict[str, str] = {}
     job: JobFacts | None = None
     plan: PlanFacts = PlanFacts()
+    layers: list[str] = []  # their names
 
     @property
     def group(self) -> tuple[int | None, int | None]:

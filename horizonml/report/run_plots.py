@@ -26,6 +26,7 @@ _WORK = {
     "backward-weight": "#CC79A7",
     "update": "#009E73",
     "prepare": "#a6cee3",
+    "load": "#cab2d6",
 }
 _MARKERS = 40  # points of a line, above which their markers would hide it
 _LEAST = 0.003  # of the picture's width, so that nothing is too short to be seen

@@ -120,6 +120,8 @@ def make_plan(
     Nothing is measured if rank 0 has `known` measurements of all ranks. `names[r]` is the name of rank r's machine.
     Where every device is measured, the result is written to the run's folder as a file of devices.
     """
+    if model.note and group.rank == 0:
+        say(f"{job.model.name}: {model.note}")
     if not needs_profile(job.parallel, group.world_size):
         return Agreed(fixed_plan(job, len(model.chain), group.world_size))
     measured: Measured | str | None = known

@@ -31,6 +31,7 @@ from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
+from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
@@ -83,6 +84,10 @@ class Generation:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
                 _check_smallest_batch(job, session, info)
                 data = load_for(life, session, info)
+                if job.data.corrupt == "skip" and info.unreadable is None:
+                    info = life.info = find_unreadable(job, session, data, self.say)
+                    life.data = Loaded(replace(data, info=info), session.is_first, session.is_last)
+                    data = life.data.data
                 if moved:
                     self.say(moved)
                 else:
@@ -314,14 +319,16 @@ class Generation:
         life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
         assert life.info is not None
         steps = job.epochs * -(-life.info.train // job.batch_size)
-        display = display_for(about.rank, job.epochs, steps, done)
+        display = display_for(about.rank, job.epochs, steps, done, life.observer)
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
         seconds = forecast.seconds if forecast is not None else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
-        recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)
+        feeds = life.feeds if about.rank == 0 else None
+        every = job.telemetry.timeline_every
+        recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds)
         life.metrics.started(about, job.epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")

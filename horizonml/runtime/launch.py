@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,20 +27,29 @@ from horizonml.runtime.command import Command
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.telemetry.record import Observer
+from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
 
 
-def train_as_rank(job: Job, identity: Identity | str, fresh: bool, metrics: tuple[str, int] | None, stay: bool) -> None:
+def train_as_rank(
+    job: Job,
+    identity: Identity | str,
+    fresh: bool,
+    metrics: tuple[str, int] | None,
+    stay: bool,
+    observer: Observer | None = None,
+) -> None:
     """Run one rank of a job. Raises HorizonError.
 
     Instead of an identity, the host:port of the rendezvous service makes this process a further rank of the run that
     meets there, with a number that the service gives.
 
     `metrics` is the host and the port at which to serve its metrics. With `stay`, the rank goes on serving them until
-    SIGTERM once the job is done.
+    SIGTERM once the job is done. The `observer` receives the records of steps and evaluations, on rank 0.
     """
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
@@ -74,7 +83,7 @@ def train_as_rank(job: Job, identity: Identity | str, fresh: bool, metrics: tupl
             host, port = metrics
             server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
-        worker = Worker(job, identity, address, own, stop)
+        worker = Worker(job, identity, address, own, stop, observer)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
@@ -205,11 +214,6 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
     `metrics` is the host and the port at which rank 0 serves its metrics; the other ranks use the ports after it.
     Raises RankFailed or JobError.
     """
-    check_strategy(job)
-    world_size = job.parallel.world_size()
-    problem = foreign(job.run_folder) if fresh else None
-    if problem is not None:
-        raise JobError(problem)
     with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
         resolved = Path(scratch) / "job.yaml"
         resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
@@ -217,11 +221,41 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
         if fresh:
             command.append("--fresh")
         env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
-        print(f"starting {count(world_size, 'rank')} on this machine ...", flush=True)
+        return run_ranks(job, command, fresh, env) is None
+
+
+def run_ranks(
+    job: Job,
+    command: list[str],
+    fresh: bool,
+    env: Mapping[str, str],
+    *,
+    output: int | None = None,
+    inherited: Sequence[int] = (),
+    say: Callable[[str], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Run a command as each rank of a job on this machine, and return the signal that interrupted them, if any did.
+
+    `output` and `inherited` are those of `LocalRun`, and `meanwhile` that of its `wait`; `say` shows a message, by
+    default on standard output. Raises RankFailed or JobError.
+    """
+    check_strategy(job)
+    check_packages(job.telemetry)
+    world_size = job.parallel.world_size()
+    problem = foreign(job.run_folder) if fresh else None
+    if problem is not None:
+        raise JobError(problem)
+    with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+        (say or _say)(f"starting {count(world_size, 'rank')} on this machine ...")
         logs = _log_folder(job, Path(scratch))
-        with LocalRun(world_size, command, logs, env, kept=logs != Path(scratch)) as run:
-            run.wait()
-            return not run.interrupted
+        with LocalRun(world_size, command, logs, env, logs != Path(scratch), output, inherited) as run:
+            run.wait(meanwhile)
+            return run.signal
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _log_folder(job: Job, otherwise: Path) -> Path:

@@ -14,7 +14,9 @@ from horizonml.state.runfolder import RunFolder
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
+from horizonml.telemetry.sinks import Feeds
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Life:
     folder: RunFolder
     fresh: bool  # whether the run is to start over
     lifeline: Lifeline
+    feeds: Feeds
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
     state: TrainState | None = None
     data: Loaded | None = None
@@ -63,3 +66,4 @@ class Life:
     begun: bool = False
     steps: int = 0  # done by this process
     newest_checkpoint: int | None = None
+    observer: Observer | None = None  # of rank 0's records

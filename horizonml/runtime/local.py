@@ -12,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,25 +62,40 @@ class LocalRun:
     """Runs the processes of one local run. Used as a context manager, it ends them all."""
 
     def __init__(
-        self, world_size: int, command: list[str], logs: Path, extra_env: Mapping[str, str], kept: bool = True
+        self,
+        world_size: int,
+        command: list[str],
+        logs: Path,
+        extra_env: Mapping[str, str],
+        kept: bool = True,
+        output: int | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         """Prepare to run `command` once per rank, with RANK and WORLD_SIZE set.
 
-        The output of the ranks goes to the folder `logs`; `kept` says that the folder outlasts the run.
+        The output of the ranks goes to the folder `logs`; `kept` says that the folder outlasts the run. That of the
+        first rank goes to the file descriptor `output` instead, by default to this process's own output. The ranks
+        inherit the file descriptors `inherited`.
         """
-        self._kept = kept
+        self._kept, self._output, self._inherited = kept, output, tuple(inherited)
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
         self._ranks: list[_Rank] = []
         self._logs_of: list[RankLog] = []
         self._warnings = Warnings()
         self._stop = StopRequest()
-        self._handling = handling(self._stop.note)
+        main = threading.current_thread() is threading.main_thread()  # only there, Python handles signals
+        self._handling: AbstractContextManager[None] = handling(self._stop.note) if main else nullcontext()
 
     @property
     def interrupted(self) -> bool:
         """Return whether a signal has asked the run to stop."""
         return self._stop.wanted
+
+    @property
+    def signal(self) -> int | None:
+        """Return the signal that has asked the run to stop, if one has."""
+        return self._stop.number
 
     def __enter__(self) -> LocalRun:
         self._handling.__enter__()
@@ -105,9 +122,10 @@ class LocalRun:
                 self._command,
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else log.file,
+                stdout=self._output if rank == 0 else log.file,
                 stderr=log.file,
                 start_new_session=True,  # Ctrl-C is passed on by this process, once
+                pass_fds=self._inherited,
             )
             self._ranks.append(_Rank(rank, process, log))
 
@@ -128,11 +146,15 @@ class LocalRun:
             )
         return address
 
-    def wait(self) -> None:
-        """Wait until all ranks have ended. Raises RankFailed with the reason of the rank that failed first."""
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until all ranks have ended, and call `meanwhile` again and again.
+
+        Raises RankFailed with the reason of the rank that failed first.
+        """
         asked = math.inf
         while not all(rank.ended for rank in self._ranks):
             time.sleep(0.05)
+            meanwhile()
             now = time.monotonic()
             for rank in self._ranks:
                 if rank.ended is None and rank.process.poll() is not None:

@@ -17,7 +17,7 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
-from horizonml.data.sampler import Sampler
+from horizonml.data.sampler import sampler_for
 from horizonml.engine.replay import Messages, replay
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
@@ -151,7 +151,7 @@ class _Part:
         stages = plan.stages_of(rank)
         messages = _messages(received)
         data = load(job.data, info, cache_folder() / "data", inputs=0 in stages, targets=len(plan.stages) - 1 in stages)
-        sampler = Sampler(info.train, job.batch_size, job.seed)
+        sampler = sampler_for(info, job.batch_size, job.seed)
 
         def steps() -> Iterator[tuple[Messages, Batch, float]]:
             for step in range(self.how.step, self.until):

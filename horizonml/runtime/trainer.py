@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 
-from horizonml.data.dataset import Batch, Data, DataBatch
-from horizonml.data.sampler import Sampler
+from horizonml.data.dataset import Data, DataBatch
+from horizonml.data.loading import Ahead
+from horizonml.data.needs import Needs
+from horizonml.data.sampler import Sampler, sampler_for
 from horizonml.data.seeds import name_seed
+from horizonml.data.workers import workers_for
 from horizonml.engine.session import Session
 from horizonml.engine.step import Step
 from horizonml.errors import CheckpointError
+from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.joining import tell
@@ -44,7 +49,8 @@ def train(
     has a better plan, return that training must go on with it. `mirror` makes what mirrors the ranks' state, once all
     of them have it. Raises CheckpointError if the run ends and its last checkpoint could not be saved.
     """
-    return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror).run()
+    with closing(_Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror)) as loop:
+        return loop.run()
 
 
 @dataclass
@@ -65,11 +71,32 @@ class _Loop:
     wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
-        self.sampler = Sampler(self.data.info.train, self.job.batch_size, self.job.seed)
+        self.sampler = sampler_for(self.data.info, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
         self.total = self.per_epoch * self.job.epochs
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
+
+        session, cache = self.session, cache_folder() / "data"
+        self.workers = workers_for(self.job.data, self.data, cache, session.is_first, session.is_last)
+        self.batches = self._ahead(self._training_batch, self.total, training=True)
+
+    def _ahead(self, batches: Callable[[int], DataBatch], count: int, training: bool) -> Ahead:
+        """Return batches that are loaded ahead."""
+        spec, session = self.job.data, self.session
+
+        def needs(size: int) -> Needs:
+            return session.needs(size, training)
+
+        return Ahead(batches, range(count), needs, self.workers, self.data.info, spec.prefetch, spec.memory)
+
+    def _training_batch(self, number: int) -> DataBatch:
+        return training_batch(self.job, self.data, self.sampler, *divmod(number, self.per_epoch))
+
+    def close(self) -> None:
+        """End the workers that load samples."""
+        self.batches.close()
+        self.workers.close()
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
@@ -118,8 +145,8 @@ class _Loop:
     def _step(self) -> Step:
         """Train on one global batch and record it."""
         done = self.state.step
-        epoch, within = divmod(done, self.per_epoch)
-        batch = training_batch(self.job, self.data, self.sampler, epoch, within)
+        epoch = done // self.per_epoch
+        batch = self.batches.take(done)
         lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
         every = self.job.telemetry.divergence_every
         following = self.session.following
@@ -141,7 +168,7 @@ class _Loop:
         if following is not None:
             following.after_step(step.transfer, step.wall)
         self.wall = step.wall
-        self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
+        self.recorder.step(step, done + 1, epoch + 1, batch.size, lr, batch.skipped)
         return step
 
     def _all_have_caught_up(self, step: Step, ends: bool) -> bool:
@@ -173,7 +200,9 @@ class _Loop:
     def _evaluate(self, done: int) -> None:
         """Evaluate the model on the held-out data at the end of an epoch."""
         epoch, started = done // self.per_epoch, time.perf_counter()
-        totals = self.session.evaluate(held_out_batches(self.job, self.data))
+        batches = held_out_batches(self.job, self.data)
+        with closing(self._ahead(batches.__getitem__, len(batches), training=False)) as ahead:
+            totals = self.session.evaluate(ahead)
         self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started)
         self.recorder.skip()
         metrics = {f"held_out_{metric_key(name)}": value for name, value in totals.metrics.items()}
@@ -197,7 +226,7 @@ class _Loop:
         """
         complete, due = done == self.total, done % self.every == 0
         details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
-        details = {"job": self.job.model_dump(), **details}
+        details = {"job": self.job.model_dump(), "data": self.data.info.to_json(), **details}
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
             skipped = checkpoints.skipped
@@ -224,10 +253,10 @@ class _Loop:
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:
     """Return the global batch of a step, augmented if the data set does that; epoch and step count from 0."""
-    return DataBatch(data.train, sampler.indices(epoch, step), name_seed(job.seed, "augment", epoch, step))
+    return data.batch(True, sampler.indices(epoch, step), name_seed(job.seed, "augment", epoch, step))
 
 
-def held_out_batches(job: Job, data: Data) -> list[Batch]:
+def held_out_batches(job: Job, data: Data) -> list[DataBatch]:
     """Return all held-out samples in batches of the job's size."""
     order = torch.arange(data.info.held_out)
-    return [DataBatch(data.held_out, part) for part in order.split(job.batch_size)]
+    return [data.batch(False, part) for part in order.split(job.batch_size)]

@@ -29,7 +29,9 @@ from horizonml.state.shards import completed
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.lifeline import Lifeline, explain_last
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
+from horizonml.telemetry.sinks import Feeds
 
 
 def settings_for(job: Job) -> RendezvousSettings:
@@ -50,9 +52,16 @@ class Worker:
     """One rank of a job, through all the groups it is a member of."""
 
     def __init__(
-        self, job: Job, identity: Identity, address: tuple[str, int] | None, metrics: Metrics, stop: StopRequest
+        self,
+        job: Job,
+        identity: Identity,
+        address: tuple[str, int] | None,
+        metrics: Metrics,
+        stop: StopRequest,
+        observer: Observer | None = None,
     ) -> None:
-        """`address` is the rendezvous service's; None for a world of one."""
+        """`address` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`."""
+        self._observer = observer
         self._job, self._identity, self._address = job, identity, address
         self._metrics, self._stop = metrics, stop
         metrics.wanted(identity.world_size)
@@ -76,6 +85,7 @@ class Worker:
         finally:
             if self._life is not None:
                 self._life.lifeline.end()
+                self._life.feeds.close()
 
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""
@@ -86,8 +96,9 @@ class Worker:
         if story is not None:
             print(story, file=sys.stderr, flush=True)
         lifeline = Lifeline(job.run_folder, identity.rank)
-        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline)
-        self._life = life
+        feeds = Feeds(job.telemetry, job.run_folder)
+        life = Life(job, identity.rank, identity.world_size, self._metrics, self._stop, folder, fresh, lifeline, feeds)
+        self._life, life.observer = life, self._observer
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
         prepared = prepare(job)

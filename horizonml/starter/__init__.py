@@ -1,28 +1,56 @@
-"""`horizonml init`: a commented job file and a model of your own, to start from."""
+"""`horizonml init`: a commented job file, and code of your own, to start from."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from horizonml.errors import JobError
+from horizonml.text import nearest
 
-FILES = {
+KINDS = {
+    "digits": "handwritten digits, which are part of the package: a first try",
+    "images": "your own images, in a folder for each class",
+    "table": "your own CSV or Parquet files",
+    "text": "a text of your own, for a small GPT",
+    "own": "a torch.utils.data.Dataset of your own",
+}
+_ABOUT = {
     "job.yaml": "what to train, on which data, and how the work is spread over the ranks",
     "my_model.py": "the network that it trains",
+    "my_data.py": "the data that it trains on",
 }
+_MODEL = re.compile(r"^model:\n(?:  .*\n)+", re.MULTILINE)
 
 
-def write(folder: Path) -> list[Path]:
-    """Write the starter files to a folder, and return their paths. Raises JobError rather than overwrite anything."""
-    for name in FILES:
+def write(folder: Path, kind: str = "digits", model: str = "own") -> dict[Path, str]:
+    """Write the starter files for a kind of data to a folder; return what each of them is about, by its path.
+
+    A `model` other than "own" is the name of a known one. Raises JobError rather than overwrite anything.
+    """
+    files = _files(kind, model)
+    for name in files:
         if os.path.lexists(folder / name):
             raise JobError(f"{folder / name} is there already, and is not overwritten; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as file:
-                file.write((Path(__file__).parent / name).read_text(encoding="utf-8"))
+                file.write(text)
     except OSError as error:
         raise JobError(f"{error.filename or folder}: {error.strerror or error}; name a folder to write to") from None
-    return [folder / name for name in FILES]
+    return {folder / name: _ABOUT[name] for name in files}
+
+
+def _files(kind: str, model: str) -> dict[str, str]:
+    """Return the text of each file. Raises JobError."""
+    if kind not in KINDS:
+        raise JobError(f"--data: {kind!r} is none of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    source = Path(__file__).parent / kind
+    files = {name: (source / name).read_text(encoding="utf-8") for name in _ABOUT if (source / name).is_file()}
+    if model != "own":
+        files.pop("my_model.py", None)
+        section = f"model:\n  name: {model}\n  # options: {{}}             # keyword arguments for it\n"
+        files["job.yaml"] = _MODEL.sub(lambda found: section, files["job.yaml"], count=1)
+    return files

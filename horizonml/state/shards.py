@@ -18,13 +18,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
@@ -272,28 +271,3 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
         yield list(where), lambda name: where[name].get_tensor(name)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def export(source: Path, target: Path) -> Metadata:
-    """Write a checkpoint's parameters and buffers as a plain state dict; return the checkpoint's metadata.
-
-    The file can be read by `torch.load(target, weights_only=True)` and fits the original model. Raises
-    CheckpointError.
-    """
-    path, metadata = find(source)
-    with opened(path, metadata.shards) as (names, read):
-        weights: dict[str, Tensor] = {
-            name.removeprefix("model/"): read(name) for name in names if name.startswith("model/")
-        }
-    hidden = target.with_name(f".{target.name}.tmp")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        hidden.touch()  # torch does not say why it cannot open a file
-        torch.save(weights, hidden)
-        os.replace(hidden, target)
-    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError
-        with suppress(OSError):
-            hidden.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or "writing ended too early; the disk may be full"
-        raise CheckpointError(f"cannot write {target}: {reason}") from error
-    return metadata

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
-from horizonml.tasks.task import BySample, OutputSpec, Tree, only_tensor
+from horizonml.tasks.task import BySample, OutputSpec, Tree, main_tensor, only_tensor
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Classification(BySample):
 
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the samples' cross-entropy; labels are smoothed in training only."""
-        logits, classes = only_tensor(outputs), only_tensor(targets)
+        logits, classes = main_tensor(outputs, "logits"), only_tensor(targets)
         smoothing = self.label_smoothing if training else 0.0  # smoothing serves training, not evaluation
         return functional.cross_entropy(logits, classes, reduction="sum", label_smoothing=smoothing)
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the number of samples whose largest logit is that of their class."""
-        hits = only_tensor(outputs).argmax(1) == only_tensor(targets)
+        hits = main_tensor(outputs, "logits").argmax(1) == only_tensor(targets)
         return hits.sum(dtype=torch.float64).reshape(1)
 
     def outputs(self, info: DataInfo) -> OutputSpec:
@@ -50,12 +50,12 @@ class MultiLabel(BySample):
 
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the samples' mean binary cross-entropy."""
-        logits, labels = only_tensor(outputs), only_tensor(targets).to(torch.float32)
+        logits, labels = main_tensor(outputs, "logits"), only_tensor(targets).to(torch.float32)
         return functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1).sum()
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the sums over samples of each of the `metrics`."""
-        predicted, present = only_tensor(outputs) > 0, only_tensor(targets) > 0.5
+        predicted, present = main_tensor(outputs, "logits") > 0, only_tensor(targets) > 0.5
         right = (predicted == present).to(torch.float64)
         counts = [(predicted & present).sum(), predicted.sum(), present.sum()]
         return torch.stack([right.mean(1).sum(), right.prod(1).sum(), *(count.double() for count in counts)])

@@ -44,6 +44,7 @@ class Metrics(Collector):
         self.registry.register(Container(self.rank, root))
         # What every step changes is looked up once.
         self._phases = [self._histogram("step_phase_seconds", kind) for kind in KINDS]
+        self._load = self._counter("load_seconds")
         self._traffic = [(d, self._counter("sent_bytes", d), self._counter("received_bytes", d)) for d in DIRECTIONS]
 
     def _add(self, spec: MetricSpec) -> None:
@@ -168,6 +169,9 @@ class Metrics(Collector):
         if record.joules is not None:
             self._counter("energy_joules").inc(record.joules)
         self._histogram("step_duration_seconds").observe(record.wall)
+        self._load.inc(record.load)
+        if record.skipped:
+            self._counter("samples_skipped").inc(record.skipped)
         for phase, seconds in zip(self._phases, (record.compute, record.transfer, record.wait), strict=True):
             phase.observe(seconds)
         if record.divergence is not None:

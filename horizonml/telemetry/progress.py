@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horizonml.telemetry.record import EvaluationRecord, StepRecord, metric_text
+from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, metric_text
 
 _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which the speed and the time split are averaged
@@ -63,9 +63,13 @@ class _Window:
         }
         if short:
             split = "/".join(f"{100 * part:.0f}" for part in parts.values())
-            return f"{sum(record.batch for record in self._records) / wall:,.0f}/s, {split}%"
+            return f"{self._count() / wall:,.0f}/s, {split}%"
         split = " ".join(f"{name} {part:.0%}" for name, part in parts.items())
-        return f"{sum(record.batch for record in self._records) / wall:,.0f} samples/s | {split}"
+        return f"{self._count() / wall:,.0f} {self._records[-1].unit}/s | {split}"
+
+    def _count(self) -> int:
+        """Return the samples of these steps, or the tokens, where the loss is a mean over tokens."""
+        return sum(record.batch if record.unit == "samples" else record.units for record in self._records)
 
 
 def _evaluated(record: EvaluationRecord, epochs: int) -> str:
@@ -139,8 +143,30 @@ class Bar:
         self._progress.stop()
 
 
-def display_for(rank: int, epochs: int, steps: int, done: int) -> Display:
-    """Return the display that suits this rank and its standard output."""
+class Observed:
+    """Shows what another display shows, and hands every record to an observer."""
+
+    def __init__(self, display: Display, observer: Observer) -> None:
+        self._display, self._observer = display, observer
+
+    def message(self, text: str) -> None:
+        self._display.message(text)
+
+    def step(self, record: StepRecord) -> None:
+        self._display.step(record)
+        self._observer(record)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        self._display.evaluation(record)
+        self._observer(record)
+
+    def close(self) -> None:
+        self._display.close()
+
+
+def display_for(rank: int, epochs: int, steps: int, done: int, observer: Observer | None = None) -> Display:
+    """Return the display that suits this rank and its standard output; rank 0 hands its records to an `observer`."""
     if rank != 0:
         return Silent()
-    return Bar(epochs, steps, done) if sys.stdout.isatty() else Lines(epochs)
+    display: Display = Bar(epochs, steps, done) if sys.stdout.isatty() else Lines(epochs)
+    return display if observer is None else Observed(display, observer)

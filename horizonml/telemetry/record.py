@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,10 @@ class StepRecord:
     rss_bytes: int
     joules: float | None  # used by this machine, on its first rank only; None if the machine does not measure it
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
+    load: float = 0.0  # seconds of `wait` or `compute` in which the step could not go on without its data
+    skipped: int = 0  # samples of the global batch that could not be read and were replaced
+    unit: str = "samples"  # what the loss is a mean over
+    units: int = 0  # in the global batch
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
@@ -107,6 +111,10 @@ class EvaluationRecord:
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
         return {"kind": "evaluation", **_with_metrics(vars(self))}
+
+
+Observer = Callable[[StepRecord | EvaluationRecord], None]
+"""What receives the records of the first rank while it trains."""
 
 
 class Source(StrEnum):

@@ -17,6 +17,7 @@ from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Display
 from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, RunInfo, Source, StepRecord
+from horizonml.telemetry.sinks import Feeds
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,35 @@ class Recorder:
         metrics: Metrics | None = None,
         energy: EnergyMeter | None = None,
         lifeline: Lifeline | None = None,
+        feeds: Feeds | None = None,
     ) -> None:
         """Open the rank's file at `path` and record `info` in it.
 
-        `energy` is this machine's meter; `lifeline` is what tells the next process where this one was.
+        `energy` is this machine's meter; `lifeline` is what tells the next process where this one was; `feeds` get
+        what the file gets.
         """
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
-        self._metrics, self._lifeline, self.steps = metrics, lifeline, 0  # steps recorded
+        self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
+        self.steps = 0  # recorded
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
-        self._lines.write({**info.to_json(), "time": time.time()})
+        self._write({**info.to_json(), "time": time.time()})
         self._cpu = cpu_seconds()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Add a record to the file, and hand it to those that show it elsewhere."""
+        self._lines.write(record)
+        if self._feeds is not None:
+            self._feeds.put(record)
 
     def message(self, text: str) -> None:
         """Show a message to the user."""
         self._display.message(text)
 
-    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float) -> None:
-        """Record a step; `number` and `epoch` count from 1."""
+    def step(self, step: Step, number: int, epoch: int, batch: int, lr: float, skipped: int = 0) -> None:
+        """Record a step; `number` and `epoch` count from 1. `skipped` samples of the batch were replaced."""
         cpu = cpu_seconds()
         record = StepRecord(
             step=number,
@@ -82,14 +92,18 @@ class Recorder:
             cpu_seconds=cpu - self._cpu,
             rss_bytes=rss_bytes(),
             divergence=step.divergence,
+            load=step.load,
+            skipped=skipped,
+            unit=step.totals.unit,
+            units=step.totals.units,
         )
         self._cpu = cpu
-        self._lines.write(record.to_json())
+        self._write(record.to_json())
         if self._at_next_step is not None:
             self._at_next_step()
             self._at_next_step = None
         if self._timeline_every and number % self._timeline_every == 0:
-            self._lines.write(_timeline(step, number))
+            self._write(_timeline(step, number))
         self._display.step(record)
         if self._metrics is not None:
             self._metrics.step(record, step)
@@ -100,7 +114,7 @@ class Recorder:
     def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
         """Record an evaluation on held-out data after step `number`."""
         record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.metrics, totals.samples)
-        self._lines.write(record.to_json())
+        self._write(record.to_json())
         self._display.evaluation(record)
         if self._metrics is not None:
             self._metrics.evaluation(record)
@@ -112,7 +126,7 @@ class Recorder:
         are the ranks that take too long if they have changed since the last call, or else None.
         """
         factors = [round(factor, 4) for factor in slowdowns]
-        self._lines.write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
+        self._write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
         if self._metrics is not None:
             self._metrics.slowdown(slowdowns[self._rank])
         if stragglers is not None:
@@ -125,7 +139,7 @@ class Recorder:
 
         Training waited for `seconds`; for the seconds of `writing`, it went on.
         """
-        self._lines.write(
+        self._write(
             {
                 "kind": "checkpoint",
                 "step": number,
@@ -152,7 +166,7 @@ class Recorder:
 
     def checkpoint_skipped(self, number: int) -> None:
         """Record that the checkpoint due after step `number` was left out: one is still being written."""
-        self._lines.write({"kind": "checkpoint skipped", "step": number, "time": time.time()})
+        self._write({"kind": "checkpoint skipped", "step": number, "time": time.time()})
         if self._metrics is not None:
             self._metrics.checkpoint_skipped()
 
@@ -180,7 +194,7 @@ class Recorder:
         their loss was known here. The metrics are told, too.
         """
         record = RecoveryRecord(time.time(), generation, list(lost), silent_seconds, seconds, steps_repeated, source)
-        self._lines.write(record.to_json())
+        self._write(record.to_json())
         if self._metrics is not None:
             self._metrics.recovered(seconds, steps_repeated, source)
 
@@ -199,7 +213,7 @@ class Recorder:
 
     def close(self, outcome: str) -> None:
         """End the file with the outcome of the run."""
-        self._lines.write({"kind": "end", "time": time.time(), "outcome": outcome})
+        self._write({"kind": "end", "time": time.time(), "outcome": outcome})
         self._lines.close()
         self._display.close()
 

@@ -89,7 +89,12 @@ TABLE: Sequence[MetricSpec] = (
         KINDS,
         buckets=_STEP_SECONDS,
     ),
-    _gauge("bubble_ratio", "Share of the newest step in which the rank waited for others: the pipeline's bubble."),
+    _gauge(
+        "bubble_ratio",
+        "Share of the newest step in which the rank waited for others (the pipeline's bubble) or for its data.",
+    ),
+    _counter("load_seconds", "Time that steps spent getting their data: what loading ahead did not hide."),
+    _counter("samples_skipped", "Samples that could not be read and were replaced by others, in global batches."),
     _gauge(
         "gradient_divergence",
         "Distance of this rank's gradient before the reduction to the mean, relative to the mean.",

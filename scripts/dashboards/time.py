@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel, bars, curves, per_rank
-from dashboards.queries import PHASES, WHO, each, most, per_step, quantile, rate, share
+from dashboards.queries import JOB, PHASES, WHO, each, most, per_step, quantile, rate, share
 
 PANELS = [
     bars(
@@ -92,6 +92,25 @@ PANELS = [
         SAMPLES_PER_SECOND,
         rate("horizonml_rank_samples_total"),
         width=12,
+    ),
+    Panel(
+        "timeseries",
+        "Time for data per rank",
+        "Does loading keep up? The share of time in which a rank's steps could not go on without their samples.",
+        "percentunit",
+        [(f"rate(horizonml_load_seconds_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
+        width=12,
+        low=0,
+        high=1,
+    ),
+    Panel(
+        "timeseries",
+        "Skipped samples",
+        "How many samples could not be read, and were replaced by others?",
+        "none",
+        [(f"max(horizonml_samples_skipped_total{{{JOB}}})", "since the process was started")],
+        width=12,
+        low=0,
     ),
     Panel(
         "table",

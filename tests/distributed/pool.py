@@ -28,7 +28,7 @@ class Pool:
         self._processes = []
         for _ in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, self.store.port))  # which may start workers
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
+from horizonml.engine.clock import LOAD
 from horizonml.engine.session import Session
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.job.schema import Sgd
@@ -205,4 +206,4 @@ def named(rank: int, world_size: int, store: Store, plan: Plan) -> set[str]:
 def test_a_recorded_step_names_its_work_as_a_predicted_one_does(pool: Pool) -> None:
     stages = (Stage(0, 6, (0,), (1.0,)), Stage(6, 15, (1,), (1.0,)))
     for names in pool.run(2, named, Plan(stages, "zb-h1", 3)):
-        assert names == {"prepare", "update", Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+        assert names == {LOAD, "prepare", "update", Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

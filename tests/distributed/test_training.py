@@ -18,6 +18,7 @@ from torch.distributed import Store
 from horizonml.comm.group import Group
 from horizonml.data.choose import describe, load
 from horizonml.errors import CheckpointError
+from horizonml.exports.export import export
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -26,7 +27,7 @@ from horizonml.planner.planner import fixed_plan
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.saver import Saver
-from horizonml.state.shards import Metadata, export, read_metadata, steps
+from horizonml.state.shards import Metadata, read_metadata, steps
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent

@@ -27,10 +27,10 @@ TABLE: dict[str, set[str]] = {
     "tasks": {"data", "job", "machine", "spec"},
     "models": {"data", "machine", "spec", "tasks"},
     "planner": {"job", "plan", "spec"},
-    "state": {"comm", "job", "models", "plan", "spec"},
+    "state": {"comm", "data", "job", "models", "plan", "spec", "tasks"},
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
-    "telemetry": {"engine", "job", "machine", "plan"},
+    "telemetry": {"engine", "job", "machine", "plan", "spec"},
     "rendezvous": {"machine"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "spec",
@@ -40,9 +40,14 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
+    "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
+    "api": {
+        "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
+        "state", "tasks", "telemetry",
+    },
     "cli": {
-        "bench", "chaos", "comm", "job", "kube", "machine", "models", "plan", "planner", "profiling", "rendezvous",
-        "report", "runtime", "spec", "starter", "state",
+        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
+        "rendezvous", "report", "runtime", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
@@ -53,7 +58,7 @@ def modules() -> dict[str, Path]:
     found = {}
     for path in sorted(ROOT.rglob("*.py")):
         parts = ["horizonml", *path.relative_to(ROOT).with_suffix("").parts]
-        if parts[1:] != ["starter", "my_model"]:
+        if parts[1] != "starter" or len(parts) == 3:
             found[".".join(parts)] = path
     return found
 

@@ -9,7 +9,7 @@ from torch import nn
 from horizonml.errors import ModelError
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.chain import Chain
-from horizonml.models.spec import MODELS, ModelSpec
+from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.weights import materialise, record
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec
@@ -24,7 +24,7 @@ def shape_of(name: str) -> tuple[int, ...]:
     return SHAPES.get(name, (3, 32, 32))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", VISION_MODELS)
 def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> None:
     """Outputs and gradients of all layers run one by one equal the original model's, and so do the names."""
     if name == "digits_cnn":
@@ -46,7 +46,7 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
     compare_with_model(original, chain, (torch.randn(2, *shape_of(name)),))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", VISION_MODELS)
 def test_training_mode_reaches_the_layers(name: str) -> None:
     model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape_of(name)))
     stage = model.stage(0, len(model.chain))

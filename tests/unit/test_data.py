@@ -1,6 +1,7 @@
 import gzip
 import pickle
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -133,7 +134,7 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     write_images(tmp_path / "cat", 5, 50)
     write_images(tmp_path / "dog", 5, 200)
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
-    assert data.info == image_info(2, (3, 8, 8), 8, 2)
+    assert data.info == replace(image_info(2, (3, 8, 8), 8, 2), labels=("cat", "dog"))
     everything = torch.arange(8)
     images, labels = data.train.inputs(everything), data.train.targets(everything)
     assert images.shape == (8, 3, 8, 8)

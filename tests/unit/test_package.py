@@ -54,10 +54,59 @@ def test_an_installed_package_trains_its_ready_jobs_and_a_job_of_ones_own(instal
     trained = command(tmp_path / "my job", "train", "job.yaml", "--set", "epochs=1", path=installed)
     assert trained.returncode == 0, trained.stderr
     assert "epoch 1/1: held-out loss" in trained.stdout
+    measured = command(tmp_path / "my job", "evaluate", "runs/first", path=installed)
+    assert measured.returncode == 0, measured.stderr
+    loss, accuracy = re.findall(r"epoch 1/1: held-out loss ([\d.]+), accuracy ([\d.]+%)", trained.stdout)[0]
+    assert measured.stdout == f"loss {loss}, accuracy {accuracy} (359 samples)\n"
     assert (installed / "horizonml" / "kube" / "base" / "workers.yaml").is_file()
     assert {path.name for path in (installed / "horizonml" / "jobs").iterdir()} == {
         path.name for path in (ROOT / "jobs").glob("*.yaml")
     }
+
+
+def test_an_installed_package_trains_from_python(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import horizonml\n"
+        "run = horizonml.train('digits', workers=2, epochs=1, name='mine', data={'samples': 64})\n"
+        "assert abs(horizonml.evaluate(run)['loss'] - run.metrics['loss']) < 1e-5\n"
+        "print('CAME', len(run.history), horizonml.__file__)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(installed)}
+    run = [sys.executable, "script.py"]
+    result = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"CAME 1 {installed / 'horizonml' / '__init__.py'}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        ((), {"job.yaml", "my_model.py"}),
+        (("--data", "images"), {"job.yaml", "my_model.py"}),
+        (("--data", "images", "--model", "resnet18"), {"job.yaml"}),
+        (("--data", "table"), {"job.yaml", "my_model.py"}),
+        (("--data", "text"), {"job.yaml"}),
+        (("--data", "own"), {"job.yaml", "my_data.py", "my_model.py"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_every_job_to_start_from_is_valid(tmp_path: Path, arguments: tuple[str, ...], files: set[str]) -> None:
+    begun = command(tmp_path, "init", *arguments)
+    assert begun.returncode == 0, begun.stderr
+    assert {path.name for path in tmp_path.iterdir()} == files
+    text = (tmp_path / "job.yaml").read_text()
+    assert max(map(len, text.splitlines())) <= 120
+    valid = command(tmp_path, "validate", "job.yaml")
+    assert valid.returncode == 0, valid.stderr
+
+
+def test_init_says_which_kinds_of_data_and_models_there_are(tmp_path: Path) -> None:
+    for option, value in (("--data", "image"), ("--model", "resnet19")):
+        refused = command(tmp_path, "init", option, value)
+        assert refused.returncode == 2
+        assert f"error: {option}: '{value}'" in refused.stderr
+        assert "did you mean" in refused.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_readme_installs_the_versions_that_make_setup_installs() -> None:
@@ -80,7 +129,7 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
 def test_a_job_that_is_not_there_is_told_with_the_ready_ones(tmp_path: Path) -> None:
     missing = command(tmp_path, "validate", "jobs/digitz.yaml")
     assert missing.returncode == 2
-    assert "(cifar10, digits, explicit-plan, folder, synthetic); did you mean 'digits'?" in missing.stderr
+    assert "(cifar10, digits, explicit-plan, folder, synthetic, text); did you mean 'digits'?" in missing.stderr
 
 
 MISSING = [

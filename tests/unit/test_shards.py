@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from horizonml.errors import CheckpointError
-from horizonml.state.shards import check, describe, export, find, is_folder_name, read_metadata, steps
+from horizonml.state.shards import check, find, is_folder_name, read_metadata, steps
+from tests.checkpoints import checkpoint
 
 PATH = Path("somewhere/step-00000003")
 SHA = "0" * 64
@@ -88,47 +86,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> Non
     (made / "stage-0.safetensors").unlink()
     os.mkfifo(made / "stage-0.safetensors")
     with pytest.raises(CheckpointError, match="not a regular file"):
-        export(made, tmp_path / "out.pt")
-
-
-def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "stage-0.safetensors")
-    shard = describe(folder / "stage-0.safetensors", len(tensors)).model_dump()
-    plan = {"stages": [{"start": 0, "stop": 1}]}
-    metadata = {**GOOD, "plan": plan, "shards": {"stage-0.safetensors": shard}}
-    (folder / "checkpoint.json").write_text(json.dumps(metadata))
-    return folder
-
-
-def test_export_writes_all_or_nothing(tmp_path: Path) -> None:
-    tensors = {"model/a": torch.ones(2), "model/b": torch.zeros(3), "optimizer/a/momentum_buffer": torch.ones(2)}
-    folder = checkpoint(tmp_path / "step-00000003", tensors)
-    export(folder, tmp_path / "out.pt")
-    assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"a", "b"}
-
-    with pytest.raises(CheckpointError, match=r"cannot write .*out\.pt/m\.pt: (File exists|Not a directory)$"):
-        export(folder, tmp_path / "out.pt" / "m.pt")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # a disk with so little left
-    try:
-        with pytest.raises(CheckpointError, match=r"cannot write .*full\.pt: .*the disk may be full$"):
-            export(folder, tmp_path / "full.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "step-00000003"]
-
-    # A tensor is gone, and the file's digest was made to fit.
-    kept = load_file(folder / "stage-0.safetensors")
-    del kept["model/b"]
-    save_file(kept, folder / "stage-0.safetensors")
-    metadata = json.loads((folder / "checkpoint.json").read_text())
-    lying = describe(folder / "stage-0.safetensors", len(tensors)).model_dump()
-    metadata["shards"]["stage-0.safetensors"] = lying
-    (folder / "checkpoint.json").write_text(json.dumps(metadata))
-    with pytest.raises(CheckpointError, match="has 2 tensors instead of 3"):
-        export(folder, tmp_path / "second.pt")
-    assert not (tmp_path / "second.pt").exists()
+        find(made)
 
 
 def test_a_newer_checkpoint_that_is_damaged_is_passed_over_by_name(

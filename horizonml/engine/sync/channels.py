@@ -175,7 +175,10 @@ class Channels(AllReduce):
         `parts[name]` tells which part of a parameter or buffer this member holds; those without an entry are held in
         full. Raises ModelError, naming the layer, if a layer cannot be split.
         """
-        assert isinstance(module, fx.GraphModule)
+        if not isinstance(module, fx.GraphModule):
+            raise ModelError(
+                "parallel.strategy: tensor cannot split a model that cannot be traced; choose ddp, pipeline or hybrid"
+            )
         self._module, self._stage_members = module, members
         self._exchange = Exchange(members)
         self._split: dict[str, Part] = {}

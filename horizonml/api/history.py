@@ -1,0 +1,183 @@
+"""Holds what a run recorded as tables of typed rows: one row per step, and one per evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+
+if TYPE_CHECKING:
+    import pandas
+
+_SHOWN = 10  # rows of a table that is printed
+
+
+@dataclass(frozen=True)
+class Step:
+    """Describes one training step: what `on_step` receives, and a row of `Run.history`."""
+
+    step: int  # counted from 1 over the whole run
+    epoch: int  # counted from 1
+    loss: float  # mean over the global batch
+    metrics: Mapping[str, float]  # the task's metrics by name, means over the global batch
+    seconds: float  # that the step took
+    samples: int  # in the global batch
+    learning_rate: float
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Step:
+        """Return the step that a rank's record of kind "step" describes."""
+        return cls(
+            int(record["step"]),
+            int(record["epoch"]),
+            float(record["loss"]),
+            _metrics(record, StepRecord),
+            float(record["wall"]),
+            int(record["batch"]),
+            float(record["lr"]),
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Describes one evaluation on held-out data: a row of `Run.evaluations`."""
+
+    step: int  # steps that were done before
+    epoch: int
+    loss: float
+    metrics: Mapping[str, float]  # the task's metrics by name
+    seconds: float
+    samples: int
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation that a rank's record of kind "evaluation" describes."""
+        return cls(
+            int(record["step"]),
+            int(record["epoch"]),
+            float(record["loss"]),
+            _metrics(record, EvaluationRecord),
+            float(record["seconds"]),
+            int(record["samples"]),
+        )
+
+
+Row = TypeVar("Row", bound=Step | Evaluation)
+
+
+class Table(Sequence[Row], Generic[Row]):
+    """Holds rows in the order of their steps; each metric has a column of its own.
+
+    A table is a sequence of rows, and prints as a table, in notebooks too.
+    """
+
+    def __init__(self, rows: Sequence[Row], kind: type[Row]) -> None:
+        self._rows, self._kind = tuple(rows), kind
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of the columns."""
+        metrics = dict.fromkeys(name for row in self._rows for name in row.metrics)
+        names = [field.name for field in fields(self._kind)]
+        place = names.index("metrics")
+        return (*names[:place], *metrics, *names[place + 1 :])
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column; None where a row lacks the metric. Raises KeyError for an unknown column."""
+        if name not in self.columns:
+            raise KeyError(f"{name!r} is not a column; there are {', '.join(self.columns)}")
+        return [_cell(row, name) for row in self._rows]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a `pandas.DataFrame` with the same columns; pandas has to be installed."""
+        import pandas
+
+        return pandas.DataFrame({name: self.column(name) for name in self.columns})
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Table[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | Table[Row]:
+        return Table(self._rows[index], self._kind) if isinstance(index, slice) else self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        if not self._rows:
+            return f"(no {self._kind.__name__.lower()}s)"
+        cells = [list(self.columns), *([_text(_cell(row, name)) for name in self.columns] for row in self._shown())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in cells]
+        if len(self._rows) > _SHOWN:
+            lines.append(f"(the last {_SHOWN} of {len(self._rows):,} rows)")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        import html
+
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        rows = (
+            "".join(f"<td>{html.escape(_text(_cell(row, name)))}</td>" for name in self.columns)
+            for row in self._shown()
+        )
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        note = f"<p>the last {_SHOWN} of {len(self._rows):,} rows</p>" if len(self._rows) > _SHOWN else ""
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
+
+    def _shown(self) -> Sequence[Row]:
+        return self._rows[-_SHOWN:]
+
+
+def read_records(folder: Path) -> tuple[dict[str, Any] | None, Table[Step], Table[Evaluation]]:
+    """Return what the ranks of a run recorded: the newest description of the run, its steps and its evaluations.
+
+    Every step counts once: where it was done again after a loss, as it was done last, and where several ranks recorded
+    it, as the lowest one did.
+    """
+    about: dict[str, Any] | None = None
+    steps: dict[int, Step] = {}
+    evaluations: dict[int, Evaluation] = {}
+    files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]), reverse=True)
+    for file in files:
+        for record in read_lines(file):
+            match record.get("kind"):
+                case "run" if about is None or record["time"] >= about["time"]:
+                    about = record
+                case "step":
+                    steps[int(record["step"])] = Step.from_record(record)
+                case "evaluation":
+                    evaluations[int(record["step"])] = Evaluation.from_record(record)
+    return (
+        about,
+        Table([steps[number] for number in sorted(steps)], Step),
+        Table([evaluations[number] for number in sorted(evaluations)], Evaluation),
+    )
+
+
+def parse_record(line: str) -> Step | None:
+    """Return the step that a line of records describes, or None if it describes something else."""
+    record = json.loads(line)
+    return Step.from_record(record) if record.get("kind") == "step" else None
+
+
+def _metrics(record: Mapping[str, Any], kind: type[StepRecord] | type[EvaluationRecord]) -> dict[str, float]:
+    """Return the task's metrics: whatever a record holds besides the fields that all records of its kind have."""
+    known = {"kind", *(field.name for field in fields(kind))}
+    return {name: float(value) for name, value in record.items() if name not in known}
+
+
+def _cell(row: Step | Evaluation, name: str) -> Any:
+    return row.metrics.get(name) if name in row.metrics or not hasattr(row, name) else getattr(row, name)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else f"{value:,}"

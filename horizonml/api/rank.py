@@ -1,0 +1,51 @@
+"""Runs one rank of a run that `horizonml.train` has started: `python -m horizonml.api.rank OBJECTS RECORDS`.
+
+The arguments are inherited file descriptors: the job with its objects is read from the first, and the first rank writes
+the records of steps and evaluations to the second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import IO
+
+from horizonml.errors import IdentityError
+from horizonml.rendezvous.identity import from_rank
+from horizonml.runtime.process import run_and_exit
+from horizonml.telemetry.record import EvaluationRecord, StepRecord
+
+
+def main() -> None:
+    """Train as the rank that the environment names."""
+    objects, records = map(int, sys.argv[1:])
+    from horizonml.api.transfer import unpack
+    from horizonml.runtime.launch import train_as_rank
+
+    identity = from_rank(os.environ)
+    if identity is None:
+        raise IdentityError("RANK and WORLD_SIZE are not set: call horizonml.train, which starts its ranks itself")
+    job, fresh = unpack(objects)
+    train_as_rank(job, identity, fresh, None, False, Sender(os.fdopen(records, "w", encoding="utf-8")))
+
+
+class Sender:
+    """Sends records to the parent process, a JSON object on each line, for as long as the parent reads them."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream: IO[str] | None = stream
+
+    def __call__(self, record: StepRecord | EvaluationRecord) -> None:
+        """Send a record."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.write(json.dumps(record.to_json()) + "\n")
+            self._stream.flush()
+        except BrokenPipeError:  # the parent is gone, and its watch ends this process
+            self._stream = None
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

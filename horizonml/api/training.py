@@ -1,0 +1,171 @@
+"""Implements `horizonml.train`: all ranks of a job on this machine, from a script or a notebook.
+
+Every rank is a process of its own, also where there is one only, so that threads, memory and signal handlers of the
+calling process stay as they are. The ranks end with the call, whatever ends it, and with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from horizonml.api.history import Step, parse_record
+from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
+from horizonml.api.run import Run
+from horizonml.api.transfer import packed
+from horizonml.errors import JobError
+from horizonml.rendezvous.identity import identify
+from horizonml.runtime.launch import run_ranks
+
+_LAST_SECONDS = 5.0  # for the streams to end, which a process that a rank has started may hold open
+
+
+def train(
+    job: JobLike = None,
+    *,
+    model: ModelLike = None,
+    data: DataLike = None,
+    task: TaskLike = None,
+    workers: int | None = None,
+    on_step: Callable[[Step], object] | None = None,
+    fresh: bool = False,
+    progress: bool = True,
+    **fields: Any,
+) -> Run:
+    """Train a job with all its ranks on this machine, and return the run.
+
+    A run goes on from its newest checkpoint, as `horizonml train` does: give it a `name` of its own, or `fresh=True`.
+    Ctrl-C saves a checkpoint and raises KeyboardInterrupt; the same call goes on from there.
+
+    Parameters:
+        job: The path of a job file, the name of a ready job, a mapping of fields, or a `Job`. Without it, every field
+            has its default.
+        model: A subclass of `torch.nn.Module`, a function that returns a module, a module whose values training begins
+            with, or a name. A class or function receives `num_classes` or `num_outputs` if it has such an argument.
+        data: A `torch.utils.data.Dataset` of pairs (inputs, targets), a pair of data sets to train on and to hold
+            out, a function that returns either, a name, or a folder of images.
+        task: What is learned: a name such as "regression", or a class or an instance that implements `horizonml.Task`.
+        workers: The number of ranks. What they share is planned (`parallel.strategy: auto`), unless the job says it.
+        on_step: Called in this process with every step, in order. An error that it raises ends the run.
+        fresh: Whether to start over, and keep the run before beside it as NAME.previous.
+        progress: Whether to print the progress: a bar on a terminal, and plain lines elsewhere.
+        **fields: Further fields of the job, such as `epochs=3` or `optimizer={"name": "adam"}`. A section is changed
+            field by field.
+
+    Raises HorizonError, which says what is wrong and names the field, the file or the rank.
+    """
+    made, given = make_job(job, model, data, task, workers, fields)
+    found = identify(os.environ, made.parallel.max_workers)
+    if found is not None:
+        raise JobError(
+            f"this process is rank {found.rank} of {found.world_size} by {found.source}, but horizonml.train starts "
+            "its ranks itself: run the script without that launcher, or let the launcher run `horizonml train JOB`"
+        )
+    given.install()
+    folder = made.run_folder.absolute()
+    with ExitStack() as stack:
+        objects = stack.enter_context(packed(made, given, fresh))
+        parent = stack.enter_context(_Parent(on_step, progress))
+        command = [sys.executable, "-m", "horizonml.api.rank", str(objects), str(parent.records)]
+        stopped = run_ranks(
+            made,
+            command,
+            fresh,
+            {"PYTHONPATH": _import_path()},
+            output=parent.output,
+            inherited=(objects, parent.records),
+            say=parent.say,
+            meanwhile=parent.dispatch,
+        )
+        parent.finish()
+    if stopped == signal.SIGTERM:
+        raise SystemExit(128 + stopped)
+    if stopped is not None:
+        raise KeyboardInterrupt
+    return Run(folder, given=given, job=made)
+
+
+def _import_path() -> str:
+    """Return where this process finds modules, for the ranks to find them, too."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+
+
+class _Parent:
+    """Receives what the first rank prints and records, and passes it on within this process.
+
+    Threads read both streams, so that a slow `on_step` never holds up the training.
+    """
+
+    def __init__(self, on_step: Callable[[Step], object] | None, progress: bool) -> None:
+        self._on_step, self._progress = on_step, progress
+        self._queue: SimpleQueue[str | Step] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._open: list[int] = []
+        self.output: int | None = None
+        # A bar needs the terminal for itself.
+        if not progress or on_step is not None or not _on_terminal():
+            self.output = self._pipe(lambda line: line if progress else None)
+        self.records = self._pipe(parse_record if on_step is not None else lambda line: None)
+
+    def __enter__(self) -> _Parent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None:
+            self._on_step = None  # what went wrong is raised at once
+        self.finish()
+
+    def _pipe(self, parse: Callable[[str], str | Step | None]) -> int:
+        """Return the end to write to of a pipe whose lines are queued as `parse` returns them."""
+        source, target = os.pipe()
+        thread = threading.Thread(target=self._read, args=(os.fdopen(source, encoding="utf-8"), parse), daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        self._open.append(target)
+        return target
+
+    def _read(self, stream: IO[str], parse: Callable[[str], str | Step | None]) -> None:
+        with stream:
+            for line in stream:
+                found = parse(line)
+                if found is not None:
+                    self._queue.put(found)
+
+    def say(self, text: str) -> None:
+        """Print a message of this process."""
+        if self._progress:
+            print(text, flush=True)
+
+    def dispatch(self) -> None:
+        """Print what has been printed, and hand over the steps that have been recorded since the last call."""
+        while True:
+            try:
+                found = self._queue.get_nowait()
+            except Empty:
+                return
+            if isinstance(found, str):
+                print(found, end="", flush=True)
+            elif self._on_step is not None:
+                self._on_step(found)
+
+    def finish(self) -> None:
+        """Hand over the rest, once the ranks have ended."""
+        while self._open:
+            os.close(self._open.pop())
+        for thread in self._threads:
+            thread.join(_LAST_SECONDS)
+        self.dispatch()
+
+
+def _on_terminal() -> bool:
+    """Return whether this process prints to a terminal, and through the descriptor that its children inherit."""
+    try:
+        return sys.stdout.isatty() and sys.stdout.fileno() == 1
+    except (AttributeError, OSError, ValueError):  # a stream of a notebook, or of a test, may have no descriptor
+        return False

@@ -1,0 +1,74 @@
+"""The command that exports a trained model: `horizonml export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_FORMATS = "auto, state-dict, safetensors, onnx or torch-export"
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="The file to write: model.pt (a state dict), model.safetensors, model.onnx, or model.pt2 (an archive "
+            "of torch.export).",
+            show_default=False,
+        ),
+    ],
+    format: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help=f"One of {_FORMATS}; auto goes by the file's ending.")
+    ] = "auto",
+    verify: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="How many held-out samples the file is compared on with the model before it is kept (0: none).",
+        ),
+    ] = 16,
+    card: Annotated[
+        bool, typer.Option("--card/--no-card", help="Whether to write a model card beside the file, OUTPUT.md.")
+    ] = True,
+    average: Annotated[
+        bool, typer.Option("--average", help="Take the moving averages of the parameters (see ema.decay).")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override a field of the checkpoint's job, e.g. data.folder=pictures where the data has moved "
+            "(repeatable).",
+        ),
+    ] = None,
+) -> None:
+    """Export a trained model, and compare the file with the model before saying that it is done.
+
+    A state dict or a safetensors file holds the weights. An ONNX file or a torch.export archive holds the computation,
+    too; for these the model is built by the code that the checkpoint's job names, and the batch may have any size.
+    """
+    from horizonml.exports.export import export as export_checkpoint
+    from horizonml.telemetry.record import metric_text
+
+    done = export_checkpoint(checkpoint, output, format, verify, card, overrides or (), average)
+    held_out = [
+        f", held-out {name.removeprefix('held_out_')} {metric_text(name.removeprefix('held_out_'), value)}"
+        for name, value in done.metrics.items()
+        if name.startswith("held_out_") and name != "held_out_loss"
+    ]
+    when = f" after epoch {done.metrics['epoch']}" if held_out and "epoch" in done.metrics else ""
+    print(f"verified: {done.check}" if verify else "not verified, because of --verify 0")
+    print(f"wrote {output}, {done.format.words} (step {done.step}{''.join(held_out)}{when})")
+    if done.card is not None:
+        print(f"wrote {done.card}, its model card: fill in the licence")

@@ -1,0 +1,109 @@
+"""The commands that use a trained model: `horizonml evaluate` and `predict`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint, or a run's folder (its newest intact one).", show_default=False
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="DATA",
+        help="The name of a data set, as in a job file, or a folder of images with a folder for each class. Default: "
+        "the data that the model was trained on.",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a field of the checkpoint's job, e.g. data.folder=/mnt/pictures if the data has moved, or "
+        "data.options.year=2024 (repeatable).",
+    ),
+]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="How many samples are computed at a time.")]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PART",
+        help="held-out, train or all samples. Default: those that were held out of the training's data, and all of "
+        "other data.",
+        show_default=False,
+    ),
+]
+
+
+def evaluate(
+    checkpoint: Checkpoint,
+    data: Data = None,
+    part: Part = None,
+    overrides: Overrides = None,
+    batch_size: BatchSize = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Measure a trained model on data, in this process.
+
+    The loss and the metrics are those of the training. On the samples that were held out there, they are what the
+    training recorded. A checkpoint whose model is `module:callable` runs that code: use only those that you trust.
+
+    horizonml evaluate runs/first
+
+    horizonml evaluate runs/first --data new-pictures
+    """
+    import json
+
+    from horizonml.api.evaluation import evaluated, parse_part, trained_with
+    from horizonml.telemetry.record import metric_text
+    from horizonml.text import count
+
+    found = trained_with(checkpoint, data, overrides or ())
+    result = evaluated(found, parse_part(part, data is not None), batch_size)
+    if as_json:
+        print(json.dumps({"loss": result.loss, **result.metrics, "samples": result.samples}))
+        return
+    metrics = (f"{name} {metric_text(name, value)}" for name, value in result.metrics.items())
+    print(f"{', '.join([f'loss {result.loss:.4f}', *metrics])} ({count(result.samples, 'sample')})")
+
+
+def predict(
+    checkpoint: Checkpoint,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILES]", help="Images, for a model that was trained on images.", show_default=False),
+    ] = None,
+    data: Data = None,
+    part: Part = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The table to write (CSV), with a row for each sample.")
+    ] = Path("predictions.csv"),
+    overrides: Overrides = None,
+    batch_size: BatchSize = 256,
+) -> None:
+    """Write what a trained model predicts.
+
+    For classes, a row holds the predicted class and the probability of each; for labels, the probability of each; for
+    numbers, the numbers. Give image files, or data as for `horizonml evaluate`. A checkpoint whose model is
+    `module:callable` runs that code: use only those that you trust.
+
+    horizonml predict runs/first new-pictures/*.jpg --out predictions.csv
+
+    horizonml predict runs/first --data digits --part held-out
+    """
+    from horizonml.api.evaluation import parse_part, trained_with
+    from horizonml.api.predictions import write_predictions
+    from horizonml.text import count
+
+    found = trained_with(checkpoint, data, overrides or ())
+    written = write_predictions(found, files or [], parse_part(part, data is not None), batch_size, out)
+    print(f"wrote {out} ({count(written, 'sample')})")

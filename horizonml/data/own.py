@@ -1,0 +1,296 @@
+"""Provides data sets of the user's own: map-style data sets of any tree of tensors.
+
+The description is read off the first sample. A rank that lacks the files may still work on the layers between: a data
+set that raises FileNotFoundError when it is made is described by the ranks that have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
+from horizonml.data.holdout import divide, hold_out, subset
+from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
+from horizonml.data.seeds import name_seed
+from horizonml.data.spec import DataSpec
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import DataError, HorizonError, is_out_of_memory
+from horizonml.machine.code import find, where
+
+_WRAPPED = ("dataset", "data")  # attributes under which data sets such as torch's Subset keep the one that they wrap
+_TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Holds a map-style data set, and its own held-out part if it has one; `title` names it in errors."""
+
+    train: Any
+    held_out: Any | None
+    title: str
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Return the number of samples of each part."""
+        return len(self.train), len(self.held_out) if self.held_out is not None else 0
+
+
+Opener = Callable[[DataSpec], Opened]
+
+# What was opened to be described is kept until it is loaded, as opening may take long.
+_kept: dict[str, Opened] = {}
+
+
+def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
+    """Return a description of the data, or None if this machine does not have its files. Raises DataError."""
+    try:
+        opened = opener(spec)
+    except FileNotFoundError:
+        return None
+    _kept.clear()
+    _kept[spec.model_dump_json()] = opened
+    samples, test = opened.lengths
+    if not samples:
+        raise DataError(f"{opened.title} has no samples")
+    train, held_out = divide(spec, samples, test)
+    _, first = _first(opened, spec)
+    target = first.targets if isinstance(first.targets, Tensor) else None
+    described = TensorSpec(tuple(target.shape), target.dtype) if target is not None else None
+    task = _task(opened, first.specs, described)
+    outputs = _outputs(spec, opened, task, described)
+    found = DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
+    return replace(found, labels=_labels(opened, outputs))
+
+
+def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
+    """Open the data set that `info` describes, unless this rank needs none of it. Raises DataError."""
+    opened = _kept.pop(spec.model_dump_json(), None)
+    if not inputs and not targets:
+        nothing = OwnSplit([], torch.empty(0, dtype=torch.int64), info, "", False)
+        return Data(info, nothing, nothing)
+    try:
+        opened = opened or opener(spec)
+    except FileNotFoundError as error:
+        needs = "inputs" if inputs else "targets"
+        raise DataError(f"{missing(spec, error)}; it must have the data, because its stage reads {needs}") from error
+    samples, test = opened.lengths
+    if opened.held_out is not None:
+        parts = (opened.train, subset(samples, info.train)), (opened.held_out, torch.arange(test)[: info.held_out])
+    else:
+        members, others = hold_out(samples, info.train, info.held_out)
+        parts = (opened.train, members), (opened.train, others)
+    draws = _draws(opened, spec)
+    train, held_out = (OwnSplit(dataset, members, info, opened.title, draws) for dataset, members in parts)
+    return Data(info, train, held_out, decodes=True, draws=draws)
+
+
+def missing(spec: DataSpec, error: Exception) -> str:
+    """Return in words which file of the data this rank lacks."""
+    field = "data.path" if not spec.is_own else "data.name"
+    return f"{field}: {spec.path or spec.name} is not there on this rank ({error})"
+
+
+def open_own(spec: DataSpec) -> Opened:
+    """Return what the user's own function returns. Raises DataError, or FileNotFoundError for what is not there."""
+    build = find(spec.name, "data.name", DataError)
+    if not callable(build):
+        raise DataError(f"data.name: {spec.name} cannot be called; name a class, or a function that returns a data set")
+    try:
+        with seeded(name_seed(0, spec.name)):  # all ranks make the same
+            made = build(**spec.options)
+    except (FileNotFoundError, HorizonError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        given = f" with data.options {spec.options}" if spec.options else ""
+        raise DataError(f"data.name: {spec.name}{given} failed: {where(error)}") from error
+    parts = made if isinstance(made, tuple) else (made, None)
+    if len(parts) != 2:
+        raise DataError(f"data.name: {spec.name} returned {len(parts)} things; return a data set, or (train, held_out)")
+    for part in parts:
+        if part is not None and not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+            raise DataError(
+                f"data.name: {spec.name} returned a {type(part).__name__} without __getitem__ and __len__; return a "
+                "map-style torch.utils.data.Dataset. Iterable ones give no sample by its index; for shards that do not "
+                "fit a disk there is data.name: stream"
+            )
+    return Opened(parts[0], parts[1], f"data.name: {spec.name}")
+
+
+def _first(opened: Opened, spec: DataSpec) -> tuple[int, Sample]:
+    """Return the first sample and its index; with `data.corrupt: skip`, the first one that can be read."""
+    for index in range(len(opened.train)):
+        try:
+            return index, sample_of(_get(opened.train, index, opened.title, 0), f"{opened.title}: sample {index}")
+        except DataError:
+            if spec.corrupt == "stop":
+                raise
+    raise DataError(f"{opened.title}: no sample can be read")
+
+
+def _get(dataset: Any, index: int, title: str, seed: int | None, method: str = "__getitem__") -> Any:
+    """Return one sample as the data set gives it; with a seed, it draws its random numbers from there."""
+    try:
+        if seed is None:
+            return getattr(dataset, method)(index)
+        with seeded(name_seed(seed, "sample", index)):
+            return getattr(dataset, method)(index)
+    except DataError as error:
+        raise DataError(f"{title}: sample {index} cannot be read: {error}") from error
+    except HorizonError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise DataError(f"{title}: sample {index} cannot be read: {where(error)}") from error
+
+
+def _draws(opened: Opened, spec: DataSpec) -> bool:
+    """Return whether reading a sample draws from the generators that all of the process shares."""
+    index, _ = _first(opened, spec)
+    with seeded(0):
+        before = random_state()
+        _get(opened.train, index, opened.title, None)
+        return random_state() != before
+
+
+def _task(opened: Opened, inputs: Sequence[TensorSpec], target: TensorSpec | None) -> str:
+    """Return what the data is made for: what it says itself, or what its targets look like."""
+    told = _attribute(opened.train, ("task",))
+    if isinstance(told, str) and told in _TASKS:
+        return told
+    if target is None or target.dtype.is_floating_point:
+        return "regression"
+    if not target.shape:
+        return "classification"
+    if len(target.shape) == 2 and len(inputs[0].shape) == 3:
+        return "segmentation"
+    if target.dtype == torch.int64 and inputs[0] == target:
+        return "language_model"
+    return "multi_label"
+
+
+def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | None) -> int:
+    """Return how many classes, labels, words or values the model predicts. Raises DataError."""
+    told = _attribute(opened.train, ("outputs", "num_classes", "classes"))
+    if told is not None:
+        return int(told) if isinstance(told, int) else len(told)
+    if spec.classes is not None:
+        return spec.classes
+    if target is None:
+        return 0
+    if task in ("regression", "multi_label"):
+        return math.prod(target.shape)
+    raise DataError(
+        f"{opened.title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
+        "set an attribute `classes` (a list or a number)"
+    )
+
+
+def _labels(opened: Opened, outputs: int) -> tuple[str, ...]:
+    """Return the names of the classes, if the data set has an attribute `classes` with a name for each."""
+    told = _attribute(opened.train, ("classes",))
+    names = list(told) if isinstance(told, Sequence | Mapping) and not isinstance(told, str) else []
+    return tuple(map(str, names)) if len(names) == outputs else ()
+
+
+def _attribute(dataset: Any, names: Sequence[str]) -> Any:
+    """Return the first of these attributes that a data set has, or the one that it wraps."""
+    for _ in range(10):
+        for name in names:
+            value = getattr(dataset, name, None)
+            if isinstance(value, (int, str, Sequence, Mapping)) and not isinstance(value, bool):
+                return value
+        inner = next((getattr(dataset, name) for name in _WRAPPED if hasattr(dataset, name)), None)
+        if inner is None or not hasattr(inner, "__getitem__"):
+            return None
+        dataset = inner
+    return None
+
+
+class OwnSplit:
+    """Provides samples of a map-style data set by index, counted from 0 within the split."""
+
+    def __init__(self, dataset: Any, members: Tensor, info: DataInfo, title: str, draws: bool) -> None:
+        """Prepare the split; `members` are the indices of its samples in `dataset`."""
+        self._dataset, self._members, self._info, self._title, self._draws = dataset, members, info, title, draws
+
+    def read(self, indices: Tensor, seed: int, inputs: bool, targets: bool) -> Rows:
+        """Return the wanted parts of these samples; `seed` decides what is random in them. Raises DataError."""
+        members = self._members[indices].tolist()
+        found = [self._sample(index, seed if self._draws else None, inputs, targets) for index in members]
+        values: Inputs | None = None
+        if inputs:
+            values = as_inputs([torch.stack(column) for column in zip(*(one.inputs for one in found), strict=True)])
+        place = f"{self._title}: the targets of samples {', '.join(map(str, members[:8]))}"
+        return Rows(values, stack([one.targets for one in found], place) if targets else None)
+
+    def _sample(self, index: int, seed: int | None, inputs: bool, targets: bool) -> Sample:
+        """Return a sample, checked against the description. Raises DataError.
+
+        Where only one part is wanted, the data set's method `input(index)` or `target(index)` is used if it has one.
+        """
+        place = f"{self._title}: sample {index}"
+        if not inputs and callable(getattr(self._dataset, "target", None)):
+            value = _get(self._dataset, index, self._title, seed, "target")
+            return Sample((), (), tree_of(value, f"{place}: the targets"))
+        if not targets and callable(getattr(self._dataset, "input", None)):
+            tensors, names = inputs_of(_get(self._dataset, index, self._title, seed, "input"), place)
+            sample = Sample(tensors, names, [])
+        else:
+            sample = sample_of(_get(self._dataset, index, self._title, seed), place)
+        return self._checked(sample, place)
+
+    def _checked(self, sample: Sample, place: str) -> Sample:
+        """Return a sample with its inputs in the order of the description. Raises DataError if it differs from it."""
+        info = self._info
+        if sample.names and set(sample.names) == set(info.names):
+            by_name = dict(zip(sample.names, sample.inputs, strict=True))
+            sample = Sample(tuple(by_name[name] for name in info.names), info.names, sample.targets)
+        for tensor, expected in zip(sample.inputs, info.inputs, strict=False):
+            if (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
+                raise DataError(
+                    f"{place} has an input of {tensor.dtype} and shape {list(tensor.shape)}, but sample 0 has "
+                    f"{expected.dtype} and shape {list(expected.shape)}; give all samples the same"
+                )
+        if sample.names != info.names or len(sample.inputs) != len(info.inputs):
+            raise DataError(
+                f"{place} has the inputs {list(sample.names) or len(sample.inputs)}, but sample 0 has "
+                f"{list(info.names) or len(info.inputs)}"
+            )
+        target = sample.targets
+        if isinstance(target, Tensor) and info.target is not None and target.dtype != info.target.dtype:
+            raise DataError(f"{place} has a target of {target.dtype}, but sample 0 has {info.target.dtype}")
+        return sample
+
+    @property
+    def reach(self) -> int:
+        """Return how many samples ahead `expect` should be told; 0 if that is of no use."""
+        return int(getattr(self._dataset, "reach", 0))
+
+    def expect(self, indices: Tensor) -> None:
+        """Note that these samples are needed soon: a stream begins to fetch them."""
+        self._dataset.expect(self._members[indices].tolist())
+
+    def inputs(self, indices: Tensor) -> Inputs:
+        """Return the inputs of these samples, as they are read for evaluation."""
+        found = self.read(indices, 0, True, False).inputs
+        assert found is not None
+        return found
+
+    def targets(self, indices: Tensor) -> Tree:
+        """Return the targets of these samples, as they are read for evaluation."""
+        found = self.read(indices, 0, False, True).targets
+        assert found is not None
+        return found
+
+    def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
+        """Return the inputs as they are; a data set of one's own varies its samples itself."""
+        return inputs

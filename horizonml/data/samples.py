@@ -1,0 +1,161 @@
+"""Turns what a data set of any kind returns for an index into tensors, and samples into rows of a batch."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horizonml.data.dataset import Inputs, Tree
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import DataError
+
+_SHAPE = (
+    "return a pair (inputs, targets) or a mapping with the keys 'inputs' and 'targets'; inputs are a tensor, several "
+    "in a tuple, or a mapping by the names of the model's arguments"
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Holds one sample: the tensors that the model takes, their names if there are any, and the targets."""
+
+    inputs: tuple[Tensor, ...]
+    names: tuple[str, ...]
+    targets: Tree
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return the description of each input."""
+        return tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs)
+
+
+def sample_of(value: Any, place: str) -> Sample:
+    """Return what a data set returned for an index; `place` names it in errors. Raises DataError."""
+    if isinstance(value, Mapping):
+        if not {"inputs", "targets"} <= value.keys():
+            raise DataError(f"{place} is a mapping with the keys {', '.join(map(str, value))}; {_SHAPE}")
+        inputs, targets = value["inputs"], value["targets"]
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == 2:
+        inputs, targets = value
+    else:
+        raise DataError(f"{place} is a {type(value).__name__}; {_SHAPE}")
+    tensors, names = inputs_of(inputs, place)
+    return Sample(tensors, names, tree_of(targets, f"{place}: the targets"))
+
+
+def inputs_of(value: Any, place: str) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """Return the inputs of a sample as tensors, and their names. Raises DataError."""
+    if isinstance(value, Mapping):
+        parts = [tensor_of(part, f"{place}: the input {name!r}") for name, part in value.items()]
+        return tuple(parts), tuple(map(str, value))
+    if isinstance(value, (tuple, list)):
+        return tuple(tensor_of(part, f"{place}: input {number}") for number, part in enumerate(value)), ()
+    return (tensor_of(value, f"{place}: the input"),), ()
+
+
+def tree_of(value: Any, place: str) -> Tree:
+    """Return a tree of tensors; numbers become tensors without dimensions. Raises DataError."""
+    if isinstance(value, Mapping):
+        return {str(key): tree_of(part, f"{place}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [tree_of(part, f"{place}[{number}]") for number, part in enumerate(value)]
+    return tensor_of(value, place)
+
+
+def tensor_of(value: Any, place: str) -> Tensor:
+    """Return a tensor as it is, and a number or an array of numpy as a tensor. Raises DataError.
+
+    Python and numpy calculate with 64 bits by default, so their floating-point numbers become float32.
+    """
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (bool, int)):
+        return torch.tensor(value)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float32)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        try:
+            # A copy, because arrays that are read from a file may not be writable.
+            tensor = torch.from_numpy(numpy.array(value))
+        except TypeError as error:
+            raise DataError(f"{place} is an array that PyTorch cannot hold: {error}") from error
+        return tensor.float() if tensor.dtype == torch.float64 else tensor
+    advice = "; convert it, for example with torchvision.transforms.ToTensor()" if hasattr(value, "getbands") else ""
+    raise DataError(f"{place} is a {type(value).__name__}, which is no tensor{advice}")
+
+
+def stack(trees: Sequence[Tree], place: str) -> Tree:
+    """Return samples as the rows of one tree. Raises DataError if their shapes differ."""
+    first = trees[0]
+    if isinstance(first, Tensor):
+        tensors = [tree for tree in trees if isinstance(tree, Tensor) and tree.shape == first.shape]
+        if len(tensors) < len(trees):
+            raise DataError(f"{place} have different shapes; give all samples the same, by cropping or padding")
+        return torch.stack(tensors)
+    if isinstance(first, Mapping):
+        if not all(isinstance(tree, Mapping) and tree.keys() == first.keys() for tree in trees):
+            raise DataError(f"{place} have different keys; give all samples the same")
+        return {key: stack([tree[key] for tree in trees], place) for key in first}  # type: ignore[call-overload,index]
+    if not all(isinstance(tree, Sequence) and len(tree) == len(first) for tree in trees):
+        raise DataError(f"{place} have different lengths; give all samples the same")
+    return [stack([tree[number] for tree in trees], place) for number in range(len(first))]  # type: ignore[index]
+
+
+def rows_of(tree: Tree, start: int, stop: int) -> Tree:
+    """Return the rows `start` to `stop - 1` of each tensor of a tree."""
+    if isinstance(tree, Tensor):
+        return tree[start:stop]
+    if isinstance(tree, Mapping):
+        return {key: rows_of(part, start, stop) for key, part in tree.items()}
+    return [rows_of(part, start, stop) for part in tree]
+
+
+def join(trees: Sequence[Tree]) -> Tree:
+    """Return the rows of several trees, one after another."""
+    first = trees[0]
+    if len(trees) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat([tree for tree in trees if isinstance(tree, Tensor)])
+    if isinstance(first, Mapping):
+        return {key: join([tree[key] for tree in trees]) for key in first}  # type: ignore[call-overload,index]
+    return [join([tree[number] for tree in trees]) for number in range(len(first))]  # type: ignore[index]
+
+
+def as_inputs(tensors: Sequence[Tensor]) -> Inputs:
+    """Return the only tensor, or all of them as a tuple."""
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random numbers from `seed` on, and leave the generators of Python, numpy and PyTorch as they were."""
+    numpy = sys.modules.get("numpy")
+    kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy is not None else None
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        if numpy is not None:
+            numpy.random.set_state(kept[2])
+
+
+def random_state() -> tuple[bytes, Any, bytes]:
+    """Return the state of the generators, to tell whether something has drawn from them."""
+    numpy = sys.modules.get("numpy")
+    own = numpy.random.get_state() if numpy is not None else None
+    found = repr((own[1].tolist(), own[2])).encode() if own is not None else b""
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), found

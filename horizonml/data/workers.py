@@ -1,0 +1,222 @@
+"""Runs the reading of samples in threads or processes, or here, when the rows are asked for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from horizonml.data.choose import load
+from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows
+from horizonml.data.spec import DataSpec
+from horizonml.errors import DataError, HorizonError
+from horizonml.machine.resources import available_cores
+
+_MOST_WORKERS = 4  # that `auto` takes
+_CLOSE_SECONDS = 5.0  # for workers to finish what they read
+
+
+class Pending(Protocol):
+    """Stands for rows that are being read."""
+
+    def rows(self) -> Rows:
+        """Return the rows, once they are read. Raises what reading them raised."""
+
+    def cancel(self) -> None:
+        """Give up rows that nobody has begun to read."""
+
+
+class Workers(Protocol):
+    """Reads rows of batches; `count` is 0 if that happens only when they are asked for."""
+
+    count: int
+
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+        """Begin to read the wanted parts of rows `start` to `stop - 1`."""
+
+    def close(self) -> None:
+        """End all workers, and wait until they have ended."""
+
+
+def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> Workers:
+    """Return the workers that a job asks for. Raises DataError."""
+    if spec.worker_kind == "threads" and data.draws:
+        raise DataError(
+            "data.worker_kind: the data set draws random numbers, which threads share, so that no run could be "
+            "repeated; choose processes or auto"
+        )
+    count = spec.workers if isinstance(spec.workers, int) else _automatic(data)
+    if not count or not (inputs or targets):
+        return Inline()
+    if spec.worker_kind == "processes" or data.draws:
+        return Processes(count, spec, data, cache, inputs, targets)
+    return Threads(count)
+
+
+def _automatic(data: Data) -> int:
+    """Return how many workers are worth having: as many as computing leaves cores free, but at least one."""
+    if not data.decodes:
+        return 0
+    return max(1, min(_MOST_WORKERS, int(available_cores()) - torch.get_num_threads()))
+
+
+@dataclass(frozen=True)
+class Known:
+    """Stands for rows that are there."""
+
+    found: Rows
+
+    def rows(self) -> Rows:
+        """Return the rows."""
+        return self.found
+
+    def cancel(self) -> None:
+        """Do nothing: nobody reads them."""
+
+
+class Inline:
+    """Reads rows in the calling thread, when they are asked for."""
+
+    count = 0
+
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+        """Remember which rows to read."""
+        return _Later(lambda: batch.rows(start, stop, inputs, targets))
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to end."""
+
+
+class _Later:
+    """Reads rows when they are asked for the first time."""
+
+    def __init__(self, read: Callable[[], Rows]) -> None:
+        self._read = read
+        self._found: Rows | None = None
+
+    def rows(self) -> Rows:
+        if self._found is None:
+            self._found = self._read()
+        return self._found
+
+    def cancel(self) -> None:
+        return None
+
+
+class _Executed:
+    """Stands for rows that an executor reads."""
+
+    def __init__(self, future: Future[Any], unpack: Callable[[Any], Rows]) -> None:
+        self._future, self._unpack = future, unpack
+        self._found: Rows | None = None
+
+    def rows(self) -> Rows:
+        if self._found is None:
+            try:
+                self._found = self._unpack(self._future.result())
+            except BrokenExecutor as error:
+                raise DataError(
+                    "data.workers: a process that loads samples was ended from outside; the machine may be out of "
+                    "memory (see dmesg). Lower data.workers, data.prefetch or data.memory"
+                ) from error
+        return self._found
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class _Executor:
+    """Hands rows to an executor, and ends it without waiting long for one that is stuck."""
+
+    def __init__(self, executor: Executor, count: int) -> None:
+        self.count, self._executor = count, executor
+        self._begun: set[Future[Any]] = set()
+
+    def _submit(self, unpack: Callable[[Any], Rows], function: Callable[..., Any], *arguments: Any) -> Pending:
+        try:
+            future = self._executor.submit(function, *arguments)
+        except BrokenExecutor as error:
+            future = Future()
+            future.set_exception(error)
+        self._begun = {one for one in self._begun if not one.done()} | {future}
+        return _Executed(future, unpack)
+
+    def close(self) -> None:
+        """End the workers; each of them finishes the rows that it is reading."""
+        running = [future for future in self._begun if not future.cancel()]
+        _, stuck = wait_for_futures(running, _CLOSE_SECONDS)
+        self._executor.shutdown(wait=not stuck, cancel_futures=True)
+
+
+class Threads(_Executor):
+    """Reads rows in threads of this process; decoders of images and files run side by side with the computing."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(ThreadPoolExecutor(count, "load"), count)
+
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+        """Hand the rows to a thread."""
+        return self._submit(lambda rows: rows, batch.rows, start, stop, inputs, targets)
+
+
+class Processes(_Executor):
+    """Reads rows in processes, each of which opens the data set for itself.
+
+    They are started anew rather than forked, because a rank's threads would not survive that. Rows come back through a
+    pipe and not in shared memory, of which containers have little.
+    """
+
+    def __init__(self, count: int, spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> None:
+        self._data = data
+        given = (spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
+        super().__init__(ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _open, given), count)
+
+    def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
+        """Hand the rows to a process."""
+        part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
+        return self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
+
+
+_opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none
+
+
+def _open(spec: str, info: dict[str, Any], cache: str, inputs: bool, targets: bool) -> None:
+    """Begin a process that loads samples; it ends with the process that started it."""
+    global _opened
+    # Signals reach the whole group of processes; it is the rank that decides when its workers end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def leave() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=leave, name="leave-with-parent", daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        _opened = load(DataSpec.model_validate_json(spec), DataInfo.from_json(info), Path(cache), inputs, targets)
+    except HorizonError as error:
+        _opened = error
+
+
+def _read(
+    training: bool, indices: list[int], seed: int | None, start: int, stop: int, inputs: bool, targets: bool
+) -> bytes:
+    """Return rows of a batch, in a process that loads samples."""
+    if not isinstance(_opened, Data):
+        raise _opened or DataError("data.workers: a process has not opened the data set")
+    batch = DataBatch(_opened.train if training else _opened.held_out, torch.tensor(indices), seed)
+    return pickle.dumps(batch.rows(start, stop, inputs, targets), pickle.HIGHEST_PROTOCOL)

@@ -1,0 +1,290 @@
+"""Finds out how a model's modules hand tensors to one another, by running the model once on zeros.
+
+Some of a model's modules are its *units*: they are run as a whole. What the model's forward does between them is glue:
+additions, masks, changes of shape. `record_calls` runs the forward with zeros for all weights, and notes for each call
+of a unit what its inputs have been made of: results of units that ran before, inputs of the model, or parameters that
+the glue uses itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from horizonml.data.tensors import TensorSpec
+from horizonml.models.boundary import flat
+from horizonml.models.skeleton import Forward, Skeleton
+
+Result = tuple[int, int]
+"""A tensor that a unit returned: the number of the call, and the tensor's place in what it returned.
+
+The inputs of the model are the results of call `INPUTS`.
+"""
+
+INPUTS = -1
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Something that all stages which need it would have to share: a parameter, or a tensor changed in place."""
+
+    name: str
+
+
+Source = Result | Pin
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Describes a tensor by its shapes for batches of one sample and of two."""
+
+    one: tuple[int, ...]
+    two: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self, batch: int, in_memory: bool = False) -> Tensor:
+        """Return zeros in place of a tensor that nothing depends on; they take no memory unless asked to."""
+        shape = [first + (second - first) * (batch - 1) for first, second in zip(self.one, self.two, strict=True)]
+        return torch.zeros(shape if in_memory else (), dtype=self.dtype).expand(shape)
+
+    @property
+    def spec(self) -> TensorSpec | None:
+        """Return the tensor's description if it has the batch, and only the batch, in its first dimension."""
+        batch_first = (self.one[:1], self.two[:1]) == ((1,), (2,)) and self.one[1:] == self.two[1:]
+        return TensorSpec(self.one[1:], self.dtype) if batch_first else None
+
+
+@dataclass
+class Call:
+    """Describes one call of a unit."""
+
+    unit: str
+    sources: frozenset[Source]  # of everything that it was given, and of what decided that it is called
+    leaves: list[Any]  # what it returned: a Leaf for each tensor, and other values as they are
+    structure: Any
+    changes: frozenset[Result] = frozenset()  # results that it changes in place
+
+
+@dataclass
+class Calls:
+    """Describes a run of the model's forward."""
+
+    calls: list[Call]
+    end: frozenset[Source]  # what the model's result is made of
+    outputs: list[Any]  # what the model returns, flat: a Leaf for each tensor, and other values as they are
+    inputs: list[Leaf]
+    changed: frozenset[Result]  # results that the glue changes in place
+    unused: list[str] = field(default_factory=list)  # units that are never called
+
+
+class _Tracker(TorchDispatchMode):
+    """Notes what the storages of tensors have been computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found: dict[int, frozenset[Source]] = {}
+        self._alive: list[Any] = []  # keeps addresses from being reused
+        self.control: frozenset[Source] = frozenset()  # what has been read back, and may have decided on the way taken
+        self.paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and torch need not import its compiler (70 MB) to switch it off."""
+        return False
+
+    def note(self, tensor: Tensor, sources: frozenset[Source]) -> None:
+        """Note what a tensor has been made of."""
+        storage = tensor.untyped_storage()
+        self._found[storage._cdata] = sources
+        self._alive.append(storage)
+
+    def of(self, values: Any) -> frozenset[Source]:
+        """Return what the tensors in a tree have been made of."""
+        found = [self._found.get(leaf.untyped_storage()._cdata, frozenset()) for leaf in _tensors(values)]
+        return frozenset[Source]().union(*found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
+        sources = self.of((args, kwargs))
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                self.note(leaf, sources)
+            elif leaf is not None:  # a number was read back
+                self.control |= sources
+        return result
+
+
+class _Recorder(Forward):
+    """Runs a unit with zeros for weights, and notes its call."""
+
+    def __init__(self, run: _Run, name: str, unit: nn.Module) -> None:
+        self._run, self._name, self._unit = run, name, unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.call(self._name, self._unit, args, kwargs)
+
+
+@dataclass
+class _Seen:
+    """A call as it was seen in one run."""
+
+    unit: str
+    sources: frozenset[Source]
+    tensors: list[Any]
+    structure: Any
+    changes: frozenset[Result]
+
+
+class _Run:
+    """Runs the model's forward once."""
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        self.tracker = _Tracker()
+        self.seen: list[_Seen] = []
+        self._results: dict[Result, Tensor] = {}
+        forwards = {name: _Recorder(self, name, unit) for name, unit in units.items()}
+        skeleton = Skeleton(model, forwards, kept=())
+        skeleton.zero_constants()
+        self._root = skeleton.root
+        for name, tensor in skeleton.placeholders.items():
+            self.tracker.note(tensor, frozenset((Pin(name),)))
+
+    def call(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return what a unit returns, with tensors of zeros that are its own."""
+        given = (args, kwargs)
+        sources = self.tracker.of(given) | self.tracker.control
+        self.tracker.paused = True
+        try:
+            leaves, structure = tree_flatten(given)
+            copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
+            own_args, own_kwargs = tree_unflatten(copies, structure)
+            outcome = torch.func.functional_call(unit, _zeros_of(unit), own_args, own_kwargs)
+            after = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
+        finally:
+            self.tracker.paused = False
+        number = len(self.seen)
+        changed = [leaf for leaf, old, new in zip(leaves, versions, after, strict=True) if old != new]
+        self._changed_by(name, changed)
+        made, form = tree_flatten(outcome)
+        returned = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in made]
+        for place, leaf in enumerate(returned):
+            if isinstance(leaf, Tensor):
+                self.give((number, place), leaf)
+        storages = {leaf.untyped_storage()._cdata for leaf in changed}
+        results = {key for key, tensor in self._results.items() if tensor.untyped_storage()._cdata in storages}
+        self.seen.append(_Seen(name, sources, returned, form, frozenset(results)))
+        return tree_unflatten(returned, form)
+
+    def give(self, result: Result, tensor: Tensor) -> None:
+        """Note the tensor that a call returned, or an input of the model."""
+        self._results[result] = tensor
+        self.tracker.note(tensor, frozenset((result,)))
+
+    def _changed_by(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Note that a unit has changed tensors in place: what uses them later must be in the same stage."""
+        for tensor in tensors:
+            pin: frozenset[Source] = frozenset((Pin(f"what {name} changes in place"),))
+            self.tracker.note(tensor, self.tracker.of(tensor) | pin)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
+        """Return the model's result, what it is made of, and the results that the glue has changed."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.tracker:
+            result = self._root(*args, **kwargs)
+            changed = frozenset(found for found, tensor in self._results.items() if tensor._version)
+            return result, self.tracker.of(result) | self.tracker.control, changed
+
+
+def record_calls(
+    model: nn.Module, units: Mapping[str, nn.Module], specs: Sequence[TensorSpec], names: Sequence[str]
+) -> Calls:
+    """Return how the model's forward calls its units. Raises ValueError, with a reason, if it cannot be told.
+
+    The forward is run for one sample, for two samples, and once in training mode: it must call the same units each
+    time. Whatever the model's own code raises is raised.
+    """
+    runs = []
+    for batch, training in ((1, False), (2, False), (2, True)):
+        with _mode(model, training):
+            run = _Run(model, units)
+            inputs = [torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in specs]
+            for place, tensor in enumerate(inputs):
+                run.give((INPUTS, place), tensor)
+            args, kwargs = arguments(inputs, names)
+            runs.append((run.seen, *run.run(args, kwargs)))
+    (one, first, *_), (two, second, end, changed), (training_calls, _, training_end, also) = runs
+    orders = [[seen.unit for seen in calls] for calls in (one, two, training_calls)]
+    if orders[0] != orders[1] or orders[0] != orders[2]:
+        raise ValueError("its forward does not call the same modules for every batch, in training and in evaluation")
+    calls = [_call(*seen) for seen in zip(one, two, training_calls, strict=True)]
+    called = set(orders[0])
+    return Calls(
+        calls,
+        end | training_end,
+        [_leaf(*pair, "it") for pair in zip(flat(first), flat(second), strict=True)],
+        [Leaf((1, *spec.shape), (2, *spec.shape), spec.dtype) for spec in specs],
+        changed | also,
+        [name for name in units if name not in called],
+    )
+
+
+def arguments(inputs: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model's forward for these inputs."""
+    return ((), dict(zip(names, inputs, strict=True))) if names else (tuple(inputs), {})
+
+
+def _call(one: _Seen, two: _Seen, training: _Seen) -> Call:
+    """Return the description of a call that was seen three times. Raises ValueError if the results do not match."""
+    if one.structure != two.structure:
+        raise ValueError(f"what {one.unit} returns depends on the batch")
+    leaves = [_leaf(first, second, one.unit) for first, second in zip(one.tensors, two.tensors, strict=True)]
+    return Call(
+        one.unit,
+        one.sources | two.sources | training.sources,
+        leaves,
+        one.structure,
+        one.changes | two.changes | training.changes,
+    )
+
+
+def _leaf(one: Any, two: Any, unit: str) -> Any:
+    if isinstance(one, Tensor) and isinstance(two, Tensor) and one.dim() == two.dim():
+        return Leaf(tuple(one.shape), tuple(two.shape), one.dtype)
+    if isinstance(one, Tensor) or type(one) is not type(two) or one != two:
+        raise ValueError(f"what {unit} returns depends on the batch")
+    return one
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _zeros_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return zeros for a module's parameters and buffers, which may have no memory themselves."""
+    return {
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Switch a model to training or evaluation for a while."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

@@ -1,0 +1,92 @@
+"""Builds models of well-known libraries from their names and configurations, with new weights and without downloads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from horizonml.errors import ModelError
+from horizonml.machine.extras import require
+from horizonml.machine.torchvision import import_torchvision
+from horizonml.models.language import sequence_length
+from horizonml.tasks.task import InputSpec
+from horizonml.text import nearest
+
+Constructor = tuple[Callable[..., nn.Module], dict[str, Any]]
+
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor:
+    """Return the constructor of a model of Hugging Face's transformers; its options are those of its configuration.
+
+    The vocabulary of a language model and the number of positions are those of the data. Raises ModelError.
+    """
+    require("transformers", f"model transformers:{name}")
+    import_torchvision()  # which transformers imports, too, and which needs help beside a CPU build of torch
+    import transformers
+
+    cls: Any = getattr(transformers, name, None)
+    config: Any = getattr(cls, "config_class", None)
+    if config is None or not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        known = [entry for entry in dir(transformers) if "For" in entry or entry.endswith("LMHeadModel")]
+        raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
+    defaults: dict[str, Any] = {"use_cache": False}
+    length = sequence_length(input)
+    if _predicts_words(name):
+        # The tokens are the data's own: none of them begins, ends or fills up a text, unless the options say so.
+        defaults |= {"vocab_size": outputs, **dict.fromkeys(_SPECIAL_TOKENS)}
+    else:
+        defaults["num_labels"] = outputs
+    if length is not None and _has(config, "max_position_embeddings"):
+        defaults["max_position_embeddings"] = length
+    return functools.partial(_from_config, cls, config), defaults
+
+
+def timm_model(name: str, outputs: int, input: InputSpec) -> Constructor:
+    """Return the constructor of a model of timm, and the keyword arguments that suit these outputs and this input.
+
+    Raises ModelError.
+    """
+    require("timm", f"model timm:{name}")
+    import_torchvision()
+    import timm
+
+    if not timm.is_model(name):
+        raise ModelError(f"model.name: timm has no model {name!r}{nearest(name, timm.list_models())}")
+    shape = input.tensors[0].shape
+    channels = {"in_chans": shape[0]} if len(shape) == 3 else {}
+    return functools.partial(timm.create_model, name, pretrained=False), {"num_classes": outputs, **channels}
+
+
+LIBRARIES: dict[str, Callable[[str, int, InputSpec], Constructor]] = {
+    "transformers": transformers_model,
+    "timm": timm_model,
+}
+
+
+def _predicts_words(name: str) -> bool:
+    return name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM"))
+
+
+def _from_config(cls: Any, config: Any, **options: Any) -> nn.Module:
+    """Return a model with new weights. Raises ModelError for an option that the configuration does not have."""
+    for option in options:
+        if not _has(config, option):
+            known = [name for name in vars(config()) if not name.startswith("_")]
+            raise ModelError(f"model.options: {config.__name__} has no option {option!r}{nearest(option, known)}")
+    model: nn.Module = cls(config(**options))
+    return model
+
+
+@functools.cache
+def _default(config: Any) -> Any:
+    return config()
+
+
+def _has(config: Any, option: str) -> bool:
+    """Return whether a configuration has an option, under this name or another one that stands for it."""
+    return hasattr(_default(config), option)

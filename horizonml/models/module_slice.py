@@ -1,0 +1,157 @@
+"""Runs some of a model's units inside the model's own forward, with stubs in the place of all others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from horizonml.errors import ModelError
+from horizonml.models.calls import INPUTS, Calls, Leaf, Result, arguments
+from horizonml.models.skeleton import Forward, Skeleton
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describes a slice of a model: the calls `first` to `last - 1` of its units."""
+
+    calls: Calls
+    names: Sequence[str]  # of the model's inputs
+    first: int
+    last: int
+    entering: Sequence[Result]  # what travels to the slice
+    leaving: Sequence[Result] | None  # what travels on; None for the end of the model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self  # it never changes
+
+
+class _Left(BaseException):
+    """Leaves a forward after the last unit of a slice; no `except Exception` of the model's may stop it."""
+
+
+class _Run:
+    """Holds what one run of a slice's forward has found so far; it is part of a slice and copied with it."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._values: dict[Result, Tensor] = {}
+        self._position = 0
+        self._batch = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Run:
+        memo[id(self)] = copy = _Run(self._part)
+        return copy
+
+    def begin(self, values: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take the tensors that have travelled here, and return the arguments of the model's forward."""
+        part = self._part
+        self._values = dict(zip(part.entering, values, strict=True))
+        self._position, self._batch = 0, len(values[0])
+        inputs = [self._value((INPUTS, place), leaf) for place, leaf in enumerate(part.calls.inputs)]
+        return arguments(inputs, part.names)
+
+    def call(self, module: nn.Module, unit: str, args: Any, kwargs: Any) -> Any:
+        """Return what a unit returns: by running it, or by looking up what has travelled."""
+        part, number = self._part, self._position
+        expected = part.calls.calls[number].unit if number < len(part.calls.calls) else "nothing more"
+        if unit != expected:
+            raise ModelError(
+                f"the model's forward calls {unit} where it called {expected} when it was cut; it must call its "
+                "modules in the same order each time"
+            )
+        self._position += 1
+        if number < part.first:
+            return self._stub(number)
+        result = type(module).forward(module, *args, **kwargs)
+        for place, leaf in enumerate(tree_flatten(result)[0]):
+            if isinstance(leaf, Tensor):
+                self._values[number, place] = leaf
+        if self._position == part.last and part.leaving is not None:
+            raise _Left
+        return result
+
+    def _stub(self, number: int) -> Any:
+        """Return what an earlier unit returned, with zeros for the tensors on which nothing depends here."""
+        call = self._part.calls.calls[number]
+        leaves = [
+            self._value((number, place), leaf) if isinstance(leaf, Leaf) else leaf
+            for place, leaf in enumerate(call.leaves)
+        ]
+        return tree_unflatten(leaves, call.structure)
+
+    def _value(self, result: Result, leaf: Leaf) -> Tensor:
+        """Return what has travelled, or zeros; only what is changed in place needs zeros of its own."""
+        if result in self._values:
+            return self._values[result]
+        return leaf.zeros(self._batch, in_memory=result in self._part.calls.changed)
+
+    def leave(self) -> tuple[Tensor, ...]:
+        """Return the tensors that travel on."""
+        assert self._part.leaving is not None
+        return tuple(self._values[result] for result in self._part.leaving)
+
+    def end(self) -> None:
+        """Forget the tensors of this run."""
+        self._values = {}
+
+
+class _UnitForward(Forward):
+    """Runs a unit, or its stub."""
+
+    def __init__(self, run: _Run, name: str) -> None:
+        self._run, self._name = run, name
+        self.module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.call(self.module, self._name, args, kwargs)
+
+
+class ModuleSlice(nn.Module):
+    """Runs a part of a model; its modules, parameters and buffers have the names that they have in the model.
+
+    `constants` are buffers that no checkpoint has and that every slice has for itself, by name.
+    """
+
+    constants: Mapping[str, Tensor]
+    _root: nn.Module
+    _run: _Run
+    _part: Part
+
+    def __init__(self, model: nn.Module, part: Part, units: Mapping[str, nn.Module], kept: Collection[str]) -> None:
+        """Prepare the slice, which shares the model's tensors; `kept` are the units and tensors that are its own."""
+        super().__init__()
+        run = _Run(part)
+        forwards = {name: _UnitForward(run, name) for name in units}
+        skeleton = Skeleton(model, forwards, kept)
+        root = skeleton.root
+        for name, forward in forwards.items():
+            forward.module = root.get_submodule(name)
+        # The root is not a submodule, which would change all names; it shares its registries instead.
+        for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[registry] = root.__dict__[registry]
+        self.__dict__ |= {"_root": root, "_run": run, "_part": part, "constants": skeleton.constants}
+        self.train(model.training)
+
+    def train(self, mode: bool = True) -> ModuleSlice:
+        """Switch to training or evaluation."""
+        super().train(mode)
+        self._root.training = mode
+        return self
+
+    def forward(self, *values: Tensor) -> Any:
+        """Take the tensors of the slice's boundary one by one; return those of the next one, or the model's result."""
+        args, kwargs = self._run.begin(values)
+        try:
+            result = self._root(*args, **kwargs)
+        except _Left:
+            left = self._run.leave()
+            return left[0] if len(left) == 1 else left
+        finally:
+            self._run.end()
+        if self._part.leaving is not None:
+            raise ModelError("the model's forward ended before it had called all modules that it called before")
+        return result

@@ -1,0 +1,81 @@
+"""Copies the tree of a model's modules without its tensors, so that parts of it can be run with other forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class Forward:
+    """Takes the place of a module's `forward`; unlike a function, it is copied together with the module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        raise NotImplementedError
+
+
+class Skeleton:
+    """Copies a model's modules: the same classes and attributes, without the tensors that are not kept.
+
+    `root` is the copy. In it, units (modules that are named in `forwards`) have these forwards. `placeholders` are
+    zeros, by the names of the tensors that they replace: parameters and persistent buffers. Code that looks at a shape
+    or a dtype still finds it. `constants` are the buffers outside of units that no checkpoint has; every copy has them,
+    but not among its buffers.
+    """
+
+    def __init__(self, model: nn.Module, forwards: Mapping[str, Forward], kept: Collection[str]) -> None:
+        """Copy the tree; units named in `kept` keep their tensors, and so do modules for tensors named there."""
+        self._forwards, self._kept = forwards, frozenset(kept)
+        self._copies: dict[int, nn.Module] = {}
+        self.placeholders: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.root = self._copy(model, "", unit=False, keep=False)
+
+    def _copy(self, module: _M, path: str, unit: bool, keep: bool) -> _M:
+        if id(module) in self._copies:
+            return self._copies[id(module)]  # type: ignore[return-value]
+        copy = object.__new__(type(module))
+        self._copies[id(module)] = copy
+        attributes = copy.__dict__
+        attributes.update(module.__dict__)
+        if path in self._forwards:
+            unit, keep = True, path in self._kept
+            attributes["forward"] = self._forwards[path]
+        prefix = f"{path}." if path else ""
+        attributes["_modules"] = {
+            name: child if child is None or keep else self._copy(child, prefix + name, unit, keep)
+            for name, child in module._modules.items()
+        }
+        parameters: dict[str, nn.Parameter | None] = {}
+        buffers: dict[str, Tensor | None] = {}
+        attributes["_parameters"], attributes["_buffers"] = parameters, buffers
+        for name, parameter in module._parameters.items():
+            if parameter is None or keep or prefix + name in self._kept:
+                parameters[name] = parameter
+            else:
+                attributes[name] = self._placeholder(prefix + name, parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is None or keep or prefix + name in self._kept:
+                buffers[name] = buffer
+            elif not unit and name in module._non_persistent_buffers_set:
+                attributes[name] = self.constants[prefix + name] = buffer
+            else:
+                attributes[name] = self._placeholder(prefix + name, buffer)
+        return copy
+
+    def _placeholder(self, name: str, tensor: Tensor) -> Tensor:
+        self.placeholders[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        return self.placeholders[name]
+
+    def zero_constants(self) -> None:
+        """Give the constants zeros for values, where they have no memory."""
+        for name in self.constants:
+            path, _, last = name.rpartition(".")
+            owner, constant = self.root.get_submodule(path), self.constants[name]
+            if constant.is_meta:
+                owner.__dict__[last] = torch.zeros(constant.shape, dtype=constant.dtype)

@@ -1,0 +1,182 @@
+"""Any data set with any plan: the same samples, the same parameters, whoever loads them and whatever cannot be read."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.comm.group import Group
+from horizonml.data.choose import load
+from horizonml.data.dataset import Data, stand_ins
+from horizonml.data.sampler import Sampler
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
+from horizonml.planner.planner import fixed_plan
+from horizonml.runtime.agreement import describe_data, model_for
+from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.trainer import train
+from horizonml.runtime.unreadable import find_unreadable
+from horizonml.tasks.choose import task_for
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.recorder import Recorder
+from tests.datasets import Points
+from tests.distributed.pool import Pool
+from tests.distributed.processes import horizonml, ours, rank_process, steps, wait_for
+from tests.distributed.sessions import session_for, state_of
+from tests.distributed.test_gradients import distance
+from tests.records import run_info
+
+PIPELINE = [{"ranks": [0], "layers": [0, 0]}, {"ranks": [1], "layers": [1, 2]}, {"ranks": [2], "layers": [3, 4]}]
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp, shares 3:1": (2, {"stages": [{"ranks": [0, 1], "shares": [3, 1], "layers": [0, 4]}]}),
+    "pipeline": (3, {"stages": PIPELINE}),
+}
+DATA: dict[str, dict[str, Any]] = {
+    "threads": {"options": {}, "workers": 2},
+    "random, processes": {"options": {"noise": 0.5}, "workers": 1},
+    "skipped": {"options": {"broken": [3, 4, 50]}, "workers": 2, "corrupt": "skip"},
+}
+
+
+def job(folder: Path, data: dict[str, Any], parallel: dict[str, Any]) -> Job:
+    """Two epochs of four steps on 49 points, the last of one sample."""
+    values = {
+        "folder": str(folder), "epochs": 2, "batch_size": 16, "model": {"name": "tests.tasks:perceptron"},
+        "data": {"name": "tests.datasets:Points", **data}, "lr_schedule": {"name": "constant"},
+        "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
+        "parallel": {"micro_batches": 2, **parallel},
+    }  # fmt: skip
+    return parse(json.dumps(values), "job")
+
+
+def run(rank: int, world_size: int, store: Store, job: Job) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Train as a rank does; return its state and what the last evaluation found."""
+    group = Group(store, rank, world_size, 60.0)
+    try:
+        info = describe_data(job, group)
+        model, task = model_for(job, info), task_for(job, info)
+        session = session_for(fixed_plan(job, 5, world_size), model, group, job.optimizer, job.batch_size, task)
+        data = load(job.data, info, Path("unused"), session.is_first, session.is_last)
+        if job.data.corrupt == "skip":
+            info = find_unreadable(job, session, data, lambda text: None)
+            data = Data(info, data.train, data.held_out, data.decodes, data.draws)
+        recorder = Recorder(
+            job.run_folder / f"{world_size}-rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 1
+        )
+        assert train(job, session, data, None, recorder, StopRequest()) is Outcome.COMPLETE
+        recorder.close("done")
+        return state_of(session), dict(session.state.metrics)
+    finally:
+        group.close()
+
+
+def by_hand(data: Data, job: Job) -> dict[str, Tensor]:
+    """Do the same with plain PyTorch on whole batches, read straight from the list of points."""
+    whole, members = Points(), data.train._members
+    model = model_for(job, data.info).stage(0, 5).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9)
+    sampler = Sampler(49, 16, job.seed)
+    broken = {place for place, index in enumerate(members.tolist()) if index in job.data.options.get("broken", ())}
+    for number in range(8):
+        indices, _ = stand_ins(sampler.indices(*divmod(number, 4)), broken, 49)
+        rows = members[indices]
+        optimizer.zero_grad()
+        ((model(whole.points[rows]) - whole.values[rows]).square().mean()).backward()
+        optimizer.step()
+    return {f"model/{key}": value.detach() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_every_plan_trains_on_a_data_set_of_ones_own_as_one_process_does(pool: Pool, tmp_path: Path, kind: str) -> None:
+    one = job(tmp_path, {**DATA[kind], "workers": 0}, {"strategy": "single", "workers": 1})
+    ((expected, reached),) = pool.run(1, run, one)
+    if kind != "random, processes":
+        info = describe_data(one, Group(None, 0, 1, 1.0))
+        truth = by_hand(load(one.data, info, Path("unused")), one)
+        assert all(distance(expected[key], value) < 1e-5 for key, value in truth.items())
+    for name, (ranks, parallel) in PLANS.items():
+        seen = set()
+        for state, metrics in pool.run(ranks, run, job(tmp_path, DATA[kind], parallel)):
+            assert metrics == pytest.approx(reached, rel=1e-4), name
+            for key, value in state.items():
+                if key.startswith("model/"):
+                    seen.add(key)
+                    assert distance(value, expected[key]) < 1e-5, (name, key)
+        assert seen == {key for key in expected if key.startswith("model/")}
+        for rank in range(ranks):
+            lines = list(read_lines(tmp_path / f"{ranks}-rank-{rank}.jsonl"))
+            records = [line for line in lines if line["kind"] == "step"]
+            reads = name.startswith("ddp") or rank in (0, ranks - 1)
+            # The last batch of an epoch is a single sample, of which not all members of a stage have a row.
+            assert all((line["load"] > 0) == (reads and line["samples"] > 0) for line in records)
+            assert all(line["load"] <= line["wait"] for line in records)
+            # Two of the three are in the training part, in two epochs.
+            assert sum(line["skipped"] for line in records) == (4 if kind == "skipped" else 0)
+
+
+MINE = """
+import torch
+from torch.utils.data import Dataset
+
+
+class Mine(Dataset):
+    def __init__(self, noise=0.0, broken=-1):
+        self.noise, self.broken = noise, broken
+
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise OSError("bad sector")
+        point = torch.full((5,), index / 4000)
+        return point + self.noise * torch.randn(5), point[:2]
+
+
+def model(num_outputs: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, num_outputs))
+"""
+
+
+def write_job(folder: Path, options: str, epochs: int) -> None:
+    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.yaml").write_text(f"""
+name: test
+epochs: {epochs}
+model: {{name: "mine:model"}}
+data: {{name: "mine:Mine", options: {options}, workers: 1}}
+parallel: {{strategy: pipeline, workers: 2}}
+""")
+
+
+def test_a_sample_that_cannot_be_read_ends_all_ranks_with_its_name(folder: Path) -> None:
+    write_job(folder, "{broken: 1234}", 2)
+    done = horizonml(folder, "train", "mine.yaml", "--set", "data.holdout=0.001")
+    assert done.returncode == 1
+    assert "data.name: mine:Mine: sample 1234 cannot be read:" in done.stderr
+    assert "mine.py:15: OSError: bad sector" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_worker_processes_end_with_their_rank_and_with_the_run(folder: Path, start: Callable[..., Any]) -> None:
+    write_job(folder, "{noise: 0.1}", 1000)
+    launcher = start("train", "mine.yaml")
+    wait_for(lambda: steps(folder, 0) > 3 and steps(folder, 1) > 3, "training begins")
+    rank = rank_process(folder, 0)
+    own = [child for child in rank.children() if "spawn_main" in " ".join(child.cmdline())]
+    assert own, "the rank that reads inputs has no worker processes"
+    rank.kill()
+    wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in own), "they end with it")
+    launcher.send_signal(signal.SIGINT)
+    launcher.wait(60)
+    assert ours(folder) == []

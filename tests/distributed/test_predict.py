@@ -1,0 +1,105 @@
+"""`horizonml evaluate` and `predict`: a trained model on its own data, on other data, and on files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.distributed.processes import horizonml
+
+ONE = ("--set", "epochs=1", "--set", "parallel.strategy=single", "--workers", "1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a network that was trained on three classes of images."""
+    folder = tmp_path_factory.mktemp("flowers")
+    for brightness, name in enumerate(("dark", "grey", "white")):
+        (folder / "images" / name).mkdir(parents=True)
+        for number in range(12):
+            image = Image.new("RGB", (20, 16), (120 * brightness + number,) * 3)
+            image.save(folder / "images" / name / f"{number}.png")
+    assert horizonml(folder, "init", "--data", "images").returncode == 0
+    result = horizonml(folder, "train", "job.yaml", *ONE, "--set", "data.image_size=16")
+    assert result.returncode == 0, result.stderr
+    (folder / "recorded").write_text(re.findall(r"held-out (.*samples\))", result.stdout)[0])
+    return folder
+
+
+def test_held_out_samples_are_measured_as_the_training_did(trained: Path) -> None:
+    result = horizonml(trained, "evaluate", "runs/first")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == (trained / "recorded").read_text()
+    everything = json.loads(horizonml(trained, "evaluate", "runs/first", "--part", "all", "--json").stdout)
+    assert everything["samples"] == 36
+    assert everything.keys() == {"loss", "accuracy", "samples"}
+
+
+def test_files_are_predicted_with_the_names_of_the_classes(trained: Path) -> None:
+    files = [f"images/{name}/3.png" for name in ("white", "dark")]
+    result = horizonml(trained, "predict", "runs/first", *files, "--out", "new/table.csv")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "wrote new/table.csv (2 samples)\n"
+    with (trained / "new" / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["sample"] for row in rows] == files
+    probabilities = [
+        {name.removeprefix("probability of "): float(value) for name, value in row.items() if " of " in name}
+        for row in rows
+    ]
+    for row, found in zip(rows, probabilities, strict=True):
+        assert found.keys() == {"dark", "grey", "white"}
+        assert sum(found.values()) == pytest.approx(1, abs=1e-4)
+        assert row["class"] == max(found, key=lambda name: found[name])
+    held_out = horizonml(trained, "predict", "runs/first", "--part", "held-out", "--out", "held.csv")
+    assert held_out.stdout == "wrote held.csv (7 samples)\n"
+    loss = json.loads(horizonml(trained, "evaluate", "runs/first", "--json").stdout)
+    assert loss["samples"] == 7
+
+
+MISTAKES = [
+    (["evaluate", "runs/none"], 1, "no checkpoint in runs/none"),
+    (["evaluate", "runs/first", "--part", "half"], 2, "part: 'half' is none of held-out, train and all"),
+    (["evaluate", "runs/first", "--data", "digitz"], 2, "did you mean 'digits'?"),
+    (
+        ["evaluate", "runs/first", "--data", "two"],
+        1,
+        "the classes dark, grey, but the model was trained on dark, grey, ",
+    ),
+    (["evaluate", "runs/first", "--set", "data.folder=gone"], 1, "data: gone is not here"),
+    (["predict", "runs/first", "gone.png"], 1, "gone.png is not a file"),
+    (["predict", "runs/first", "job.yaml"], 1, "job.yaml is not a readable image"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), MISTAKES, ids=[case[2] for case in MISTAKES])
+def test_mistakes_name_the_file_or_the_field(trained: Path, arguments: list[str], code: int, words: str) -> None:
+    if not (trained / "two").exists():
+        for name in ("dark", "grey"):
+            shutil.copytree(trained / "images" / name, trained / "two" / name)
+    result = horizonml(trained, *arguments)
+    assert result.returncode == code, result.stderr
+    assert words in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) <= 2
+
+
+def test_a_text_is_not_numbered_by_its_own_characters(tmp_path: Path) -> None:
+    small = ("--set", "data.samples=64", "--set", "model.options={layers: 1, heads: 1, width: 16}")
+    (tmp_path / "other.txt").write_text("What a text consists of is known from the text itself. " * 40)
+    assert horizonml(tmp_path, "init", "--data", "text").returncode == 0
+    for name, tokens in (("letters", "characters"), ("numbers", "bytes")):
+        options = ("--set", f"name={name}", "--set", f"data.tokens={tokens}")
+        assert horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *options).returncode == 0
+    refused = horizonml(tmp_path, "evaluate", "runs/letters", "--data", "other.txt")
+    assert refused.returncode == 1
+    assert "error: data.tokens: the characters of other.txt would be numbered in another way" in refused.stderr
+    measured = horizonml(tmp_path, "evaluate", "runs/numbers", "--data", "other.txt")
+    assert measured.returncode == 0, measured.stderr
+    assert re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity [\d.]+ \(\d+ samples\)", measured.stdout)

@@ -1,0 +1,224 @@
+"""The Python interface without ranks: its names, what it costs to import, and what it makes of what it is given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import horizonml
+from horizonml.api.given import Given
+from horizonml.api.history import Evaluation, Step, Table
+from horizonml.api.jobs import make_job
+from horizonml.api.transfer import packed, unpack
+from horizonml.errors import DataError, HorizonError, JobError, ModelError
+from horizonml.machine.code import find
+from horizonml.tasks.regression import Regression
+
+NAMES = {
+    "Evaluation", "HorizonError", "Job", "PlannedJob", "Run", "Step", "Task", "__version__", "evaluate", "export",
+    "load", "plan", "predict", "train",
+}  # fmt: skip
+FUNCTIONS = ("evaluate", "export", "load", "plan", "predict", "train")
+
+
+class Net(nn.Module):
+    """A model that every process can import."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.layers(images)
+        return result
+
+
+def test_the_interface_has_these_names_and_no_others() -> None:
+    assert set(horizonml.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(horizonml, name) is not None
+    assert set(dir(horizonml)) >= NAMES
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        horizonml.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_typed_and_explain_every_parameter(name: str) -> None:
+    module = "planning" if name == "plan" else "training" if name == "train" else "evaluation"
+    function = getattr(sys.modules[f"horizonml.api.{module}"], name)
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(one.annotation is not inspect.Parameter.empty for one in signature.parameters.values())
+    if len(signature.parameters) > 4:
+        explained = inspect.getdoc(function) or ""
+        assert not [one for one in signature.parameters if f"{one}:" not in explained]
+
+
+def test_importing_the_package_loads_neither_torch_nor_anything_else_that_is_large() -> None:
+    program = "import sys, horizonml; print(*sorted(name for name in sys.modules if '.' not in name))"
+    run = [sys.executable, "-c", program]
+    loaded = set(subprocess.run(run, capture_output=True, text=True, check=True).stdout.split())
+    assert "horizonml" in loaded
+    assert not loaded & {"torch", "numpy", "pydantic", "yaml", "rich", "typer", "cloudpickle", "matplotlib"}
+
+
+def test_the_package_of_plans_can_be_called_and_stays_a_package() -> None:
+    from horizonml.plan.plan import Plan
+
+    assert callable(horizonml.plan)
+    assert sys.modules["horizonml.plan.plan"].Plan is Plan
+    assert pickle.loads(pickle.dumps(Plan)) is Plan
+
+
+def test_a_job_is_made_of_a_file_a_mapping_a_job_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: mine\nepochs: 3\noptimizer: {name: sgd, lr: 0.5}\n")
+    from_file, _ = make_job(tmp_path / "job.yaml", workers=2, fields={"optimizer": {"momentum": 0.5}})
+    assert (from_file.name, from_file.epochs, from_file.parallel.workers) == ("mine", 3, 2)
+    assert from_file.optimizer.model_dump()["lr"] == 0.5
+    assert from_file.optimizer.model_dump()["momentum"] == 0.5
+    changed, _ = make_job(from_file, fields={"optimizer": {"name": "adam"}})
+    assert changed.optimizer.name == "adam"  # of a section whose name changes, nothing stays
+    assert make_job("digits")[0].name == "digits"
+    assert make_job({"seed": 5})[0].seed == 5
+    assert make_job(None)[0] == horizonml.Job()
+
+
+def test_the_planner_decides_what_several_workers_share_unless_the_job_does() -> None:
+    assert make_job(None, workers=3)[0].parallel.strategy == "auto"
+    assert make_job(None, workers=1)[0].parallel.strategy == "single"
+    assert make_job(None, workers=3, fields={"parallel": {"strategy": "ddp"}})[0].parallel.strategy == "ddp"
+    with pytest.raises(JobError, match="strategy single trains on 1 rank, not 3"):
+        make_job({"parallel": {"strategy": "single"}}, workers=3)
+
+
+def test_sections_are_named_by_texts_and_folders(tmp_path: Path) -> None:
+    job, _ = make_job(None, model="resnet18", data=str(tmp_path), task="regression")
+    assert (job.model.name, job.data.name, job.data.folder) == ("resnet18", "folder", str(tmp_path))
+    assert job.task.name == "regression"
+    job, _ = make_job({"model": {"name": "resnet50", "options": {"weights": None}}}, model="resnet18")
+    assert job.model.options == {}
+    job, _ = make_job({"model": {"options": {"num_classes": 3}}}, model=Net)
+    assert job.model.options == {"num_classes": 3}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: make_job({"epoch": 3}), "epoch"),
+        (lambda: make_job(None, fields={"epochs": 0}), "epochs"),
+        (lambda: make_job(3), "job: give the path of a job file"),  # type: ignore[arg-type]
+        (lambda: make_job("digitz"), "did you mean 'digits'?"),
+        (lambda: make_job(None, model="resnet19"), "did you mean"),
+    ],
+)
+def test_mistakes_in_jobs_name_the_field(call: Any, words: str) -> None:
+    with pytest.raises(JobError, match=words.replace("?", r"\?")):
+        call()
+
+
+def test_what_can_be_imported_is_named_and_everything_else_is_carried_along() -> None:
+    given = Given()
+    assert given.add("model", Net) == f"{__name__}:Net"
+    assert not given.objects
+    inner = type("Inner", (Net,), {})
+    name = given.add("model", inner)
+    assert name == "horizonml.api.given:Inner"
+    given.install()
+    assert find(name, "model.name", ModelError) is inner
+
+
+@pytest.mark.parametrize(
+    "thing", [functools.partial(Net, num_classes=3), lambda: Net(3), Net(3), lambda num_classes=3: Net(num_classes)]
+)
+def test_models_may_be_anything_that_makes_one(thing: Any) -> None:
+    from horizonml.models.source import find as find_model
+
+    given = Given()
+    name = given.add("model", thing)
+    given.install()
+    build = find_model(name)
+    assert build().layers[1].out_features == 3  # type: ignore[union-attr, index]
+    assert ("num_classes" in inspect.signature(build).parameters) == (
+        not isinstance(thing, nn.Module) and "num_classes" in inspect.signature(thing).parameters
+    )
+    assert build() is not build()
+
+
+def test_a_task_may_be_an_instance() -> None:
+    given, task = Given(), Regression()
+    name = given.add("task", task)
+    given.install()
+    found = find(name, "task.name", JobError)
+    assert isinstance(found, type)
+    assert found() is task
+    with pytest.raises(TypeError, match="takes no options"):
+        found(delta=1)
+
+
+def test_objects_travel_to_children_and_are_made_when_they_are_needed() -> None:
+    job, given = make_job(None, model=lambda: Net(4), data=[1, 2, 3])
+    with packed(job, given, fresh=True) as descriptor:
+        given.objects.clear()
+        arrived, fresh = unpack(descriptor)
+    assert arrived == job
+    assert fresh
+    assert find(job.model.name, "model.name", ModelError)().layers[1].out_features == 4
+    assert find(job.data.name, "data.name", DataError)() == [1, 2, 3]
+
+
+def test_an_object_that_cannot_travel_is_named() -> None:
+    import threading
+
+    job, given = make_job(None, data=[threading.Lock()])
+    with pytest.raises(JobError, match=r"data: the object cannot be sent .* give a function that makes it"):
+        packed(job, given, False).__enter__()
+
+
+def test_an_object_that_this_process_was_never_given_is_asked_for() -> None:
+    with pytest.raises(HorizonError, match=r"Absent was given to horizonml\.train as an object"):
+        find("horizonml.api.given:Absent", "model.name", ModelError)
+
+
+def row(number: int, **metrics: float) -> Step:
+    return Step(number, 1, 1 / number, metrics, 0.5, 32, 0.1)
+
+
+def test_tables_have_a_column_for_each_metric() -> None:
+    table = Table([row(1, accuracy=0.5), row(2, accuracy=0.75, f1=0.25)], Step)
+    assert table.columns == ("step", "epoch", "loss", "accuracy", "f1", "seconds", "samples", "learning_rate")
+    assert table.column("loss") == [1.0, 0.5]
+    assert table.column("f1") == [None, 0.25]
+    assert table[-1].step == 2
+    assert list(table[:1]) == [row(1, accuracy=0.5)]
+    with pytest.raises(KeyError, match="'los' is not a column"):
+        table.column("los")
+    assert str(table).splitlines()[1].split() == ["1", "1", "1", "0.5", "-", "0.5", "32", "0.1"]
+    assert "<td>0.75</td>" in table._repr_html_()
+    long = Table([row(number) for number in range(1, 31)], Step)
+    assert "the last 10 of 30 rows" in str(long)
+    assert str(Table([], Evaluation)) == "(no evaluations)"
+
+
+def test_a_module_that_was_given_keeps_its_values() -> None:
+    from horizonml.models.source import find as find_model
+
+    net = Net(3)
+    given = Given()
+    built = find_model_of(given, net, find_model)
+    assert torch.equal(built.layers[1].weight, net.layers[1].weight)  # type: ignore[arg-type, union-attr, index]
+
+
+def find_model_of(given: Given, thing: nn.Module, find_model: Any) -> nn.Module:
+    name = given.add("model", thing)
+    given.install()
+    built: nn.Module = find_model(name)()
+    return built

@@ -1,0 +1,218 @@
+"""Loading ahead of the step: the same rows, in time, within bounds, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from horizonml.data.choose import describe, load
+from horizonml.data.dataset import Data, DataBatch, stand_ins
+from horizonml.data.loading import Ahead, LoadedBatch
+from horizonml.data.needs import Needs
+from horizonml.data.sampler import Sampler
+from horizonml.data.spec import DataSpec
+from horizonml.data.workers import Processes, Threads, Workers, workers_for
+from horizonml.errors import DataError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "here": {"workers": 0},
+    "threads": {"workers": 3, "worker_kind": "threads"},
+    "processes": {"workers": 2, "worker_kind": "processes"},
+}
+
+
+def opened(**fields: Any) -> tuple[DataSpec, Data]:
+    spec = DataSpec(**{"name": "tests.datasets:Points", **fields})
+    info = describe(spec)
+    assert info is not None
+    return spec, load(spec, info, Path("unused"))
+
+
+def ahead(
+    data: Data, workers: Workers, needs: Callable[[int], Needs], prefetch: int = 2, memory: int = 1 << 20
+) -> Ahead:
+    """Batches of 16 samples, the last of an epoch of one; three epochs."""
+    sampler = Sampler(data.info.train, 16, seed=1)
+
+    def batch(number: int) -> DataBatch:
+        return data.batch(True, sampler.indices(*divmod(number, sampler.steps_per_epoch)), number)
+
+    return Ahead(batch, range(3 * sampler.steps_per_epoch), needs, workers, data.info, prefetch, memory)
+
+
+def read(batches: Ahead, count: int) -> None:
+    """Read the inputs of the first batches."""
+    for batch in itertools.islice(batches, count):
+        for start, stop in halves(batch.size).inputs:
+            batch.inputs(start, stop)
+
+
+def halves(size: int) -> Needs:
+    """The rows of a rank with both ends of the model, in two micro-batches."""
+    ranges = [(start, stop) for start, stop in ((0, size // 2), (size // 2, size)) if stop > start]
+    return Needs(ranges, ranges)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0], ids=["fixed", "random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_the_same_whoever_loads_them(kind: str, noise: float) -> None:
+    if noise and kind == "threads":
+        with pytest.raises(DataError, match="draws random numbers, which threads share"):
+            workers_for(*opened(options={"noise": noise}, **KINDS[kind]), Path("unused"), True, True)
+        return
+    spec, data = opened(options={"noise": noise}, **KINDS[kind])
+    workers = workers_for(spec, data, Path("unused"), True, True)
+    batches = ahead(data, workers, halves)
+    assert len(batches) == 12
+    for number in range(12):
+        plain, found = batches._batches(number), batches.take(number)
+        assert isinstance(found, LoadedBatch)
+        assert found.waits is (kind != "here")
+        for start, stop in halves(plain.size).inputs:
+            assert torch.equal(found.inputs(start, stop), plain.inputs(start, stop))
+            assert torch.equal(found.targets(start, stop), plain.targets(start, stop))
+        # Rows that nobody has announced are read when they are asked for.
+        assert torch.equal(found.inputs(0, plain.size), plain.inputs(0, plain.size))
+    batches.close()
+    workers.close()
+
+
+def test_each_sample_is_read_once_for_inputs_and_targets(tmp_path: Path) -> None:
+    for fields in ({"workers": 0}, {"workers": 2}):
+        marks = tmp_path / f"marks-{fields['workers']}"
+        spec, data = opened(options={"marks": str(marks)}, **fields)
+        workers = workers_for(spec, data, Path("unused"), True, True)
+        assert workers.count == fields["workers"]
+        marks.write_text("")
+        batches = ahead(data, workers, halves, prefetch=1)
+        for number in range(4):
+            batch = batches.take(number)
+            for start, stop in halves(batch.size).inputs:
+                batch.inputs(start, stop)
+                batch.targets(start, stop)
+        batches.close()
+        workers.close()
+        first_epoch = marks.read_text().split()
+        assert len(set(first_epoch)) == 49
+        assert 49 <= len(first_epoch) <= 49 + 16  # and perhaps a batch of the next epoch
+
+
+def test_a_rank_loads_only_the_rows_that_it_needs(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    spec, data = opened(options={"marks": str(marks)}, workers=2)
+    workers = workers_for(spec, data, Path("unused"), True, False)
+    batches = ahead(data, workers, lambda size: Needs([(0, min(3, size))]), prefetch=3)
+    marks.write_text("")
+    taken = [batches.take(number) for number in range(3)]
+    for batch in taken[2:]:
+        batch.inputs(0, 3)
+    workers.close()
+    firsts = [data.train._members[batches._batches(number).indices[:3]].tolist() for number in range(6)]
+    assert set(map(int, marks.read_text().split())) <= {index for some in firsts for index in some}
+
+
+def begun(batches: Ahead) -> int:
+    """Return how many rows of batches that are not taken yet have been handed to workers."""
+    _, *later = batches._planned
+    return sum(c.stop - c.start for _, batch in later for c in batch.chunks if c.pending is not None)
+
+
+def test_no_more_is_loaded_ahead_than_fits_and_is_asked_for() -> None:
+    _, data = opened()
+    row = 4 * (5 + 2)
+    workers = Threads(2)
+    for prefetch, memory, expected in ((2, 1 << 20, 32), (1, 1 << 20, 16), (2, 20 * row, 16), (2, 0, 0)):
+        batches = ahead(data, workers, lambda size: Needs([(0, size)], [(0, size)]), prefetch, memory)
+        batches.take(0)
+        assert begun(batches) == expected
+        taken = batches.take(1)
+        assert isinstance(taken, LoadedBatch)
+        assert all(chunk.pending is not None for chunk in taken.chunks)  # what is needed now is read in any case
+        batches.close()
+    workers.close()
+
+
+def test_a_problem_in_a_worker_reaches_who_asks_for_the_rows() -> None:
+    for kind in KINDS:
+        spec, data = opened(options={"broken": [17]}, **KINDS[kind])
+        workers = workers_for(spec, data, Path("unused"), True, True)
+        batches = ahead(data, workers, halves)
+        with pytest.raises(DataError, match=r"sample 17 cannot be read: .*datasets\.py:\d+: ValueError: the disk lost"):
+            read(batches, 4)
+        batches.close()
+        workers.close()
+
+
+def test_workers_end_with_who_started_them() -> None:
+    before = threading.active_count(), len(psutil.Process().children())
+    spec, data = opened(workers=2, worker_kind="processes")
+    processes = workers_for(spec, data, Path("unused"), True, True)
+    assert isinstance(processes, Processes)
+    batches = ahead(data, processes, halves)
+    batches.take(0).inputs(0, 8)
+    assert len(psutil.Process().children()) > before[1]
+    processes.close()
+    threads = Threads(3)
+    ahead(data, threads, halves).take(0).inputs(0, 8)
+    threads.close()
+    gone = [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    assert threading.active_count() == before[0]
+    assert len(gone) <= before[1]
+
+
+def test_a_worker_process_that_is_killed_is_told() -> None:
+    spec, data = opened(workers=1, worker_kind="processes")
+    workers = workers_for(spec, data, Path("unused"), True, True)
+    batches = ahead(data, workers, halves)
+    batches.take(0).inputs(0, 8)
+    for child in psutil.Process().children():
+        if "resource_tracker" not in " ".join(child.cmdline()):
+            child.kill()
+    with pytest.raises(DataError, match="a process that loads samples was ended from outside"):
+        read(batches, 12)
+    workers.close()
+
+
+def test_data_in_memory_needs_no_workers_and_files_do(tmp_path: Path) -> None:
+    spec, data = opened(name="digits")
+    assert workers_for(spec, data, tmp_path, True, True).count == 0
+    assert isinstance(ahead(data, workers_for(spec, data, tmp_path, True, True), halves).take(0), DataBatch)
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            Image.new("RGB", (20, 20), (10 * number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    spec, data = opened(name="folder", folder=str(tmp_path), image_size=8, augment=True)
+    workers = workers_for(spec, data, tmp_path, True, True)
+    assert isinstance(workers, Threads)
+    batches = ahead(data, workers, halves)
+    for number in range(3):  # augmented alike, although the rows are read in other chunks
+        plain, found = batches._batches(number), batches.take(number)
+        for start, stop in halves(plain.size).inputs:
+            assert torch.equal(found.inputs(start, stop), plain.inputs(start, stop))
+    workers.close()
+    assert workers_for(spec, data, tmp_path, False, False).count == 0
+
+
+def test_chunks_cover_what_is_needed_and_nothing_else() -> None:
+    needs = Needs([(0, 5), (10, 12)], [(3, 5), (10, 40)])
+    chunks = needs.chunks(2)
+    rows = {row: (i, t) for start, stop, i, t in chunks for row in range(start, stop)}
+    inputs, targets = {*range(5), 10, 11}, {3, 4, *range(10, 40)}
+    assert rows == {row: (row in inputs, row in targets) for row in inputs | targets}
+    assert max(stop - start for start, stop, _, _ in chunks) <= 16
+    assert [start for start, *_ in chunks] == sorted(start for start, *_ in chunks)
+    assert not Needs().chunks(2)
+
+
+def test_what_cannot_be_read_is_replaced_by_the_next() -> None:
+    found, replaced = stand_ins(torch.tensor([3, 9, 0, 8, 3]), (3, 4, 8, 9), 10)
+    assert found.tolist() == [5, 0, 0, 0, 5]
+    assert replaced == 4

@@ -1,0 +1,181 @@
+"""Data sets of the user's own: how they are described, checked, divided and read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horizonml.data.choose import agree, describe, load
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.spec import DataSpec
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import DataError, JobError
+from horizonml.job.jobfile import parse
+from tests.datasets import Points
+
+
+def spec(name: str, classes: int | None = None, **options: Any) -> DataSpec:
+    return DataSpec(name=f"tests.datasets:{name}", options=options, classes=classes)
+
+
+def described(of: DataSpec) -> DataInfo:
+    info = describe(of)
+    assert info is not None
+    return info
+
+
+def loaded(of: DataSpec, **parts: bool) -> Data:
+    return load(of, described(of), Path("unused"), **parts)
+
+
+def read_all(data: Data) -> torch.Tensor:
+    """Return the inputs of both parts."""
+    parts = (data.train, data.info.train), (data.held_out, data.info.held_out)
+    return torch.cat([part.inputs(torch.arange(count)) for part, count in parts])
+
+
+def test_a_data_set_describes_itself_by_its_first_sample() -> None:
+    info = described(spec("Points"))
+    assert info == DataInfo(49, 12, (TensorSpec((5,)),), (), 2, TensorSpec((2,)), "regression")
+    assert DataInfo.from_json(info.to_json()) == info
+    named = described(spec("Named"))
+    assert named.names == ("left", "right")
+    assert named.inputs == (TensorSpec((3,)), TensorSpec((), torch.int64))
+    assert (named.outputs, named.target) == (7, None)
+    classes = described(spec("Classes"))
+    assert (classes.task, classes.outputs, classes.target) == ("classification", 3, TensorSpec((), torch.int64))
+    assert described(spec("part")).outputs == 3
+
+
+def test_samples_are_those_of_the_data_set_and_none_is_in_both_parts() -> None:
+    data, whole = loaded(spec("Points")), Points()
+    assert torch.equal(read_all(data).sort(0).values, whole.points.sort(0).values)
+    point, value = data.train.inputs(torch.tensor([7]))[0], data.train.targets(torch.tensor([7]))
+    assert torch.equal(value[0], whole.values[(whole.points == point).all(1)][0])
+    fewer = DataSpec(name="tests.datasets:Points", samples=10)
+    assert described(fewer).train == 10
+    assert torch.equal(loaded(fewer).train.inputs(torch.arange(10)), data.train.inputs(torch.arange(10)))
+
+
+def test_a_pair_is_a_training_and_a_held_out_part() -> None:
+    data = loaded(spec("pair"))
+    assert (data.info.train, data.info.held_out) == (20, 5)
+    assert torch.equal(data.train.inputs(torch.arange(20)), Points(20).points)
+    assert torch.equal(data.held_out.targets(torch.arange(5)), Points(5).values)
+
+
+def test_any_tree_of_numbers_and_arrays_becomes_rows_of_tensors() -> None:
+    for swap in (False, True):
+        data = loaded(spec("Named", swap=swap))
+        left, right = data.train.inputs(torch.arange(3))
+        assert (left.shape, left.dtype) == ((3, 3), torch.float32)
+        assert torch.equal(left[:, 0].long(), right)
+        targets = data.train.targets(torch.arange(3))
+        assert torch.equal(targets["value"] * 2, right.float())
+        assert torch.equal(targets["pair"][0], right)
+        assert targets["pair"][1][0].dtype == torch.bool
+
+
+def test_targets_are_read_alone_where_the_data_set_can_do_that(tmp_path: Path) -> None:
+    data = loaded(spec("Classes"), inputs=False)
+    assert data.train.targets(torch.arange(24)).bincount().tolist() == [8, 8, 8]
+    marks = tmp_path / "marks"
+    data = loaded(spec("Points", marks=str(marks)))
+    marks.write_text("")
+    rows = data.batch(True, torch.arange(4)).rows(0, 4, inputs=True, targets=True)
+    assert rows.inputs is not None
+    assert rows.targets is not None
+    assert len(marks.read_text().split()) == 4  # each sample once, for inputs and targets
+
+
+def test_random_numbers_of_a_sample_depend_on_the_seed_and_on_nothing_else() -> None:
+    data = loaded(spec("Points", noise=1.0))
+    assert data.draws
+    assert not loaded(spec("Points")).draws
+    indices = torch.tensor([5, 6, 7])
+    before = torch.get_rng_state(), random.getstate()
+    whole = data.batch(True, indices, 11).inputs(0, 3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    torch.rand(10)
+    assert torch.equal(data.batch(True, indices, 11).inputs(1, 3), whole[1:])
+    assert not torch.equal(data.batch(True, indices, 12).inputs(0, 3), whole)
+
+
+def test_a_rank_without_the_files_still_takes_part(tmp_path: Path) -> None:
+    away, here = spec("from_files", folder=str(tmp_path / "nowhere")), spec("from_files", folder=str(tmp_path))
+    (tmp_path / "count").write_text("30")
+    info = described(here)
+    assert describe(away) is None
+    assert agree([None, info, None], away) == info
+    assert load(away, info, tmp_path, inputs=False, targets=False).info == info
+    with pytest.raises(DataError, match="its stage reads targets"):
+        load(away, info, tmp_path, inputs=False)
+    with pytest.raises(DataError, match=r"no rank has the files that tests.datasets:from_files reads: .*nowhere/count"):
+        agree([None, None], away)
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (spec("Poins"), r"datasets\.py has no 'Poins'; did you mean 'Points'"),
+        (spec("Points", size=3), r"with data.options {'size': 3} failed: .*unexpected keyword argument 'size'"),
+        (spec("failing", reason="my mistake"), r"failed: .*tests/datasets\.py:\d+: RuntimeError: my mistake"),
+        (spec("three"), "returned 3 things"),
+        (spec("Endless"), "returned a Endless without __getitem__ and __len__"),
+        (spec("numbers"), r"of how many classes\? Set data.classes"),
+        (spec("Points", broken=[0]), r"sample 0 cannot be read: .*tests/datasets\.py:\d+: ValueError: the disk lost"),
+        (spec("Points", samples=0), "has no samples"),
+    ],
+    ids=["name", "options", "mistake", "three", "iterable", "classes", "sample", "empty"],
+)
+def test_mistakes_are_told_with_their_place(of: DataSpec, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        describe(of)
+
+
+def test_samples_that_differ_are_told_by_their_index() -> None:
+    data = loaded(spec("Ragged"))
+    with pytest.raises(DataError, match=r"sample 9 has an input of .* shape \[4\], but sample 0 has .* shape \[5\]"):
+        read_all(data)
+
+
+def test_the_first_sample_may_be_one_that_is_skipped() -> None:
+    of = DataSpec(name="tests.datasets:Points", options={"broken": [0, 1]}, corrupt="skip")
+    assert described(of).inputs == (TensorSpec((5,)),)
+    assert not loaded(of).draws
+    with pytest.raises(DataError, match="no sample can be read"):
+        described(DataSpec(name="tests.datasets:Points", options={"broken": list(range(61))}, corrupt="skip"))
+
+
+def test_the_number_of_classes_may_come_from_the_job() -> None:
+    assert described(spec("numbers", classes=5)).outputs == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "data: {name: digit}",
+            "data.name: 'digit' is not one of digits, .*, or module:callable; did you mean 'digits'",
+        ),
+        ("data: {name: table, targets: [y]}", "data.path: say where the table data lies"),
+        ("data: {name: table, path: a.csv}", "data.targets: name the columns"),
+        ("data: {name: table, path: a.csv, inputs: [a], targets: [a]}", "data.targets: 'a' is among the inputs"),
+        ("data: {name: stream, path: a, inputs: [jpg], targets: [cls], corrupt: skip}", "data.corrupt: a stream"),
+        ("data: {workers: -1}", "data.workers"),
+    ],
+)
+def test_mistakes_in_the_job_name_the_field(text: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        parse(text, "job")
+
+
+def test_what_differs_from_machine_to_machine_is_not_part_of_the_training() -> None:
+    base = "data: {name: table, path: %s, targets: [y], workers: %s}"
+    assert parse(base % ("a.csv", 2), "job").digest() == parse(base % ("b.csv", "auto"), "job").digest()
+    assert parse("data: {corrupt: skip}", "job").digest() != parse("{}", "job").digest()

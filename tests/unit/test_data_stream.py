@@ -1,0 +1,177 @@
+"""Shards that are fetched while training: from a folder, and over HTTP into a cache of limited size."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from horizonml.data.choose import describe, load
+from horizonml.data.dataset import Data
+from horizonml.data.loading import Ahead
+from horizonml.data.needs import Needs
+from horizonml.data.sampler import ShardSampler, sampler_for
+from horizonml.data.shards import write_index
+from horizonml.data.spec import DataSpec
+from horizonml.data.workers import Threads
+from horizonml.errors import DataError
+from tests.programs import need_package
+
+EACH, SHARDS = 10, 8
+
+
+def write_shard(path: Path, first: int, count: int) -> None:
+    """Write samples as WebDataset does: N.jpg, N.cls and N.meta.json."""
+    with tarfile.open(path, "w") as archive:
+        for number in range(first, first + count):
+            picture = io.BytesIO()
+            Image.new("RGB", (16, 16), (2 * number, 0, 0)).save(picture, "PNG")
+            files = {"png": picture.getvalue(), "cls": b"%d" % (number % 3)}
+            files["meta.json"] = json.dumps({"number": number}).encode()
+            for extension, content in files.items():
+                member = tarfile.TarInfo(f"{number:05d}.{extension}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Shards with an index, and a cache for what is fetched."""
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "cache"))
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for shard in range(SHARDS):
+        write_shard(shards / f"{shard:02d}.tar", EACH * shard, EACH)
+    write_index(shards, held_out=["06.tar", "07.tar"], classes=["red", "green", "blue"])
+    return shards
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """The shards over HTTP, and what is asked for."""
+    need_package("aiohttp")
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path.rpartition("/")[2])
+            super().do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}", asked
+        http.shutdown()
+
+
+def spec(path: str | Path, **fields: Any) -> DataSpec:
+    given = {"inputs": ["png"], "targets": ["cls"], "image_size": 8, **fields}
+    return DataSpec(name="stream", path=str(path), **given)
+
+
+def opened(of: DataSpec, **parts: bool) -> Data:
+    info = describe(of)
+    assert info is not None
+    return load(of, info, Path("unused"), **parts)
+
+
+def numbers(images: torch.Tensor) -> list[int]:
+    """Return which samples these are, by their shade of red."""
+    return ((images[:, 0].mean((1, 2)) * 0.226 + 0.449) * 255 / 2).round().long().tolist()
+
+
+def test_samples_of_a_folder_of_shards(folder: Path) -> None:
+    data = opened(spec(folder))
+    assert (data.info.train, data.info.held_out, data.info.outputs) == (60, 20, 3)
+    assert data.info.shards == (EACH,) * 6
+    every = torch.arange(60)
+    assert numbers(data.train.inputs(every)) == list(range(60))
+    assert torch.equal(data.train.targets(every), every % 3)
+    assert numbers(data.held_out.inputs(torch.arange(20))) == list(range(60, 80))
+    meta = opened(spec(folder, targets=["meta.json"], classes=3), inputs=False)
+    assert meta.train.targets(torch.tensor([41]))["number"].tolist() == [41]
+    (folder / "index.json").unlink()  # the shards are counted, and the last of them held out
+    plain = opened(spec(folder, classes=3))
+    assert (plain.info.train, plain.info.held_out) == (60, 20)
+
+
+def test_shards_are_fetched_once_and_kept_within_a_limit(
+    folder: Path, server: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, asked = server
+    size = (folder / "00.tar").stat().st_size
+    data = opened(spec(url, disk=3 * size))
+    asked.clear()
+    assert numbers(data.train.inputs(torch.arange(20))) == list(range(20))
+    assert sorted(asked) == ["01.tar"]  # 00 was fetched to be described
+    for first in range(0, 60, 10):
+        assert numbers(data.train.inputs(torch.arange(first, first + 10))) == list(range(first, first + 10))
+        kept = list((tmp_path / "cache").rglob("*.tar"))
+        assert sum(file.stat().st_size for file in kept) <= 3 * size
+    again = opened(spec(url, disk=3 * size))
+    asked.clear()
+    again.train.inputs(torch.arange(50, 60))
+    assert asked == []  # the newest shards are still there
+    with pytest.raises(DataError, match=r"data.disk: .* cannot hold"):
+        opened(spec(url, disk=100)).train.inputs(torch.arange(60))
+
+
+def test_shards_are_fetched_before_they_are_needed(server: tuple[str, list[str]]) -> None:
+    url, asked = server
+    data = opened(spec(url))
+    sampler = sampler_for(data.info, 5, seed=1)
+    workers = Threads(2)
+    ahead = Ahead(
+        lambda number: data.batch(True, sampler.indices(0, number)), range(12),
+        lambda size: Needs([(0, size)]), workers, data.info, 1, 1 << 20,
+    )  # fmt: skip
+    asked.clear()
+    ahead.take(0)
+    shards = {int(index) // EACH for index in sampler.indices(0, 8)}
+    done = threading.Event()
+    for _ in range(200):
+        if {f"{shard:02d}.tar" for shard in shards} - {"00.tar"} <= set(asked):
+            break
+        done.wait(0.05)
+    else:
+        pytest.fail(f"the shards {shards} of a step to come were not fetched, only {asked}")
+    ahead.close()
+    workers.close()
+
+
+def test_an_epoch_keeps_to_a_few_shards_at_a_time_and_is_the_same_for_everybody() -> None:
+    sampler = ShardSampler([10] * 12, 8, seed=3)
+    order = torch.cat([sampler.indices(0, step) for step in range(sampler.steps_per_epoch)])
+    assert sorted(order.tolist()) == list(range(120))
+    for start in range(0, 120, 40):
+        assert len({index // 10 for index in order[start : start + 40].tolist()}) == 4
+    later = ShardSampler([10] * 12, 8, seed=3)
+    assert torch.equal(later.indices(1, 7), torch.cat([sampler.indices(1, 7)]))  # resumed in the middle of an epoch
+    assert not torch.equal(sampler.indices(1, 0), sampler.indices(0, 0))
+
+
+def test_what_is_wrong_with_shards_is_told(folder: Path, server: tuple[str, list[str]], tmp_path: Path) -> None:
+    url, _ = server
+    with pytest.raises(DataError, match=r"sample 0 cannot be read: 00.tar: .* png, cls, .*, but 'jpg' is needed"):
+        describe(spec(folder, inputs=["jpg"]))
+    assert describe(spec(tmp_path / "nowhere")) is None
+    with (folder / "02.tar").open("r+b") as file:
+        file.seek(600)
+        file.write(b"damaged")
+    with pytest.raises(DataError, match=r"02.tar cannot be fetched, after 4 attempts: its checksum is"):
+        opened(spec(url)).train.inputs(torch.arange(20, 30))
+    (folder / "index.json").write_text('{"train": 3}')
+    with pytest.raises(DataError, match=r"index.json is no index of shards"):
+        describe(spec(folder))

@@ -1,0 +1,178 @@
+"""Columns of CSV and Parquet files, and of Hugging Face data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horizonml.data.choose import agree, describe, load
+from horizonml.data.dataset import Data
+from horizonml.data.spec import DataSpec
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import DataError
+from tests.programs import need_package
+
+ROWS = 40
+
+
+def spec(path: Path, name: str = "table", **fields: Any) -> DataSpec:
+    return DataSpec(name=name, path=str(path), **{"targets": ["y"], **fields})
+
+
+def loaded(of: DataSpec, **parts: bool) -> Data:
+    info = describe(of)
+    assert info is not None
+    return load(of, info, Path("unused"), **parts)
+
+
+def write(path: Path, header: str, rows: list[str]) -> Path:
+    path.write_text("\n".join([header, *rows]) + "\n")
+    return path
+
+
+def read_all(data: Data) -> torch.Tensor:
+    """Return the inputs of both parts."""
+    parts = (data.train, data.info.train), (data.held_out, data.info.held_out)
+    return torch.cat([part.inputs(torch.arange(count)) for part, count in parts])
+
+
+@pytest.fixture
+def houses(tmp_path: Path) -> Path:
+    """40 rows: an area, a town of three, and a price."""
+    need_package("pyarrow")
+    towns = ("Bern", "Aarau", "Chur")
+    return write(tmp_path / "houses.csv", "area,town,y", [f"{n},{towns[n % 3]},{n / 4}" for n in range(ROWS)])
+
+
+def test_columns_of_a_csv_file(houses: Path) -> None:
+    data = loaded(spec(houses))
+    assert (data.info.train, data.info.held_out, data.info.task, data.info.outputs) == (32, 8, "regression", 1)
+    assert data.info.inputs == (TensorSpec((4,)),)
+    inputs, targets = data.train.inputs(torch.arange(32)), data.train.targets(torch.arange(32))
+    assert targets.shape == (32, 1)
+    # The numbers are scaled by the training part; each word of the text has a column of its own.
+    assert abs(float(inputs[:, 0].mean())) < 1e-6
+    assert abs(float(inputs[:, 0].std(unbiased=False)) - 1) < 1e-5
+    rows = (targets[:, 0] * 4).long()
+    places = torch.tensor([1, 0, 2])  # Bern, Aarau and Chur in the order of the alphabet
+    assert torch.equal(inputs[:, 1:].argmax(1), places[rows % 3])
+    plain = loaded(spec(houses, normalize=False, inputs=["area"]))
+    assert torch.equal(plain.held_out.inputs(torch.arange(8)), plain.held_out.targets(torch.arange(8)) * 4)
+
+
+def test_text_truth_values_and_numbers_as_classes(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    names = write(tmp_path / "a.csv", "x,y", [f"{n},{'dog' if n % 4 else 'cat'}" for n in range(ROWS)])
+    data = loaded(spec(names, normalize=False))
+    assert (data.info.task, data.info.outputs, data.info.target) == ("classification", 2, TensorSpec((), torch.int64))
+    every = torch.arange(32)
+    assert torch.equal(data.train.targets(every), (data.train.inputs(every)[:, 0] % 4 != 0).long())
+    truths = loaded(spec(write(tmp_path / "b.csv", "x,y", [f"{n},{'true' if n % 2 else 'false'}" for n in range(9)])))
+    assert truths.info.outputs == 2
+    whole = write(tmp_path / "c.csv", "x,y", [f"{n},{n % 5}" for n in range(ROWS)])
+    assert loaded(spec(whole)).info.task == "regression"
+    assert loaded(spec(whole, classes=6)).info.outputs == 6
+    with pytest.raises(DataError, match=r"data.classes: 4, but the column 'y' has the classes 0 to 4"):
+        describe(spec(whole, classes=4))
+
+
+def test_parquet_files_of_a_folder_are_one_table(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for part in range(2):
+        values = [float(10 * part + n) for n in range(10)]
+        parquet.write_table(pyarrow.table({"x": values, "y": values, "z": values}), folder / f"{part}.parquet")
+    data = loaded(spec(folder, normalize=False, inputs=["x"], targets=["y", "z"]))
+    assert (data.info.train + data.info.held_out, data.info.outputs) == (20, 2)
+    assert torch.equal(data.train.inputs(torch.arange(16)).expand(-1, 2), data.train.targets(torch.arange(16)))
+
+
+def test_a_row_without_a_value_is_named_and_does_not_count_for_the_scale(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    path = write(tmp_path / "a.csv", "x,y", [f"{'' if n == 7 else n},{n}" for n in range(ROWS)])
+    data = loaded(spec(path))
+    with pytest.raises(DataError, match=r"row 8 has no value in the column 'x'.*data.corrupt: skip"):
+        read_all(data)
+    good = torch.tensor([n for n in range(32) if data.train._members[n] != 7])
+    assert bool(torch.isfinite(data.train.inputs(good)).all())
+
+
+def test_mistakes_in_columns_and_files(tmp_path: Path, houses: Path) -> None:
+    with pytest.raises(DataError, match=r"data.inputs: .*houses.csv has no column 'are'; did you mean 'area'"):
+        describe(spec(houses, inputs=["are"]))
+    with pytest.raises(DataError, match="cannot be read as a table"):
+        describe(spec(write(tmp_path / "b.csv", "a,y", ["1,2,3"])))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"there is no .csv or .parquet file in"):
+        describe(spec(tmp_path / "empty"))
+    away = spec(tmp_path / "nowhere.csv")
+    assert describe(away) is None
+    with pytest.raises(DataError, match=r"data.path: .*nowhere.csv is not there on any rank"):
+        agree([None], away)
+    info = describe(spec(houses))
+    assert info is not None
+    assert load(away, info, tmp_path, inputs=False, targets=False).info == info
+    with pytest.raises(DataError, match="this rank's stage reads it"):
+        load(away, info, tmp_path, targets=False)
+
+
+# Hugging Face --------------------------------------------------------------------------------------------------------
+
+
+def hub(folder: Path, columns: dict[str, Any], **features: Any) -> Path:
+    """A data set as `save_to_disk` writes it."""
+    need_package("datasets")
+    import datasets
+
+    made = datasets.Dataset.from_dict(columns)
+    for name, feature in features.items():
+        made = made.cast_column(name, feature)
+    made.save_to_disk(str(folder))
+    return folder
+
+
+def test_images_and_class_labels_of_a_hugging_face_data_set(tmp_path: Path) -> None:
+    need_package("datasets")
+    import datasets
+    from PIL import Image
+
+    images = [Image.new("RGB", (20, 12), (20 * n, 0, 0)) for n in range(10)]
+    labels = datasets.ClassLabel(names=["cat", "cow", "dog"])
+    folder = hub(tmp_path / "d", {"image": images, "y": [n % 3 for n in range(10)]}, image=datasets.Image(), y=labels)
+    of = spec(folder, "huggingface", image_size=8)
+    data = loaded(of)
+    assert (data.info.inputs, data.info.outputs) == ((TensorSpec((3, 8, 8)),), 3)
+    every = torch.arange(8)
+    shades = (data.train.inputs(every)[:, 0].mean((1, 2)) * 0.226 + 0.449) * 255 / 20
+    assert torch.equal(shades.round().long() % 3, data.train.targets(every))
+    assert loaded(of, inputs=False).held_out.targets(torch.arange(2)).shape == (2,)
+
+
+def test_numbers_text_and_lists_of_a_hugging_face_data_set(tmp_path: Path) -> None:
+    need_package("datasets")
+    import datasets
+
+    columns = {"a": [float(n) for n in range(10)], "b": list(range(10)), "y": ["even", "odd"] * 5}
+    data = loaded(spec(hub(tmp_path / "text", columns), "huggingface"))
+    assert (data.info.inputs, data.info.outputs) == ((TensorSpec((2,)),), 2)
+    every = torch.arange(8)
+    assert torch.equal(data.train.inputs(every)[:, 0].long() % 2, data.train.targets(every))
+    lists = {"ids": [[n, n + 1, 3] for n in range(10)], "mask": [[1, 1, 0]] * 10, "y": [n / 2 for n in range(10)]}
+    data = loaded(spec(hub(tmp_path / "lists", lists), "huggingface"))
+    assert data.info.names == ("ids", "mask")
+    assert [one.dtype for one in data.train.inputs(every)] == [torch.int64, torch.int64]
+    assert torch.equal(data.train.inputs(every)[0][:, 0], (data.train.targets(every) * 2).long())
+    made = datasets.Dataset.from_dict(columns)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "parts"))
+    data = loaded(spec(tmp_path / "parts", "huggingface"))
+    assert (data.info.train, data.info.held_out) == (10, 10)
+    with pytest.raises(DataError, match=r"data.targets: .* has no column 'why'"):
+        describe(spec(tmp_path / "parts", "huggingface", targets=["why"]))
+    assert describe(spec(tmp_path / "nowhere", "huggingface")) is None

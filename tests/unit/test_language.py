@@ -1,0 +1,223 @@
+"""Language models: the small GPT, those of transformers, and models that can only be cut by their modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import ModelError
+from horizonml.models.boundary import values_of
+from horizonml.models.cutting import cut
+from horizonml.models.gpt import GPT
+from horizonml.models.spec import ModelSpec
+from horizonml.models.structure import Structure
+from horizonml.models.weights import untie
+from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec, OutputSpec
+from tests import models
+from tests.chains import compare_with_model
+
+WORDS, LENGTH = 31, 12
+TOKENS = InputSpec((TensorSpec((LENGTH,), torch.int64),))
+MASKED = InputSpec(
+    (TensorSpec((LENGTH,), torch.int64), TensorSpec((LENGTH,), torch.int64)), ("input_ids", "attention_mask")
+)
+LOGITS = OutputSpec(WORDS, (LENGTH, WORDS))
+SMALL: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"n_layer": 3, "n_head": 2, "n_embd": 16},
+    "LlamaForCausalLM": {
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16,
+        "intermediate_size": 24,
+    },
+    "BertForSequenceClassification": {
+        "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24,
+        "vocab_size": WORDS,
+    },
+}  # fmt: skip
+
+
+def tokens(rows: int = 3) -> Tensor:
+    return torch.randint(0, WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def mask(rows: int = 3) -> Tensor:
+    """The texts have different lengths."""
+    return (torch.arange(LENGTH) < torch.tensor([[LENGTH - 4 * row] for row in range(rows)])).long()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpt_is_cut_at_every_block_and_computes_what_it_computed(tied: bool) -> None:
+    torch.manual_seed(0)
+    original = GPT(WORDS, LENGTH, layers=3, heads=2, width=16, tied=tied)
+    assert (original.head.weight is original.tokens.weight) == tied
+    ties = untie(original)
+    assert ties == ((("tokens.weight", "head.weight"),) if tied else ())
+    chain, note = cut(original, TOKENS)
+    assert not note
+    starts = [min(n for n, name in enumerate(chain.names) if name.startswith(f"blocks.{block}")) for block in range(3)]
+    for start in starts:  # a single tensor enters each block
+        assert [spec.shape for spec in chain.boundaries[start].tensors] == [(LENGTH, 16)]
+    compare_with_model(original, chain, (tokens(),))
+
+
+def test_a_gpt_predicts_from_what_comes_before_and_takes_shorter_texts() -> None:
+    torch.manual_seed(0)
+    model = GPT(WORDS, LENGTH, layers=2, heads=2, width=16).eval()
+    texts = tokens()
+    changed = texts.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % WORDS
+    before, after = model(texts), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+    torch.testing.assert_close(model(texts[:, :5]), before[:, :5])
+
+
+def test_a_gpt_begins_by_knowing_nothing() -> None:
+    """Its first loss is that of guessing, and both uses of a tied weight begin with the same values."""
+    model = build(ModelSpec(name="gpt", options={"layers": 2}), 0, LOGITS, TOKENS)
+    stage = model.stage(0, len(model.chain))
+    loss = torch.nn.functional.cross_entropy(stage(tokens()).detach().flatten(0, 1), tokens().flip(1).flatten())
+    assert float(loss) == pytest.approx(math.log(WORDS), abs=0.2)
+    values = dict(stage.named_parameters())
+    assert torch.equal(values["tokens.weight"], values["head.weight"])
+    assert float(values["blocks.0.down.weight"].detach().std()) == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{"heads": 3}, {"layers": 0}, {"depth": 2}])
+def test_options_that_do_not_fit_a_gpt_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="model gpt cannot be built with options"):
+        build(ModelSpec(name="gpt", options=options), 0, LOGITS, TOKENS)
+
+
+def test_a_gpt_needs_tokens() -> None:
+    with pytest.raises(ModelError, match=r"gpt takes sequences of tokens.*\[1, 8, 8\]"):
+        build(ModelSpec(name="gpt"), 0, 10, InputSpec.of((1, 8, 8)))
+
+
+def outputs_for(name: str) -> OutputSpec:
+    return OutputSpec.vector(3) if name.startswith("Bert") else LOGITS
+
+
+@pytest.mark.parametrize("input", [TOKENS, MASKED], ids=["ids", "ids and mask"])
+@pytest.mark.parametrize("name", SMALL)
+def test_models_of_transformers_are_cut_at_every_block(name: str, input: InputSpec) -> None:
+    spec = ModelSpec(name=f"transformers:{name}", options=SMALL[name])
+    model = build(spec, 0, outputs_for(name), input)
+    assert len(model.chain) >= 5
+    assert "cannot be traced" in model.note
+    for block in range(3):
+        assert any(part.endswith((f"h.{block}", f"layers.{block}", f"layer.{block}")) for part in model.chain.names)
+    whole = model.stage(0, len(model.chain))
+    original = _original(name, input, whole)
+    values = (tokens(), mask())[: len(input.tensors)]
+    with torch.no_grad():  # made without memory, a piece at a time, and as the library makes it
+        ours, theirs = whole.eval()(*values), original.eval()(**dict(zip(MASKED.names, values, strict=False)))
+    torch.testing.assert_close(ours["logits"], theirs["logits"], rtol=0, atol=0)
+    if input is MASKED:
+        assert [len(boundary.tensors) for boundary in model.chain.boundaries[2:5]] == [2, 2, 2]  # the mask travels
+    compare_with_model(original, cut(original, input)[0], values, input.names)
+
+
+def _original(name: str, input: InputSpec, like: nn.Module) -> nn.Module:
+    """The model as the library makes it, with parameters that are no longer tied, and the values of ours."""
+    from horizonml.models.libraries import transformers_model
+
+    function, options = transformers_model(name, outputs_for(name).count, input)
+    original = function(**options | SMALL[name])
+    untie(original)
+    original.load_state_dict(like.state_dict())
+    return original
+
+
+def test_a_mask_changes_what_later_stages_compute() -> None:
+    model = build(ModelSpec(name="transformers:GPT2LMHeadModel", options=SMALL["GPT2LMHeadModel"]), 0, LOGITS, MASKED)
+    middle = len(model.chain) // 2
+    first, second = (model.stage(*part).eval() for part in ((0, middle), (middle, len(model.chain))))
+    whole = model.stage(0, len(model.chain)).eval()
+    left = torch.flip(mask(), [1])  # texts that are filled up on the left
+    for given in (mask(), left, torch.ones_like(left)):
+        torch.testing.assert_close(
+            second(*first(tokens(), given))["logits"], whole(tokens(), given)["logits"], rtol=0, atol=0
+        )
+    assert not torch.allclose(whole(tokens(), left)["logits"][:, -1], whole(tokens(), mask())["logits"][:, -1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("GPT2LMHeadModl", {}, "did you mean 'GPT2LMHeadModel'"),
+        ("GPT2LMHeadModel", {"n_layers": 3}, "GPT2Config has no option 'n_layers'; did you mean 'n_layer'"),
+        ("pipeline", {}, "transformers has no model 'pipeline'"),
+    ],
+)
+def test_what_transformers_does_not_have_is_refused(name: str, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError, match=problem):
+        build(ModelSpec(name=f"transformers:{name}", options=options), 0, LOGITS, TOKENS)
+
+
+def test_models_of_timm_are_known_by_name() -> None:
+    model = build(ModelSpec(name="timm:resnet10t"), 0, 5, InputSpec.of((3, 32, 32)))
+    assert model.chain.boundaries[-1].tensors[0].shape == (5,)
+    with pytest.raises(ModelError, match="timm has no model 'resnet10x'; did you mean"):
+        build(ModelSpec(name="timm:resnet10x"), 0, 5, InputSpec.of((3, 32, 32)))
+
+
+UNTRACEABLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "blocks": (models.Stubborn, (1, 8, 8), 6),
+    "a U-Net": (models.StubbornUNet, (1, 8, 8), 6),
+    "a shared block": (lambda: models.Stubborn(shared=True), (1, 8, 8), 2),
+    "in place": (models.StubbornInPlace, (1, 8, 8), 3),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_a_model_that_cannot_be_traced_is_cut_by_its_modules(name: str) -> None:
+    constructor, shape, layers = UNTRACEABLE[name]
+    torch.manual_seed(0)
+    original = constructor()
+    chain, note = cut(original, InputSpec.of(shape))
+    assert isinstance(chain, Structure)
+    assert f"cut by its modules into {len(chain)} layers" in note
+    assert len(chain) >= layers, chain.names
+    compare_with_model(original, chain, (torch.randn(2, *shape),))
+
+
+def test_what_prevents_a_cut_is_named() -> None:
+    _, note = cut(models.Stubborn(shared=True), InputSpec.of((1, 8, 8)))
+    assert "not cut where both sides would need blocks.0" in note
+    _, note = cut(models.Stubborn(glued=True), InputSpec.of((1, 8, 8)))
+    assert "not cut where both sides would need scale" in note
+
+
+def test_a_forward_that_depends_on_the_mode_itself_is_cut_by_modules() -> None:
+    chain, _ = cut(models.ModeItself(), InputSpec.of((1, 8, 8)))
+    assert isinstance(chain, Structure)
+    value = torch.randn(2, 1, 8, 8)
+    for part in (chain.slice(0, len(chain)), chain.slice(0, 1)):
+        assert torch.equal(part.eval()(value), part(value))
+        part.train()
+        assert not torch.equal(part(value), part(value))  # the dropout is alive
+
+
+def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
+    model = build(ModelSpec(name="tests.models:Stubborn"), 0, 10, InputSpec.of((1, 8, 8)))
+    names = model.parameter_names()
+    assert sorted(set(names.values())) == [n for n in range(len(model.chain)) if n in set(names.values())]
+    stages = [model.stage(n, n + 1) for n in range(len(model.chain))]
+    held = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert len(held) == len(set(held))
+    for mode in (True, False):
+        for stage in stages:
+            stage.train(mode)
+            assert all(module.training == mode for module in stage.modules())
+    values: tuple[Tensor, ...] = (torch.randn(4, 1, 8, 8),)
+    whole = model.stage(0, len(model.chain)).eval()(*values)
+    for stage in stages:
+        values = values_of(stage.eval()(*values))
+    torch.testing.assert_close(values[0], whole, rtol=0, atol=0)

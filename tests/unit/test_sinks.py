@@ -1,0 +1,292 @@
+"""TensorBoard and MLflow: they show what the records say, and never hold up or end a training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.tracking import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from horizonml.errors import HorizonError
+from horizonml.machine import extras
+from horizonml.report.lead import lead_records
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.record import Source
+from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.scalars import Point, Scalars
+from horizonml.telemetry.sinks import Feed, Feeds
+from horizonml.telemetry.spec import TelemetrySpec
+from tests.runs import append, write_run
+from tests.unit.test_metrics import INFO, STEP
+from tests.unit.test_package import command
+
+# MLflow uses what SQLAlchemy has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:mlflow", "ignore::DeprecationWarning:sqlalchemy")
+LEAD = replace(INFO, rank=0)
+Found = dict[str, list[tuple[int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wait for MLflow to make a database, however busy the machine is, and leave its loggers as they were."""
+    monkeypatch.setattr("horizonml.telemetry.sinks._CLOSE_SECONDS", 200.0)
+    levels = {name: logging.getLogger(name).level for name in ("mlflow", "alembic")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def expected(folder: Path) -> Found:
+    """What the records of rank 0 say, read without the code that is tested."""
+    names = {
+        "loss": "train/loss", "accuracy": "train/accuracy", "lr": "train/learning_rate", "wall": "time/step_seconds",
+        "compute": "time/compute_seconds", "transfer": "time/transfer_seconds", "wait": "time/wait_seconds",
+        "divergence": "train/gradient_divergence",
+    }  # fmt: skip
+    found: Found = {}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for line in read_lines(path):
+            if line["kind"] == "run":
+                leads = line["rank"] == 0
+            if not leads:
+                continue
+            if line["kind"] == "step":
+                for key, name in names.items():
+                    if line.get(key) is not None:
+                        found.setdefault(name, []).append((line["step"], line[key]))
+                speed = line["batch"] / line["wall"]
+                found.setdefault("time/samples_per_second", []).append((line["step"], speed))
+            if line["kind"] == "evaluation":
+                found.setdefault("held_out/loss", []).append((line["step"], line["loss"]))
+                found.setdefault("held_out/accuracy", []).append((line["step"], line["accuracy"]))
+    return found
+
+
+def in_tensorboard(folder: Path) -> Found:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def in_mlflow(folder: Path, runs: int = 1) -> Found:
+    client = MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    found = client.search_runs(experiments)
+    assert len(found) == runs
+    identifier = found[0].info.run_id
+    return {
+        name: sorted((one.step, one.value) for one in client.get_metric_history(identifier, name))
+        for name in found[0].data.metrics
+    }
+
+
+def check(found: Found, wanted: Found) -> None:
+    """Compare; event files hold 32-bit floats."""
+    assert wanted
+    for name, unsorted in wanted.items():
+        values = sorted(unsorted)
+        assert [step for step, _ in found[name]] == [step for step, _ in values], name
+        assert [value for _, value in found[name]] == pytest.approx([value for _, value in values], rel=1e-6), name
+
+
+def test_a_finished_run_is_shown_as_it_was_recorded(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", ranks=2)
+    append(tmp_path / "runs" / "one" / "rank-0.jsonl", {"kind": "end", "time": 200.0, "outcome": "complete"})
+    done = command(tmp_path, "log", "runs/one", "--tensorboard", "board", "--mlflow", "flow")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "logged 6 steps to TensorBoard: tensorboard --logdir board\nlogged 6 steps to MLflow at flow\n"
+    )
+    assert done.stderr == ""
+    wanted = expected(tmp_path / "runs" / "one")
+    check(in_tensorboard(tmp_path / "board" / "one"), wanted)
+    check(in_mlflow(tmp_path / "flow"), wanted)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/flow/mlflow.db")
+    (run,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
+    assert run.data.params["data.name"] == "digits"
+    assert run.data.params["batch_size"] == "32"
+    assert run.data.tags["horizonml.torch"] == "2"
+    assert "stages" in run.data.tags["horizonml.plan"]
+
+    # Once more: MLflow's run is completed and not repeated, and TensorBoard's files are not mixed.
+    again = command(tmp_path, "log", "runs/one", "--mlflow", "flow")
+    assert again.returncode == 0, again.stderr
+    check(in_mlflow(tmp_path / "flow"), wanted)
+    refused = command(tmp_path, "log", "runs/one", "--tensorboard", "board")
+    assert refused.returncode == 2
+    assert "error: --tensorboard: board/one has event files already" in refused.stderr
+
+
+def record_run(folder: Path, feeds: Feeds | None, generation: int, start: int, stop: int) -> None:
+    info = replace(LEAD, generation=generation, resumed_at=start)
+    recorder = Recorder(folder / "rank-0.jsonl", Silent(), info, 0, feeds=feeds)
+    for number in range(start + 1, stop + 1):
+        totals = replace(STEP.totals, loss=generation + 1 / number)
+        recorder.step(replace(STEP, wall=0.2 + generation, totals=totals), number, 1, 64, 0.1)
+    if generation:
+        recorder.recovery(generation, [1], None, 1.5, 3, Source.REPLICA)
+    recorder.evaluation(STEP.totals, stop, 1, 0.5)
+    recorder.close("complete" if generation else "failed")
+
+
+def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_path: Path) -> None:
+    feeds = Feeds(TelemetrySpec(tensorboard=True, mlflow=str(tmp_path / "flow")), tmp_path)
+    record_run(tmp_path, feeds, 0, 0, 8)
+    record_run(tmp_path, feeds, 1, 5, 12)  # three steps were lost
+    feeds.close()
+    found, logged = in_tensorboard(tmp_path / "tensorboard"), in_mlflow(tmp_path / "flow")
+    assert [step for step, _ in found["train/loss"]] == list(range(1, 13))
+    walls = [value for _, value in found["time/step_seconds"]]
+    assert walls == pytest.approx([0.2] * 5 + [1.2] * 7)
+    assert found["group/generation"][-1] == (5, 1.0)
+    assert found["group/recovery_seconds"] == [(12, 1.5)]
+    assert found["group/ranks"][-1] == (5, float(LEAD.world_size))
+    assert [step for step, _ in logged["train/loss"]] == [1, 2, 3, 4, 5, 6, 6, 7, 7, 8, 8, *range(9, 13)]
+    again = {name: values for name, values in expected(tmp_path).items() if name in ("train/loss", "time/step_seconds")}
+    check(logged, again)
+
+    # And the command makes the same of the records.
+    shown = command(tmp_path, "log", ".", "--tensorboard", "board")
+    assert shown.returncode == 0, shown.stderr
+    assert in_tensorboard(tmp_path / "board" / tmp_path.name) == found
+
+
+def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path) -> None:
+    for generation in range(2):
+        feeds = Feeds(TelemetrySpec(mlflow=str(tmp_path / "flow")), tmp_path / "run")
+        record_run(tmp_path / "run", feeds, generation, 4 * generation, 4 * generation + 4)
+        feeds.close()
+    check(in_mlflow(tmp_path / "flow"), expected(tmp_path / "run"))
+    assert "flow" not in (tmp_path / "run" / "mlflow.json").read_text()
+
+
+def test_every_step_counts_once_whichever_process_was_rank_0(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, wall=0.2)
+    about = json.loads((tmp_path / "rank-0.jsonl").read_text().splitlines()[0])
+    later = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()[5:7]]
+    append(tmp_path / "rank-1.jsonl", {**about, "rank": 0, "time": 500.0, "resumed_at": 4})
+    append(
+        tmp_path / "rank-1.jsonl", *({**line, "time": 600.0, "loss": 9.0} for line in later if line["kind"] == "step")
+    )
+    steps = [record for record in lead_records(tmp_path) if record["kind"] == "step"]
+    numbers = [record["step"] for record in steps]
+    assert sorted(numbers) == list(range(1, 7))
+    assert sum(record["loss"] == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
+    with pytest.raises(HorizonError, match="has no steps of a run"):
+        lead_records(tmp_path / "elsewhere")
+
+
+def test_a_metric_of_any_task_and_values_that_are_no_numbers() -> None:
+    scalars = Scalars()
+    point = scalars.point(
+        {"kind": "step", "step": 3, "time": 5.0, "wall": 0.0, "batch": 4, "loss": float("nan"), "mean_iou": 0.5,
+         "divergence": None, "links": {"next": [1, 2]}, "note": "text"}
+    )  # fmt: skip
+    assert point is not None
+    assert (point.step, point.time, point.begins) == (3, 5.0, False)
+    assert set(point.values) == {"train/loss", "train/mean_iou", "time/step_seconds"}
+    assert scalars.point({"kind": "timeline", "step": 3, "spans": []}) is None
+    recovered = scalars.point({"kind": "recovery", "time": 6.0, "seconds": 2.0, "steps_repeated": 1})
+    assert recovered == Point(3, 6.0, {"group/recovery_seconds": 2.0, "group/steps_repeated": 1.0})
+
+
+class Stuck:
+    """A sink that does not return before it is told to."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self._go_on = go_on
+        self.points = 0
+
+    def describe(self, run: Mapping[str, Any]) -> None: ...
+
+    def write(self, points: Sequence[Point]) -> None:
+        self._go_on.wait()
+        self.points += len(points)
+
+    def close(self, outcome: str) -> None: ...
+
+
+def test_a_sink_that_hangs_holds_nothing_up_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    go_on = threading.Event()
+    sink = Stuck(go_on)
+    feed = Feed("TensorBoard", lambda: sink)
+    for number in range(30_000):  # many more than wait for it
+        feed.put({"kind": "step", "step": number, "wall": 1.0, "batch": 1, "loss": 1.0})
+    assert sink.points == 0
+    (message,) = caplog.messages
+    assert message.startswith("TensorBoard is slower than the training, and records are left out; `horizonml log`")
+    go_on.set()
+    feed.close()
+    assert 10_000 <= sink.points <= 10_200
+    assert len(caplog.messages) == 1
+
+
+def test_a_sink_that_hangs_at_the_end_is_left_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("horizonml.telemetry.sinks._CLOSE_SECONDS", 0.3)
+    go_on = threading.Event()
+    feed = Feed("MLflow", lambda: Stuck(go_on))
+    feed.put({"kind": "step", "step": 1, "wall": 1.0, "batch": 1, "loss": 1.0})
+    feed.close()
+    assert "MLflow has not taken everything within" in caplog.text
+    go_on.set()
+
+
+def test_a_sink_that_fails_is_named_once_and_the_records_are_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    feeds = Feeds(TelemetrySpec(tensorboard=True, mlflow="sqlite:////proc/none/x.db"), tmp_path)
+    feeds.put({"kind": "nothing"})
+    deadline = time.monotonic() + 60
+    while len(caplog.messages) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    record_run(tmp_path, feeds, 0, 0, 6)
+    feeds.close()
+    assert len(caplog.messages) == 2
+    assert any("TensorBoard failed: " in message and "File exists" in message for message in caplog.messages)
+    assert any("MLflow failed: " in message for message in caplog.messages)
+    assert sum(line["kind"] == "step" for line in read_lines(tmp_path / "rank-0.jsonl")) == 6
+
+
+@pytest.mark.parametrize(
+    ("package", "option", "extra"),
+    [
+        ("tensorboard", "--tensorboard", "tensorboard"),
+        ("mlflow", "--mlflow", "mlflow"),
+        ("alembic", "--mlflow", "mlflow"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str, option: str, extra: str) -> None:
+    write_run(tmp_path / "run")
+    refused = command(tmp_path, "log", "run", option, "there", without=package)
+    assert refused.returncode == 1
+    assert f"needs {package}, which is not installed: pip install 'horizonml[{extra}]'" in refused.stderr
+    setting = "telemetry.tensorboard=true" if extra == "tensorboard" else "telemetry.mlflow=there"
+    train = command(tmp_path, "train", "digits", "--set", setting, without=package)
+    assert train.returncode == 1
+    assert f"error: telemetry.{extra} needs {package}, which" in train.stderr
+    assert extras.EXTRAS[package] == extra
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    nowhere = command(tmp_path, "log", "run")
+    assert (nowhere.returncode, "say where to: --tensorboard" in nowhere.stderr) == (2, True)
+    write_run(tmp_path / "run")
+    empty = command(tmp_path, "log", "nothing", "--tensorboard", "board")
+    assert (empty.returncode, "nothing has no steps of a run" in empty.stderr) == (1, True)
+    refused = command(tmp_path, "log", "run", "--mlflow", "sqlite:////proc/none/x.db")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: run cannot be logged: ")
+    assert "Traceback" not in refused.stderr
