@@ -106,11 +106,15 @@ def export(
     output: Annotated[
         Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
     ],
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write the LoRA adapters instead, as a folder in peft's format.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a PyTorch state dict."""
+    from horizonml.state.adapters import export_adapters
     from horizonml.state.shards import export as export_checkpoint
 
-    metadata = export_checkpoint(checkpoint, output)
+    metadata = (export_adapters if adapters else export_checkpoint)(checkpoint, output)
     accuracy, epoch = metadata.metrics.get("held_out_accuracy"), metadata.metrics.get("epoch")
     measured = "" if accuracy is None else f", held-out accuracy {accuracy:.2%}"
     when = "" if accuracy is None or epoch is None else f" after epoch {epoch}"

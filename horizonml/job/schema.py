@@ -22,6 +22,8 @@ from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, RecoverySpec,
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
 
+_MAY_DIFFER: Any = {"rendezvous": True, "folder": True, "data": {"folder"}, "model": {"weights": {"base_url"}}}
+
 
 class Job(Spec):
     """A training job."""
@@ -80,5 +82,5 @@ class Job(Spec):
 
         Where the ranks meet, and where each keeps its files, may differ from machine to machine.
         """
-        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": {"folder"}})
+        content = self.model_dump(exclude=_MAY_DIFFER)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from horizonml.errors import MissingPackage
 
-EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "scipy": "svhn"}
+EXTRAS = {"matplotlib": "bench", "kubernetes": "cluster", "peft": "lora", "scipy": "svhn"}
 
 
 def require(package: str, what: str) -> None:

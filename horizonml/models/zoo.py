@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.chain import Chain
+from horizonml.models.lora import with_adapters
+from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import MODELS, ModelSpec
+from horizonml.models.tuning import begin_from, frozen_tensors
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -33,6 +36,13 @@ class Model:
     tape: Tape
     seed: int
     ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
+    pretrained: Pretrained | None = None
+    frozen: frozenset[str] = frozenset()  # the parameters and buffers that training does not change
+
+    @property
+    def constant(self) -> frozenset[str]:
+        """Return the frozen tensors that every rank can read from its file, so they need not travel."""
+        return self.frozen.intersection(self.pretrained.keys) if self.pretrained is not None else frozenset()
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
@@ -41,7 +51,10 @@ class Model:
         Parameters and buffers in `held`, by name, become part of the module as they are.
         """
         same = {name: names[0] for names in self.ties for name in names}
-        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held, same)
+        module = self.chain.slice(start, stop)
+        if self.pretrained is None:
+            return materialise(module, self.tape, self.seed, held, same)
+        return materialise(module, self.tape, self.seed, held, same, self.pretrained.read)
 
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
@@ -55,9 +68,9 @@ class Model:
         }
 
     def parameter_shapes(self) -> list[list[torch.Size]]:
-        """Return the shapes of the parameters of every layer."""
-        layers = range(len(self.chain))
-        return [[parameter.shape for parameter in self.chain.slice(n, n + 1).parameters()] for n in layers]
+        """Return the shapes of the parameters of every layer that are trained."""
+        layers = [self.chain.slice(n, n + 1).parameters() for n in range(len(self.chain))]
+        return [[parameter.shape for parameter in own if parameter.requires_grad] for own in layers]
 
 
 def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> Model:
@@ -67,6 +80,8 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
+    if spec.lora is not None:
+        constructor = with_adapters(constructor, spec.lora)
     try:
         model, tape = record(constructor)
     except RuntimeError as reason:  # includes NotImplementedError
@@ -87,6 +102,8 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
     ties = untie(model)
+    pretrained = begin_from(spec, model, ties)
+    frozen = frozen_tensors(spec, model, ties, pretrained)
     chain = Chain(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
@@ -95,7 +112,7 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed, ties)
+    return Model(chain, tape, seed, ties, pretrained, frozen)
 
 
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:

@@ -35,7 +35,10 @@ _HASTE = 4  # the first copy of a session may take this many times the budget, b
 
 @dataclass(frozen=True)
 class Replica:
-    """Holds the state of an owner as it was at a step; without `content`, that is the initial one."""
+    """Holds the state of an owner as it was at a step; without `content`, that is the initial one.
+
+    Frozen tensors that were read from a file are not in it: whoever rebuilds the state reads them, too.
+    """
 
     owner: int
     step: int
@@ -210,7 +213,7 @@ class Mirror:
                     )  # fmt: skip
 
     def _contiguous(self) -> dict[str, Tensor]:
-        return {name: tensor.contiguous() for name, tensor in self._state.tensors().items()}
+        return {name: tensor.contiguous() for name, tensor in self._state.own().items()}
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         """Send, or post the receive for, an owner's slice of this step."""

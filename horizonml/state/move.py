@@ -42,11 +42,12 @@ def senders(held: Holders, plan: Plan) -> Moves:
 def move(state: TrainState, moves: Moves, group: Group) -> int:
     """Send the parameters, buffers and optimizer state of layers from ranks to ranks.
 
-    All ranks must call this, with no session on the state; the next session releases the layers that have moved away.
+    All ranks must call this, with no session on the state; the next session releases the layers that have moved away,
+    and reads what is frozen from the file of pretrained weights.
     Return the bytes that this rank has received. Raises PeerLost.
     """
     held: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in state.tensors().items():
+    for key, tensor in state.own().items():
         held.setdefault(state.layer_of(key), {})[key] = tensor
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
     # What there is to receive: a rank without the layer does not know whether its optimizer state exists yet.

@@ -154,6 +154,11 @@ class TrainState:
                 tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         return tensors
 
+    def own(self) -> dict[str, Tensor]:
+        """Return those of the `tensors` that other ranks cannot have from the file of pretrained weights."""
+        constant = self.model.constant
+        return {key: value for key, value in self.tensors().items() if name_of(key) not in constant}
+
     def replicated(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return those of the `tensors` that are replicated on every member of a stage."""
         return {key: value for key, value in self.tensors(start, stop).items() if self._part(key) is None}
@@ -187,8 +192,10 @@ class TrainState:
         return found
 
     def bytes(self) -> int:
-        """Return the bytes of all tensors of the layers that are held, with optimizer state that is still to come."""
-        return sum(tensor.nbytes for layer in self.layers() for tensor in self.expected(layer).values())
+        """Return the bytes of `own` tensors, with optimizer state that is still to come."""
+        constant = self.model.constant
+        expected = (pair for layer in self.layers() for pair in self.expected(layer).items())
+        return sum(tensor.nbytes for key, tensor in expected if name_of(key) not in constant)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
