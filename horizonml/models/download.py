@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import logging
 import os
 import re
-import urllib.error
-import urllib.request
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -94,7 +91,7 @@ def _download(url: str, sha256: str | None) -> Path:
             f"model.weights: another process has been downloading {url} for {_LOCK_SECONDS:.0f} s; if none is, delete "
             f"{error.lock_file}"
         ) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:  # urllib's errors are OSErrors
+    except (OSError, ValueError) as error:  # urllib's errors are OSErrors
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ModelError(
             f"model.weights: {url} could not be downloaded to {target}: {reason}. Put the file there yourself, or name "
@@ -110,6 +107,9 @@ def _is_intact(path: Path, expected: str) -> bool:
 
 def _fetch(url: str, target: Path, expected: str) -> None:
     """Download a file, verify it, and move it into place. Raises OSError, HTTPException or ModelError."""
+    import http.client  # only downloads need the web client
+    import urllib.request
+
     _log.info("downloading %s", url)
     hidden = target.with_name(f".{target.name}.{os.getpid()}.part")
     content = hashlib.sha256()
@@ -129,5 +129,7 @@ def _fetch(url: str, target: Path, expected: str) -> None:
                 "is meant, or it is damaged"
             )
         os.replace(hidden, target)
+    except http.client.HTTPException as error:
+        raise OSError(f"the server's answer is not HTTP ({type(error).__name__})") from error
     finally:
         hidden.unlink(missing_ok=True)

@@ -33,6 +33,11 @@ class LayerProfile:
         """Return the bytes per sample that come back for the layer's output; 0 if nothing before a cut is trained."""
         return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
 
+    @property
+    def returns_gradients(self) -> bool:
+        """Return whether a gradient comes back for the layer's output."""
+        return self.gradient_bytes != 0
+
 
 @dataclass(frozen=True)
 class Profile:

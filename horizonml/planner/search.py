@@ -91,11 +91,10 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
         if number + 1 < len(plan.stages):
             link = problem.network.between(stage.ranks[0], plan.stages[number + 1].ranks[0])
             profile, side_by_side = problem.profiles[0], min(len(stage.ranks), 4)
-            sizes = (
-                message_bytes(profile, stage.stop, stage.send),
-                gradient_message_bytes(profile, stage.stop, stage.send),
-            )
-            times.append(sum(link.seconds(rows * size / side_by_side) for size in sizes if size))
+            ways = [message_bytes(profile, stage.stop, stage.send)]
+            if profile.layers[stage.stop - 1].returns_gradients:
+                ways.append(gradient_message_bytes(profile, stage.stop, stage.send))
+            times.append(sum(link.seconds(rows * size / side_by_side) for size in ways))
     return (plan.micro_batches - 1) * max(times) + sum(times) + after
 
 

@@ -90,28 +90,28 @@ class TaskMaker:
             share * seconds for seconds in self._times.passes(rank, stage.start, stage.stop, end - first)
         )
         before, after = (self._peers(number + step, size, (first, end)) for step in (-1, 1))
-        left = entry_gradient = left_gradient = forward_coding = backward_coding = 0.0
+        forward_coding = backward_coding = 0.0
         for place, peers, sender in ((stage.start, before, number - 1), (stage.stop, after, number)):
             if not peers:
                 continue
             send = self._plan.stages[sender].send
             layer = profile.layers[place - 1]
-            if place == stage.start:
-                entry_gradient = gradient_message_bytes(profile, place, send)
-            else:
-                left = message_bytes(profile, place, send)
-                left_gradient = gradient_message_bytes(profile, place, send)
             rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends to itself costs nothing
             if rows:
                 messages = sum(peer != rank for peer, _ in peers)
                 forward_coding += message_work(profile, rows * layer.output_bytes, send, messages)
-                if layer.gradients:
+                if layer.returns_gradients:
                     backward_coding += message_work(profile, rows * layer.gradients, send, messages)
-        on = tuple((peer, left * count) for peer, count in after)
-        back = tuple((peer, entry_gradient * count) for peer, count in before) if entry_gradient else ()
-        returned = len(after) if left_gradient else 0
-        trained = trained_bytes(profile, stage) > 0
-        weight = backward if not entry_gradient else backward / 2 if trained else 0.0
+        on, back, returned, weight = (), (), 0, backward
+        if after:
+            size = message_bytes(profile, stage.stop, stage.send)
+            on = tuple((peer, size * count) for peer, count in after)
+            returned = len(after) if profile.layers[stage.stop - 1].returns_gradients else 0
+        if before and profile.layers[stage.start - 1].returns_gradients:
+            size = gradient_message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
+            back = tuple((peer, size * count) for peer, count in before)
+            trained = any(layer.trained_bytes != 0 for layer in profile.layers[stage.start : stage.stop])
+            weight = backward / 2 if trained else 0.0
         yield Kind.FORWARD, (forward + forward_coding, len(before), number + 1, on)
         yield Kind.BACKWARD, (backward + backward_coding, returned, number - 1, back)
         yield Kind.BACKWARD_INPUT, (backward - weight + backward_coding, returned, number - 1, back)
