@@ -28,7 +28,13 @@ def with_adapters(build: Callable[[], nn.Module], spec: LoraSpec) -> Callable[[]
 
     def build_with_adapters() -> nn.Module:
         model = build()
-        layers = {name: layer for name, layer in model.named_modules() if _can_have_adapters(layer)}
+        # An attention layer of torch uses the weights of the layer inside it without calling that.
+        bypassed = {f"{name}.out_proj" for name, one in model.named_modules() if isinstance(one, nn.MultiheadAttention)}
+        layers = {
+            name: layer
+            for name, layer in model.named_modules()
+            if name not in bypassed and (isinstance(layer, _ADAPTED) or _is_transposed(layer))
+        }
         chosen = select(spec.targets, layers, "model.lora.targets", "layer that can have adapters")
         if not chosen:
             raise ModelError("model.lora.targets: every layer is excepted; name some that get adapters")
@@ -39,7 +45,10 @@ def with_adapters(build: Callable[[], nn.Module], spec: LoraSpec) -> Callable[[]
             target_modules="|".join(map(re.escape, chosen)),
             fan_in_fan_out=any(_is_transposed(layers[name]) for name in chosen),
         )
-        return inject_adapter_in_model(config, model)
+        try:
+            return inject_adapter_in_model(config, model)
+        except ValueError as error:  # for example, a rank that does not fit the groups of a convolution
+            raise ModelError(f"model.lora: peft cannot add adapters: {error}") from error
 
     return build_with_adapters
 
@@ -89,10 +98,6 @@ def trained_modules(spec: LoraSpec, names: Iterable[str]) -> set[str]:
 def exported_name(name: str) -> str:
     """Return the name that peft's files give to a tensor."""
     return f"base_model.model.{re.sub(r'[.]default(?=[.]|$)', '', name)}"
-
-
-def _can_have_adapters(layer: nn.Module) -> bool:
-    return isinstance(layer, _ADAPTED) or _is_transposed(layer)
 
 
 def _is_transposed(layer: nn.Module) -> bool:

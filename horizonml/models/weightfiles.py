@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pickle
 import zipfile
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from horizonml.errors import ModelError
 from horizonml.files import cache_folder, write_atomically
+
+_log = logging.getLogger(__name__)
 
 _INDEX = "*.safetensors.index.json"
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts put a state dict
@@ -126,8 +129,10 @@ def _file_digest(path: Path) -> str:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ModelError(f"model.weights: {path} cannot be read: {error.strerror or error}") from error
-    if os.access(cache_folder(), os.W_OK):  # otherwise the file is read again the next time
+    try:
         write_atomically(note, found.encode())
+    except OSError as error:  # the file is read again the next time
+        _log.debug("the digest of %s is not remembered: %s", path, error)
     return found
 
 
