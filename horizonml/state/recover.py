@@ -82,10 +82,12 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     dropped if it cannot be. Raises PeerLost.
     """
     model = state.model
-    own = Held.of(state).to_json() if begun else None
+    if not state.valid:
+        state.drop()
+    own = Held.of(state).to_json() if begun and state.valid else None
     answers = group.gather_json([own, state.metrics])
     reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
-    stateful = {layer for name, layer in model.parameter_names().items() if name not in model.constant}
+    stateful = state.stateful()
     found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
     if found is not None:
         _adopt(state, found.step)

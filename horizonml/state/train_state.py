@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.models.zoo import Model
 from horizonml.state.optim import Optimizer
-from horizonml.state.parts import Part
+from horizonml.state.parts import Part, name_of
 from horizonml.state.spec import Adam, Sgd
 
 
@@ -47,7 +47,7 @@ class TrainState:
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
-        self._layers = model.parameter_names()
+        self._layers, self._constant = model.parameter_names(), model.constant
 
     def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
         """Hold layers `start` to `stop - 1` for each of the `spans`, and no others; return a module for each.
@@ -67,8 +67,23 @@ class TrainState:
         return list(self._modules)
 
     def split(self, parts: Mapping[str, Part]) -> None:
-        """Note that modules have been changed to hold these parts of their tensors only."""
+        """Hold only these parts of the optimizer state, because the modules now hold only these of their tensors."""
         self.parts = dict(parts)
+        for name, entries in self._optimizer.items():
+            self._optimizer[name] = {key: self._own(name, value) for key, value in entries.items()}
+
+    def join(self, group: Group) -> None:
+        """Hold all layers whole, where this rank holds parts; the stage's members call this, without a session.
+
+        Raises PeerLost.
+        """
+        if self.parts:
+            self.become(self.whole(group, 0, len(self.model.chain)))
+
+    def become(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these tensors, by name, and nothing else."""
+        self.keep([])
+        self.put(tensors)
 
     @property
     def _held(self) -> dict[str, Tensor]:
@@ -113,18 +128,27 @@ class TrainState:
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
-        held = self._held
-        if not apply:
-            for name, value in prepared.before.items():
-                held[name].detach().copy_(value)
+        if apply:
+            self.apply(prepared.gradients, prepared.learning_rate)
+            self.step += 1
             return
-        parameters = {name: cast(nn.Parameter, held[name]) for name in prepared.gradients}
+        held = self._held
+        for name, value in prepared.before.items():
+            held[name].detach().copy_(value)
+
+    def apply(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
+        """Update parameters with gradients that were kept, by name; afterwards no parameter has a gradient."""
+        held = self._held
+        parameters = {name: cast(nn.Parameter, held[name]) for name in gradients}
         for name, parameter in parameters.items():
-            parameter.grad = prepared.gradients[name]
-        self.update(parameters, prepared.learning_rate)
-        self.step += 1
+            parameter.grad = gradients[name]
+        self.update(parameters, learning_rate)
         for parameter in parameters.values():
             parameter.grad = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are held, by name, also those that checkpoints leave out."""
+        return {name: tensor for name, tensor in self._held.items() if not isinstance(tensor, nn.Parameter)}
 
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
@@ -154,10 +178,13 @@ class TrainState:
                 tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         return tensors
 
-    def own(self) -> dict[str, Tensor]:
-        """Return those of the `tensors` that other ranks cannot have from the file of pretrained weights."""
-        constant = self.model.constant
-        return {key: value for key, value in self.tensors().items() if name_of(key) not in constant}
+    def is_constant(self, key: str) -> bool:
+        """Return whether a tensor is frozen, and every rank has it from the file of pretrained weights."""
+        return name_of(key) in self._constant
+
+    def stateful(self) -> set[int]:
+        """Return the layers of which only those ranks have the state that hold it."""
+        return {layer for name, layer in self._layers.items() if name not in self._constant}
 
     def replicated(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return those of the `tensors` that are replicated on every member of a stage."""
@@ -169,7 +196,7 @@ class TrainState:
         All members of the stage must call this where they hold parts. Raises PeerLost.
         """
         found = {}
-        for key, value in self.tensors(start, stop).items():
+        for key, value in sorted(self.tensors(start, stop).items()):  # in the same order on all members
             part = self._part(key)
             found[key] = value if part is None or value.dim() == 0 else part.whole(value, group)
         return found
@@ -192,10 +219,10 @@ class TrainState:
         return found
 
     def bytes(self) -> int:
-        """Return the bytes of `own` tensors, with optimizer state that is still to come."""
-        constant = self.model.constant
-        expected = (pair for layer in self.layers() for pair in self.expected(layer).items())
-        return sum(tensor.nbytes for key, tensor in expected if name_of(key) not in constant)
+        """Return the bytes of what a copy holds of all layers, with optimizer state that is still to come."""
+        layers = {self._layers[name] for name in self._held}
+        expected = [entry for layer in layers for entry in self.expected(layer).items()]
+        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in expected if not self.is_constant(key))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
@@ -217,13 +244,16 @@ class TrainState:
     def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Read the values of all that is held from `read(name)`, in place; `names` are the names that can be read.
 
-        Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
+        Raises KeyError if a parameter or buffer is missing that may have changed, and ValueError if one has another
+        shape or dtype.
         """
         self.prepared, self.valid = None, False  # until all ranks have loaded the same step
         available = set(names)
         saved, held = self._saved, self._held
         for name in sorted(saved):
             if f"model/{name}" not in available:
+                if name in self._constant:  # it has that value already
+                    continue
                 raise KeyError(name)
             tensor = saved[name].detach()
             tensor.copy_(_like(tensor, self._own(name, read(f"model/{name}")), name))
@@ -248,12 +278,6 @@ def _let_go(module: nn.Module) -> None:
     for part in list(module.modules()):
         part._parameters.clear()
         part._buffers.clear()
-
-
-def name_of(key: str) -> str:
-    """Return the parameter's or buffer's name in the original model."""
-    kind, _, rest = key.partition("/")
-    return rest if kind == "model" else rest.rpartition("/")[0]
 
 
 def _like(expected: Tensor, value: Tensor, name: str) -> Tensor:

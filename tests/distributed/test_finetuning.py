@@ -288,7 +288,7 @@ def lose(rank: int, world_size: int, store: Store, file: Path, lost: int, cuts: 
         return found
     session.close()
     group.close()
-    copied = {name for replica in mirror.replicas.values() for name in replica.tensors()}
+    copied = {name for kept in mirror.replicas.values() for replica in kept for name in replica.tensors()}
     members = [other for other in range(world_size) if other != lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
     recovery = agree_on_state(state, True, group)

@@ -25,9 +25,10 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.rebuild import rebuild
 from horizonml.runtime.recovery import crowded
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
 from horizonml.state.recover import Held, Recovery, agree_on_state, newest
+from horizonml.state.replicas import buddy, keepers, owners, rebuilds
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
@@ -35,6 +36,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
 
 ONE, LAYERS, LR = (1.0,), 15, 0.1
+TIED_LAYERS = 14  # of a model whose first and last layer share a parameter
 BOUNDS = [(0, 5), (5, 9), (9, LAYERS)]
 PIPELINE = Plan(tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate(BOUNDS)), micro_batches=3)
 PLANS = {
@@ -49,6 +51,7 @@ PLANS = {
         "interleaved",
         3,
     ),
+    "tied": Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, TIED_LAYERS, (2,), ONE)), micro_batches=2),
     "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
     "between members": Plan(
         (Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 9, (2,), ONE), Stage(9, LAYERS, (3, 4), (2.0, 1.0))),
@@ -57,11 +60,11 @@ PLANS = {
 }
 
 
-def job() -> Job:
+def job(name: str = "") -> Job:
     return Job.model_validate(
         {
             "batch_size": 24,
-            "model": {"name": "tests.models:normed"},
+            "model": {"name": "tests.models:LanguageModel" if name == "tied" else "tests.models:normed"},
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
             "optimizer": {"momentum": 0.9, "lr": LR},
             "lr_schedule": {"name": "constant"},
@@ -91,8 +94,8 @@ def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
     return Session(plan, state, group, task_for(job(), described()), job().batch_size)
 
 
-def fresh() -> TrainState:
-    return TrainState(model_for(job(), described()), job().optimizer)
+def fresh(name: str = "") -> TrainState:
+    return TrainState(model_for(job(name), described()), job().optimizer)
 
 
 def lose(
@@ -100,7 +103,7 @@ def lose(
 ) -> dict[str, Tensor] | str:
     """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
     torch.set_num_threads(1)
-    plan, batches, state = PLANS[name], Batches(), fresh()
+    plan, batches, state = PLANS[name], Batches(), fresh(name)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
@@ -122,7 +125,7 @@ def lose(
     gone = [layer for stage in plan.stages if stage.ranks == (lost,) for layer in range(stage.start, stage.stop)]
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
-    rebuilt = rebuild(job(), described(), state, Last(1, list(range(world_size)), mirror), recovery, group, members)
+    rebuilt = rebuild(job(name), described(), state, Last(1, list(range(world_size)), mirror), recovery, group, members)
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt
@@ -149,7 +152,7 @@ def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_se
     expect_rebuilt(pool, "pipeline", lost, 13, bytes_per_second)
 
 
-@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "before members", "between members"])
+@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "tied", "before members", "between members"])
 def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
     expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)
 
@@ -205,7 +208,7 @@ def test_where_memory_is_short_nothing_is_mirrored() -> None:
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
-    report: dict[str, Any] = {"replicas": {"1": 4}, "log": 4}
+    report: dict[str, Any] = {"replicas": {"1": [4]}, "log": 4}
     assert rebuilds(PIPELINE, [6], {0: report, 2: report}) is not None
     assert rebuilds(PIPELINE, [6], {0: report}) is None  # a neighbour's messages are missing
     assert rebuilds(PIPELINE, [6], {0: report, 2: {"replicas": {}, "log": 4}}) is not None
