@@ -48,10 +48,10 @@ def _torchvision_url(model: str, name: str) -> str:
             f"model.weights: {name} names weights of torchvision's models, and {model} is none of them; give a file or "
             "a URL"
         ) from None
-    names = [*known.__members__, "DEFAULT"]
+    names = list(known.__members__)
     if name not in names:
         raise ModelError(f"model.weights: {own} has no weights {name}, but {', '.join(names)}{nearest(name, names)}")
-    return str(known[name].url if name in known.__members__ else known.DEFAULT.url)
+    return str(known[name].url)
 
 
 def _in_hub_cache(name: str) -> Path:
@@ -108,6 +108,7 @@ def _is_intact(path: Path, expected: str) -> bool:
 def _fetch(url: str, target: Path, expected: str) -> None:
     """Download a file, verify it, and move it into place. Raises OSError, HTTPException or ModelError."""
     import http.client  # only downloads need the web client
+    import urllib.error
     import urllib.request
 
     _log.info("downloading %s", url)
@@ -129,6 +130,9 @@ def _fetch(url: str, target: Path, expected: str) -> None:
                 "is meant, or it is damaged"
             )
         os.replace(hidden, target)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise OSError(f"the server says: {error.code} {error.reason}") from None
     except http.client.HTTPException as error:
         raise OSError(f"the server's answer is not HTTP ({type(error).__name__})") from error
     finally:

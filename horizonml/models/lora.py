@@ -46,9 +46,10 @@ def with_adapters(build: Callable[[], nn.Module], spec: LoraSpec) -> Callable[[]
             fan_in_fan_out=any(_is_transposed(layers[name]) for name in chosen),
         )
         try:
-            return inject_adapter_in_model(config, model)
+            adapted: nn.Module = inject_adapter_in_model(config, model)
         except ValueError as error:  # for example, a rank that does not fit the groups of a convolution
             raise ModelError(f"model.lora: peft cannot add adapters: {error}") from error
+        return adapted
 
     return build_with_adapters
 

@@ -31,7 +31,7 @@ _LOCK_SECONDS = 1800.0
 class WeightFile(Protocol):
     """Provides tensors by name, one at a time."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
     """The shapes of all tensors, by name."""
 
     def read(self, name: str) -> Tensor:

@@ -102,14 +102,16 @@ class TaskMaker:
                 forward_coding += message_work(profile, rows * layer.output_bytes, send, messages)
                 if layer.returns_gradients:
                     backward_coding += message_work(profile, rows * layer.gradients, send, messages)
-        on, back, returned, weight = (), (), 0, backward
+        on: tuple[tuple[int, float], ...] = ()
+        back: tuple[tuple[int, float], ...] = ()
+        returned, weight = 0, backward
         if after:
-            size = message_bytes(profile, stage.stop, stage.send)
-            on = tuple((peer, size * count) for peer, count in after)
+            each = message_bytes(profile, stage.stop, stage.send)
+            on = tuple((peer, each * count) for peer, count in after)
             returned = len(after) if profile.layers[stage.stop - 1].returns_gradients else 0
         if before and profile.layers[stage.start - 1].returns_gradients:
-            size = gradient_message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
-            back = tuple((peer, size * count) for peer, count in before)
+            each = gradient_message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
+            back = tuple((peer, each * count) for peer, count in before)
             trained = any(layer.trained_bytes != 0 for layer in profile.layers[stage.start : stage.stop])
             weight = backward / 2 if trained else 0.0
         yield Kind.FORWARD, (forward + forward_coding, len(before), number + 1, on)

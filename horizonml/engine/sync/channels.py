@@ -114,7 +114,7 @@ class _Layer(nn.Module):
     def __init__(self, whole: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, whole.weight.requires_grad)
-        self.bias = None if bias is None else nn.Parameter(bias, whole.bias.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, whole.bias is not None and whole.bias.requires_grad)
         self._convolution: Any = None
         if isinstance(whole, nn.Conv2d):
             self._convolution = (whole.stride, whole.padding, whole.dilation)
