@@ -30,6 +30,8 @@ def frozen_tensors(
     lora = spec.lora
     if lora is not None:
         check_trained(lora, names)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not is_frozen(lora, name))  # peft has frozen what is trained in full, too
         field, way_out = "model.lora", "add {} to model.lora.train"
         frozen = freeze(model, lambda name: is_frozen(lora, name), ties)
     elif spec.freeze:

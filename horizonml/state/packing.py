@@ -26,7 +26,7 @@ class Packer:
         held = state.tensors().items()
         tensors = {name: tensor.contiguous() for name, tensor in held if not state.is_constant(name)}
         sizes = {name: end - begin for name, (begin, end) in self._places.items()}
-        if sizes != {name: tensor.nbytes for name, tensor in tensors.items()}:
+        if not len(self._head) or sizes != {name: tensor.nbytes for name, tensor in tensors.items()}:
             self._lay_out(tensors)
         total = max((end for _, end in self._places.values()), default=len(self._head))
         if into is None or len(into) != total:
