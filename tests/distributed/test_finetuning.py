@@ -31,6 +31,7 @@ from horizonml.runtime.agreement import agree_on_model, model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.rebuild import rebuild
 from horizonml.runtime.trainer import training_batch
+from horizonml.state.follow import needs
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
 from horizonml.state.recover import agree_on_state
@@ -39,6 +40,7 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec
 from tests import models
+from tests.distributed import test_following as following
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
@@ -338,6 +340,32 @@ def test_frozen_layers_are_neither_copied_nor_moved_and_a_lost_rank_is_rebuilt(
     assert [key for key, value in lost_state.items() if not torch.equal(value, left[0]["state"][key])] == []
     # Parameters and momentum of what is trained went to the one rank that lacked them.
     assert sum(result["moved"] for result in left) == 2 * sum(weights[name].nbytes for name in trained)
+
+
+@dataclass(frozen=True)
+class Joining(following.Case):
+    """A newcomer among ranks that fine-tune a model from a file."""
+
+    file: Path = Path()
+
+    def state(self) -> TrainState:
+        return TrainState(built(Case("", (ONE,), BODY), self.file), self.optimizer)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file: Path, wait: bool) -> None:
+    weights = write_weights(file, "backbone")
+    layers = len(built(Case("", (ONE,), BODY), file).chain)
+    case = Joining("frozen", following.ddp(layers, 1.0, 1.0, 1.0), 2, file=file)
+    model = case.state().model
+    trained = 4 * sum(value.numel() for name, value in weights.items() if name not in model.frozen)
+    # Parameters and momentum of what is trained, and the gradients of a step.
+    assert needs(case.state(), case.plan, frozenset({2}), 2) == (2 * trained, trained)
+    results = pool.run(3, following.joins, case, 3, wait)
+    for _, state, _ in results:
+        assert state.keys() == results[0][1].keys()
+        assert [key for key, value in state.items() if not torch.equal(value, results[0][1][key])] == []
+        assert all(torch.equal(state[f"model/{name}"], weights[name]) for name in model.frozen)
 
 
 def other_file(rank: int, world_size: int, store: Store, files: list[Path]) -> str:

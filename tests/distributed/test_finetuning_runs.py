@@ -130,7 +130,8 @@ def test_adapters_are_trained_and_given_to_peft(tmp_path: Path) -> None:
     assert not torch.allclose(found, _ten_classes(base).eval()(batch), atol=1e-2)
     plain = horizonml(tmp_path, "export", "runs/test", "model.pt")
     assert plain.returncode == 0, plain.stderr
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job | {"name": "other", "model": {"name": "tests.models:backbone"}}))
+    other = job | {"name": "other", "model": {"name": "tests.models:backbone"}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(other))
     assert horizonml(tmp_path, "train", "job.yaml").returncode == 0
     refused = horizonml(tmp_path, "export", "runs/other", "none", "--adapters")
     assert refused.returncode == 1
