@@ -396,3 +396,18 @@ class MovingAverage(nn.Module):
 def averaging(num_classes: int = 10) -> nn.Sequential:
     """With buffers of its own kind, and a layer that hands on what enters it. Takes `[b, 1, 8, 8]`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), MovingAverage(32), nn.Identity(), nn.Linear(32, num_classes))
+
+
+def backbone(num_classes: int = 10) -> nn.Sequential:
+    """A part with BatchNorm, which tests freeze, and a part without. Takes `[b, 1, 8, 8]`."""
+    body: list[nn.Module] = []
+    for incoming, outgoing in ((1, 8), (8, 8), (8, 16)):
+        body += [nn.Conv2d(incoming, outgoing, 3, padding=1, bias=False), nn.BatchNorm2d(outgoing), nn.Tanh()]
+    head = [
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, num_classes),
+    ]
+    return nn.Sequential(*body, *head)

@@ -109,6 +109,7 @@ class StageRuntime:
         # Gradients travel only to what depends on trained parameters.
         self._entry_learns = not self.is_first and bool(self.entry.gradients.tensors)
         self._exit_learns = not self.is_last and bool(self._exit.gradients.tensors)
+        self._learns = self._entry_learns or self._exit_learns or self.is_last  # whether it has a backward pass at all
         self._inputs = Link(group, self._clock, entry, Direction.ACTIVATIONS)
         self._outputs = Link(group, self._clock, end, Direction.ACTIVATIONS)
         self._gradients_in = Link(group, self._clock, end, Direction.GRADIENTS)
@@ -223,7 +224,7 @@ class StageRuntime:
         else:
             left = values_of(result)
             self._outputs.send(number, left, micro.after)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._learns:
             step.held[number] = entered, left
 
     def backward(self, number: int) -> None:
@@ -256,6 +257,8 @@ class StageRuntime:
         A loss has no gradients: they begin with it.
         """
         assert self._step is not None
+        if not self._learns:
+            return (), (), ()
         entered, left = self._step.held.pop(number)
         if self.is_last:
             return entered, tuple(value for value in left if value.requires_grad), None

@@ -24,6 +24,7 @@ from horizonml.telemetry.spec import TelemetrySpec
 
 # How a machine finds and loads its data, which may differ from one to the next.
 _OF_A_MACHINE = {"folder", "path", "workers", "worker_kind", "prefetch", "memory", "disk"}
+_MAY_DIFFER: Any = {"rendezvous": True, "folder": True, "data": _OF_A_MACHINE, "model": {"weights": {"base_url"}}}
 
 
 class Job(Spec):
@@ -83,5 +84,5 @@ class Job(Spec):
 
         Where the ranks meet, and where each keeps its files, may differ from machine to machine.
         """
-        content = self.model_dump(exclude={"rendezvous": True, "folder": True, "data": _OF_A_MACHINE})
+        content = self.model_dump(exclude=_MAY_DIFFER)
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -9,6 +9,7 @@ from horizonml.errors import MissingPackage
 EXTRAS = {
     "matplotlib": "bench",
     "kubernetes": "cluster",
+    "peft": "lora",
     "scipy": "svhn",
     "pyarrow": "table",
     "datasets": "huggingface",

@@ -1,9 +1,9 @@
-"""Defines the part of a job that says which model is trained."""
+"""Defines the part of a job that says which model is trained, from which weights, and which of its parameters."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,53 @@ TORCHVISION_MODELS = (
 VISION_MODELS = ("digits_cnn", *TORCHVISION_MODELS)
 MODELS = (*VISION_MODELS, "gpt")
 
+Pattern = Annotated[str, Field(min_length=1)]
+
+
+class WeightsSpec(Spec):
+    """Configures the pretrained weights that a model begins with; `weights: SOURCE` is short for `{source: SOURCE}`."""
+
+    source: str = Field(
+        min_length=1,
+        description="Where the weights come from. A name such as IMAGENET1K_V1 or DEFAULT: torchvision's for this "
+        "model. An http(s) URL. Both are downloaded once per machine. Or a path: a safetensors file, a state dict that "
+        "torch.save wrote (only tensors are read from it, never code), or a folder of *.safetensors, possibly with an "
+        "index. `hub:ORG/NAME` is a model in this machine's Hugging Face cache. All ranks need the same file, and each "
+        "reads only the layers that it trains.",
+    )
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        None,
+        description="SHA-256 that the file must have (default: what is in its name, as in resnet18-f37072fd.pth). "
+        "Required for a URL whose name contains no hash.",
+    )
+    base_url: Annotated[str, Field(pattern="^https?://")] | None = Field(
+        None, description="A mirror from which torchvision's files are downloaded, by the same file name."
+    )
+    strict: bool = Field(
+        True,
+        description="Refuse a file that lacks parameters of the model, or has others. With false, these begin anew "
+        "and those are ignored. A tensor of another shape, such as that of a head for other classes, always begins "
+        "anew.",
+    )
+
+
+class LoraSpec(Spec):
+    """Configures low-rank adapters (LoRA), made by peft: only they are trained, and `train`; the rest is frozen."""
+
+    rank: int = Field(8, ge=1, description="Rank of the adapters' matrices.")
+    alpha: float = Field(16.0, gt=0, description="Scale of the adapters: they are multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in front of the adapters.")
+    targets: list[Pattern] = Field(
+        min_length=1,
+        description="Globs on the names of the layers that get adapters, such as `layer[34].*` or `*.c_attn`; a glob "
+        "that begins with ! excepts.",
+    )
+    train: list[Pattern] = Field(
+        default_factory=list,
+        description="Globs on the names of parameters that are trained in full beside the adapters, such as a new "
+        "head: `fc.*`.",
+    )
+
 
 class ModelSpec(Spec):
     """Configures the neural network."""
@@ -41,9 +88,41 @@ class ModelSpec(Spec):
         "transformers. gpt takes layers (4), heads (4), width (128), dropout (0.0) and tied (true): whether the output "
         "uses the weights of the embedding. Its vocabulary and its context are those of the data.",
     )
+    weights: WeightsSpec | None = Field(
+        None, description="Pretrained weights to begin with (default: the constructor's own initial values)."
+    )
+    freeze: list[Pattern] = Field(
+        default_factory=list,
+        description="Globs on the names of parameters that are not trained, such as `layer[1-3].*`. A glob that begins "
+        'with ! excepts, and must be quoted in YAML: `["*", "!fc.*"]` trains only fc. Later globs override earlier '
+        "ones.",
+    )
+    lora: LoraSpec | None = Field(None, description="Train low-rank adapters; needs `pip install 'horizonml[lora]'`.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_weights(cls, values: Any) -> Any:
+        """Take `weights: DEFAULT` for `weights: {source: DEFAULT}`."""
+        if isinstance(values, dict) and isinstance(values.get("weights"), str):
+            return {**values, "weights": {"source": values["weights"]}}
+        return values
 
     @model_validator(mode="after")
     def _known(self) -> ModelSpec:
         if self.name not in MODELS and not re.fullmatch(r"[\w.]+:[\w.]+", self.name):
             raise ValueError(f"name: {self.name!r} is not a known model{nearest(self.name, MODELS)}")
         return self
+
+    @model_validator(mode="after")
+    def _frozen_once(self) -> ModelSpec:
+        if self.freeze and self.lora is not None:
+            raise ValueError(
+                "freeze: lora freezes everything but its adapters already; name what is trained in full in lora.train, "
+                "and remove freeze"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """Return what shapes the model and its training; where its weights come from does not."""
+        every = self.model_dump(exclude={"weights"})
+        return {key: value for key, value in every.items() if value or key in ("name", "options")}

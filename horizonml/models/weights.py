@@ -192,12 +192,18 @@ def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def materialise(
-    module: nn.Module, tape: Tape, seed: int, held: Mapping[str, Tensor], same: Mapping[str, str] = MappingProxyType({})
+    module: nn.Module,
+    tape: Tape,
+    seed: int,
+    held: Mapping[str, Tensor],
+    same: Mapping[str, str] = MappingProxyType({}),
+    read: Callable[[Tensor, str], Tensor | None] = lambda like, name: None,
 ) -> nn.Module:
     """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
-    Those in `held`, by name, become part of the copy as the very same tensors. A parameter in `same` begins with the
-    values of the one that it names there. The `constants` of a `ModuleSlice` get their values, too.
+    Those in `held`, by name, become part of the copy as the very same tensors. `read(like, name)` returns a pretrained
+    value, or None. A parameter in `same` begins with the values of the one that it names there. The `constants` of a
+    `ModuleSlice` get their values, too.
     """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -206,9 +212,13 @@ def materialise(
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor is not None and full in held:
                     values[id(tensor)] = held[full]
-                if tensor is None or tensor.device.type != "meta" or id(tensor) in values:
+                if tensor is None or id(tensor) in values:
                     continue
-                value = tape.replay(tensor, name_seed(seed, same.get(full, full)))
+                value = read(tensor, full)
+                if value is None:
+                    if tensor.device.type != "meta":
+                        continue
+                    value = tape.replay(tensor, name_seed(seed, same.get(full, full)))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value

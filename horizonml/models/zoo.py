@@ -18,8 +18,11 @@ from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.cutting import Layers, cut
 from horizonml.models.language import gpt_model
 from horizonml.models.libraries import LIBRARIES
+from horizonml.models.lora import with_adapters
+from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
+from horizonml.models.tuning import begin_from, frozen_tensors
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -37,6 +40,13 @@ class Model:
     seed: int
     ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
     note: str = ""  # a sentence about how the model was cut, if there is anything to say
+    pretrained: Pretrained | None = None
+    frozen: frozenset[str] = frozenset()  # the parameters and buffers that training does not change
+
+    @property
+    def constant(self) -> frozenset[str]:
+        """Return the frozen tensors that every rank can read from its file, so they need not travel."""
+        return self.frozen.intersection(self.pretrained.keys) if self.pretrained is not None else frozenset()
 
     def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
@@ -45,7 +55,10 @@ class Model:
         Parameters and buffers in `held`, by name, become part of the module as they are.
         """
         same = {name: names[0] for names in self.ties for name in names}
-        return materialise(self.chain.slice(start, stop), self.tape, self.seed, held, same)
+        module = self.chain.slice(start, stop)
+        if self.pretrained is None:
+            return materialise(module, self.tape, self.seed, held, same)
+        return materialise(module, self.tape, self.seed, held, same, self.pretrained.read)
 
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
@@ -63,13 +76,13 @@ class Model:
         }
 
     def parameter_shapes(self) -> list[list[torch.Size]]:
-        """Return the shapes of the parameters of every layer."""
+        """Return the shapes of the parameters of every layer that are trained."""
         return self._shapes
 
     @functools.cached_property
     def _shapes(self) -> list[list[torch.Size]]:
-        layers = range(len(self.chain))
-        return [[parameter.shape for parameter in self.chain.slice(n, n + 1).parameters()] for n in layers]
+        layers = [self.chain.slice(n, n + 1).parameters() for n in range(len(self.chain))]
+        return [[parameter.shape for parameter in own if parameter.requires_grad] for own in layers]
 
 
 def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> Model:
@@ -79,6 +92,8 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
+    if spec.lora is not None:
+        constructor = with_adapters(constructor, spec.lora)
     try:
         model, tape = record(constructor)
     except RuntimeError as reason:  # includes NotImplementedError
@@ -99,6 +114,8 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
         )
     ties = untie(model)
+    pretrained = begin_from(spec, model, ties)
+    frozen = frozen_tensors(spec, model, ties, pretrained)
     chain, note = cut(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
@@ -107,12 +124,14 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed, ties, note)
+    return Model(chain, tape, seed, ties, note, pretrained, frozen)
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
     """Return the model of a job as an ordinary module, whole and in memory, with initial values. Raises ModelError."""
     constructor = _constructor(spec, outputs if isinstance(outputs, int) else outputs.count, input)
+    if spec.lora is not None:
+        constructor = with_adapters(constructor, spec.lora)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

@@ -54,9 +54,13 @@ def message_bytes(profile: Profile, stop: int, send: str) -> float:
     return profile.layers[stop - 1].output_bytes * FORMATS[send]
 
 
-def message_work(profile: Profile, stop: int, send: str, rows: int, messages: int) -> float:
-    """Return the processor's seconds to send or receive `rows` samples in `messages` messages, including coding."""
-    size = rows * profile.layers[stop - 1].output_bytes
+def gradient_message_bytes(profile: Profile, stop: int, send: str) -> float:
+    """Return the bytes per sample that come back to the stage before layer `stop`."""
+    return profile.layers[stop - 1].gradients * FORMATS[send]
+
+
+def message_work(profile: Profile, size: float, send: str, messages: int) -> float:
+    """Return the processor's seconds to send or receive `size` bytes in `messages` messages, including coding."""
     coding = size * profile.codec_seconds_per_byte.get(send, 0.0)
     return messages * profile.message_seconds + coding + size * FORMATS[send] * profile.transfer_seconds_per_byte
 
@@ -75,7 +79,7 @@ def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
     """Return the bytes of gradients of layers `start` to `stop - 1` that members sum, after compression."""
     if sync is Sync.POWERSGD and problem.powersgd_bytes:
         return float(sum(problem.powersgd_bytes[start:stop]))
-    size = sum(layer.parameter_bytes for layer in problem.profiles[0].layers[start:stop])
+    size = sum(layer.trained for layer in problem.profiles[0].layers[start:stop])
     return size / 2 if sync in _HALF else float(size)
 
 
@@ -126,7 +130,9 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
     times = [profile.layers[layer].backward[-1] for layer in span]
     total, at = max(sum(times), 1e-12), free
     limit = float("inf") if stage.sync is Sync.POWERSGD else BUCKET_BYTES
-    for bucket in in_buckets([profile.layers[layer].parameter_bytes for layer in span], limit):
+    for bucket in in_buckets([profile.layers[layer].trained for layer in span], limit):
+        if not any(profile.layers[span[index]].trained for index in bucket):
+            continue
         part = sum(times[min(bucket) :]) / total
         ready = max(one.begin + part * (one.end - one.begin) for one in last)
         size = sum(synced_bytes(problem, stage.sync, span[index], span[index] + 1) for index in bucket)
@@ -134,9 +140,9 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
     return max(at, done)
 
 
-def parameter_bytes(profile: Profile, stage: Stage) -> int:
-    """Return the bytes of a stage's parameters."""
-    return sum(layer.parameter_bytes for layer in profile.layers[stage.start : stage.stop])
+def trained_bytes(profile: Profile, stage: Stage) -> int:
+    """Return the bytes of a stage's parameters that are trained."""
+    return sum(layer.trained for layer in profile.layers[stage.start : stage.stop])
 
 
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:
@@ -150,9 +156,11 @@ def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Act
     for number, stage in enumerate(plan.stages):
         layers = problem.profiles[stage.ranks[0]].layers[stage.start : stage.stop]
         saved, parameters = sum(layer.saved_bytes for layer in layers), sum(layer.parameter_bytes for layer in layers)
-        copies = 2 + problem.optimizer_copies + (len(stage.ranks) > 1)
+        # Only what is trained has gradients, optimizer state, and a place in a bucket.
+        copies = 1 + problem.optimizer_copies + (len(stage.ranks) > 1)
+        trained = sum(layer.trained for layer in layers)
         for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True):
-            memory[rank] += parameters * copies
+            memory[rank] += parameters + trained * copies
             kept[rank][number] = (end - first) * saved
     held: dict[tuple[int, tuple[int, ...]], int] = {}
     for rank, actions in lists.items():

@@ -150,8 +150,10 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
             "forward": dict(zip(profile.sizes, layer.forward, strict=True)),
             "backward": dict(zip(profile.sizes, layer.backward, strict=True)),
             "parameter_bytes": layer.parameter_bytes,
+            **({} if layer.trained_bytes is None else {"trained_bytes": layer.trained_bytes}),
             "saved_bytes_per_sample": layer.saved_bytes,
             "output_bytes_per_sample": layer.output_bytes,
+            **({} if layer.gradient_bytes is None else {"gradient_bytes_per_sample": layer.gradient_bytes}),
         }
         for layer in profile.layers
     ]
@@ -222,6 +224,7 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
                 int(layer["parameter_bytes"]),
                 int(layer["saved_bytes_per_sample"]),
                 int(layer["output_bytes_per_sample"]),
+                *(_whole(layer.get(key)) for key in ("trained_bytes", "gradient_bytes_per_sample")),
             )
             for layer in content["layers"]
         )
@@ -241,12 +244,18 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
     return found
 
 
+def _whole(value: Any) -> int | None:
+    """Return a number that profiles of older versions do not have, or None."""
+    return None if value is None else int(value)
+
+
 def _check_profile(profile: Profile) -> None:
     """Raise ValueError if the profile has values that cannot have been measured."""
     for layer in profile.layers:
         if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
             raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")
-        numbers = [*layer.forward, *layer.backward, layer.parameter_bytes, layer.saved_bytes, layer.output_bytes]
+        sizes = [layer.parameter_bytes, layer.saved_bytes, layer.output_bytes, layer.trained, layer.gradients]
+        numbers = [*layer.forward, *layer.backward, *sizes]
         if not all(0 <= number < math.inf for number in numbers):
             raise ValueError(f"layer {layer.name} has a negative or infinite time or size")
     if list(profile.sizes) != sorted({*profile.sizes}) or profile.sizes[0] < 1:

@@ -20,6 +20,23 @@ class LayerProfile:
     parameter_bytes: int
     saved_bytes: int  # kept from the forward to the backward pass, per sample
     output_bytes: int  # per sample
+    trained_bytes: int | None = None  # of the parameters that are not frozen; None stands for all of them
+    gradient_bytes: int | None = None  # of the output's gradient, per sample; None stands for as many as of the output
+
+    @property
+    def trained(self) -> int:
+        """Return the bytes of the parameters that are trained, which have gradients and optimizer state."""
+        return self.parameter_bytes if self.trained_bytes is None else self.trained_bytes
+
+    @property
+    def gradients(self) -> int:
+        """Return the bytes per sample that come back for the layer's output; 0 if nothing before a cut is trained."""
+        return self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def returns_gradients(self) -> bool:
+        """Return whether a gradient comes back for the layer's output."""
+        return self.gradient_bytes != 0
 
 
 @dataclass(frozen=True)

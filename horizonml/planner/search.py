@@ -14,7 +14,7 @@ from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.planner.candidates import candidates, simple
-from horizonml.planner.cost import message_bytes, ring_seconds, synced_bytes
+from horizonml.planner.cost import gradient_message_bytes, message_bytes, ring_seconds, synced_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.moves import moves
 from horizonml.planner.problem import Constraints, FixedStage, Problem
@@ -90,8 +90,11 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
             after = max(after, ring_seconds(len(stage.ranks), size, link))
         if number + 1 < len(plan.stages):
             link = problem.network.between(stage.ranks[0], plan.stages[number + 1].ranks[0])
-            size = rows * message_bytes(problem.profiles[0], stage.stop, stage.send)
-            times.append(2 * link.seconds(size / min(len(stage.ranks), 4)))
+            profile, side_by_side = problem.profiles[0], min(len(stage.ranks), 4)
+            ways = [message_bytes(profile, stage.stop, stage.send)]
+            if profile.layers[stage.stop - 1].returns_gradients:
+                ways.append(gradient_message_bytes(profile, stage.stop, stage.send))
+            times.append(sum(link.seconds(rows * size / side_by_side) for size in ways))
     return (plan.micro_batches - 1) * max(times) + sum(times) + after
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.cost import LayerTimes, message_bytes, message_work, parameter_bytes
+from horizonml.planner.cost import LayerTimes, gradient_message_bytes, message_bytes, message_work, trained_bytes
 from horizonml.planner.problem import Problem
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -69,15 +69,16 @@ class TaskMaker:
                 yield Task(action)
             elif action.kind is Kind.UPDATE:
                 profile = self._problem.profiles[rank]
-                work = parameter_bytes(profile, stage) * profile.update_seconds_per_byte
+                work = trained_bytes(profile, stage) * profile.update_seconds_per_byte
                 if work > 0:
                     yield Task(action, work)
 
     def _passes(self, number: int, member: int, size: int) -> Iterator[tuple[Kind, Costs]]:
         """Yield the costs of a member's passes of a micro-batch of `size`, or nothing if it has no rows of it.
 
-        Half of a backward pass counts as its input part and half as its weight part. The first stage needs no gradient
-        of its input, so all of its backward pass is the weight part.
+        Half of a backward pass counts as its input part and half as its weight part. The first stage, or one that
+        begins with the first layers that are trained, needs no gradient of its input, so all of its backward pass is
+        the weight part. Where nothing is trained, there is only an input part.
         """
         stage = self._plan.stages[number]
         rank, (first, end) = stage.ranks[member], self._rows[number][size][member]
@@ -89,22 +90,33 @@ class TaskMaker:
             share * seconds for seconds in self._times.passes(rank, stage.start, stage.stop, end - first)
         )
         before, after = (self._peers(number + step, size, (first, end)) for step in (-1, 1))
-        entry, left, coding = 0.0, 0.0, 0.0
+        forward_coding = backward_coding = 0.0
         for place, peers, sender in ((stage.start, before, number - 1), (stage.stop, after, number)):
+            if not peers:
+                continue
+            send = self._plan.stages[sender].send
+            layer = profile.layers[place - 1]
             rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends to itself costs nothing
             if rows:
                 messages = sum(peer != rank for peer, _ in peers)
-                coding += message_work(profile, place, self._plan.stages[sender].send, rows, messages)
-        if before:
-            entry = message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
+                forward_coding += message_work(profile, rows * layer.output_bytes, send, messages)
+                if layer.returns_gradients:
+                    backward_coding += message_work(profile, rows * layer.gradients, send, messages)
+        on: tuple[tuple[int, float], ...] = ()
+        back: tuple[tuple[int, float], ...] = ()
+        returned, weight = 0, backward
         if after:
-            left = message_bytes(profile, stage.stop, stage.send)
-        on = tuple((peer, left * count) for peer, count in after)
-        back = tuple((peer, entry * count) for peer, count in before)
-        weight = backward if number == 0 else backward / 2
-        yield Kind.FORWARD, (forward + coding, len(before), number + 1, on)
-        yield Kind.BACKWARD, (backward + coding, len(after), number - 1, back)
-        yield Kind.BACKWARD_INPUT, (backward - weight + coding, len(after), number - 1, back)
+            each = message_bytes(profile, stage.stop, stage.send)
+            on = tuple((peer, each * count) for peer, count in after)
+            returned = len(after) if profile.layers[stage.stop - 1].returns_gradients else 0
+        if before and profile.layers[stage.start - 1].returns_gradients:
+            each = gradient_message_bytes(profile, stage.start, self._plan.stages[number - 1].send)
+            back = tuple((peer, each * count) for peer, count in before)
+            trained = any(layer.trained_bytes != 0 for layer in profile.layers[stage.start : stage.stop])
+            weight = backward / 2 if trained else 0.0
+        yield Kind.FORWARD, (forward + forward_coding, len(before), number + 1, on)
+        yield Kind.BACKWARD, (backward + backward_coding, returned, number - 1, back)
+        yield Kind.BACKWARD_INPUT, (backward - weight + backward_coding, returned, number - 1, back)
         yield Kind.BACKWARD_WEIGHT, (weight, 0, -1, ())
 
     def _peers(self, other: int, size: int, own: tuple[int, int]) -> list[tuple[int, int]]:

@@ -75,7 +75,7 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
     Times are medians of a few runs, with gradients accumulated as in training.
     """
     rows: list[list[tuple[float, float]]] = []
-    layers: list[tuple[int, int]] = []
+    layers: list[tuple[int, int, int]] = []
     update, largest, least = 0.0, 0, 1
     for index in range(len(model.chain)):
         module = model.stage(index, index + 1).train()
@@ -89,10 +89,11 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
                 break
         rows.append(times)
         size = sum(parameter.nbytes for parameter in module.parameters())
-        if size > largest:
-            largest, update = size, _update_seconds_per_byte(module)
+        trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        if trained > largest:
+            largest, update = trained, _update_seconds_per_byte(module)
         least = least if _trains_on_one(module, boundary) else 2
-        layers.append((size, _saved_bytes(module, boundary, index > 0)))
+        layers.append((size, trained, _saved_bytes(module, boundary, index > 0)))
         del module
     # All layers must have the same sizes.
     known = min(len(times) for times in rows)
@@ -101,8 +102,11 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
             model.chain.names[index],
             tuple(forward for forward, _ in times[:known]),
             tuple(backward for _, backward in times[:known]),
-            *layers[index],
-            model.chain.boundaries[index + 1].bytes_per_sample,
+            parameter_bytes=layers[index][0],
+            trained_bytes=layers[index][1],
+            saved_bytes=layers[index][2],
+            output_bytes=model.chain.boundaries[index + 1].bytes_per_sample,
+            gradient_bytes=model.chain.boundaries[index + 1].gradients.bytes_per_sample,
         )
         for index, times in enumerate(rows)
     )
@@ -175,6 +179,8 @@ def _saved_bytes(module: torch.nn.Module, entry: Boundary, needs_gradient: bool)
     entered = entry.example(samples, needs_gradient)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         left: Values = flat(module(*entered))  # keeps saved tensors alive, and their addresses in use
+    if not any(value.requires_grad for value in left):  # nothing before here is trained
+        return 0
     return (sum(kept.values()) + sum(value.nbytes for value in left)) // samples
 
 
@@ -187,7 +193,7 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
         start = clock()
         optimizer.step(parameters, state, 1e-9)
         times.append(clock() - start)
-    return min(times[1:]) / sum(parameter.nbytes for parameter in module.parameters())
+    return min(times[1:]) / sum(parameter.nbytes for parameter in parameters.values())
 
 
 def _codec_seconds_per_byte(format: str) -> float:

@@ -13,8 +13,9 @@ from typing import Any
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
-from horizonml.errors import HorizonError, PlanError
+from horizonml.errors import HorizonError, ModelError, PlanError
 from horizonml.job.schema import Job
+from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
 from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan
@@ -78,6 +79,8 @@ def prepare(job: Job) -> tuple[DataInfo, Model] | None:
     Return None if there is anything wrong; the ranks find out together, so that each of them can say what it is.
     """
     with suppress(Exception):
+        if job.model.weights is not None:
+            locate(job.model.weights, job.model.name)  # downloads take longer than others wait for a message
         info = describe(job.data, channels_for(job))
         if info is not None:
             return info, model_for(job, info)
@@ -88,6 +91,29 @@ def model_for(job: Job, info: DataInfo) -> Model:
     """Return the job's model for data of this kind. Raises ModelError."""
     task = task_for(job, info)
     return build(job.model, job.seed, task.outputs(info), task.input(info))
+
+
+def agree_on_model(job: Job, info: DataInfo, group: Group, known: Model | None = None) -> tuple[Model, Sequence[str]]:
+    """Return the job's model, and what the user should know of it; `known` is the one that this rank has already.
+
+    Raises ModelError on all ranks if one of them cannot build it, or has other pretrained weights than the others.
+    """
+    made: list[Model] = [known] if known is not None else []
+
+    def build_here() -> str | None:
+        if not made:
+            made.append(model_for(job, info))
+        return made[0].pretrained.digest if made[0].pretrained is not None else None
+
+    digests = group.agree(build_here)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ModelError(
+                f"model.weights: rank {rank} has another file than rank 0 (SHA-256 {str(digest)[:8]}..., not "
+                f"{str(digests[0])[:8]}...); give all ranks the same"
+            )
+    source = made[0].pretrained
+    return made[0], source.notes if source is not None else ()
 
 
 def describe_data(job: Job, group: Group, known: DataInfo | None = None) -> DataInfo:
@@ -222,7 +248,7 @@ def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[
 
 def profile_key(job: Job) -> dict[str, Any]:
     """Return what a profile depends on, besides the device and the shapes of the layers."""
-    return {"model": job.model.model_dump()}
+    return {"model": job.model.identity()}
 
 
 def describe_problem(

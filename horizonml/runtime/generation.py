@@ -24,7 +24,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
@@ -66,14 +66,17 @@ class Generation:
         hosts = find_hosts(group)
         first = self._agree_on_begin()
         info = describe_data(job, group, life.info)
-        if life.state is None or info != life.info:
-            life.state, life.info = TrainState(model_for(job, info), job.optimizer), info
-        model = life.state.model
+        known = life.state.model if life.state is not None and info == life.info else None
+        model, notes = agree_on_model(job, info, group, known)
+        if life.state is None or model is not known:
+            life.state, life.info = TrainState(model, job.optimizer), info
+        for note in notes if not life.begun else ():
+            self.say(note)
         found = agree_on_state(life.state, life.begun, group)
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info)
+        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info, model)
         if found is not None and not self._is_older_than_disk(found.step, checkpoints):
             source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
@@ -189,13 +192,13 @@ class Generation:
             self.group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
         )
 
-    def _checkpoints(self, info: DataInfo) -> Checkpoints | None:
+    def _checkpoints(self, info: DataInfo, model: Model) -> Checkpoints | None:
         """Return the run's checkpoints, if there are to be any. All ranks call this."""
         job = self.life.job
         if not job.checkpoint.enabled:
             return None
         folder = job.run_folder / "checkpoints"
-        compatible = compatible_with(job, info)
+        compatible = compatible_with(job, info, model)
         return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
 
     def _take_up(
@@ -376,10 +379,11 @@ def load_for(life: Life, session: Session, info: DataInfo) -> Data:
     return life.data.data
 
 
-def compatible_with(job: Job, info: DataInfo) -> dict[str, Any]:
+def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
     """What a checkpoint must agree with so that going on from it makes sense."""
     return {
-        "model": job.model.model_dump(),
+        "model": job.model.identity(),
+        **({"weights": model.pretrained.digest} if model.pretrained is not None else {}),
         "data": job.data.name,
         "samples": info.train,
         "seed": job.seed,

@@ -45,8 +45,7 @@ def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, pl
     All ranks of the group call this. Raises PeerLost.
     """
     group = place.group
-    stateful = set(state.model.parameter_names().values())
-    present = frozenset(rank for layer in stateful for rank in found.holders[layer])
+    present = frozenset(rank for layer in state.stateful() for rank in found.holders[layer])
     chosen = followers(moves, present, plan)
     if chosen:
         chosen = _slow(chosen, moves, state, plan, group)

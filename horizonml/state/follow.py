@@ -68,7 +68,8 @@ def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -
     """Return what following takes on a rank; any rank can tell that of each other."""
     moves = _moves(plan, following)
     layers = {layer for layer, sender, receiver in moves if rank in (sender, receiver)}
-    copies = sum(tensor.nbytes for layer in layers for tensor in state.expected(layer).values())
+    tensors = (one for layer in layers for one in state.expected(layer).items())
+    copies = sum(tensor.nbytes for key, tensor in tensors if not state.is_constant(key))
     kept = {layer for layer, _, receiver in moves if rank == receiver}
     shapes = state.model.parameter_shapes()
     return Needs(copies, sum(4 * torch.Size(shape).numel() for layer in kept for shape in shapes[layer]))

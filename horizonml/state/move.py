@@ -41,10 +41,11 @@ def senders(held: Holders, plan: Plan) -> Moves:
 
 
 def by_layer(state: TrainState) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors that a rank holds, by layer."""
+    """Return the tensors that a rank holds, by layer; without those that the others have from a file."""
     held: dict[int, dict[str, Tensor]] = {}
     for key, tensor in state.tensors().items():
-        held.setdefault(state.layer_of(key), {})[key] = tensor
+        if not state.is_constant(key):
+            held.setdefault(state.layer_of(key), {})[key] = tensor
     return held
 
 
@@ -63,7 +64,8 @@ def announce(held: Mapping[int, Mapping[str, Tensor]], moves: Moves, group: Grou
 def move(state: TrainState, moves: Moves, group: Group) -> int:
     """Send the parameters, buffers and optimizer state of layers from ranks to ranks.
 
-    All ranks must call this, with no session on the state; the next session releases the layers that have moved away.
+    All ranks must call this, with no session on the state; the next session releases the layers that have moved away,
+    and reads what is frozen from the file of pretrained weights.
     Return the bytes that this rank has received. Raises PeerLost.
     """
     held = by_layer(state)

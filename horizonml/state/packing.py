@@ -19,10 +19,14 @@ class Packer:
         self._places: dict[str, tuple[int, int]] = {}  # where the bytes of each tensor begin and end
 
     def pack(self, state: TrainState, into: Tensor | None = None) -> Tensor:
-        """Return a copy of all tensors as bytes: in `into` if that has the right size, or else in new memory."""
-        tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()}
+        """Return a copy of all tensors as bytes: in `into` if that has the right size, or else in new memory.
+
+        What is frozen and came from a file is left out, because whoever rebuilds the state reads it, too.
+        """
+        held = state.tensors().items()
+        tensors = {name: tensor.contiguous() for name, tensor in held if not state.is_constant(name)}
         sizes = {name: end - begin for name, (begin, end) in self._places.items()}
-        if sizes != {name: tensor.nbytes for name, tensor in tensors.items()}:
+        if not len(self._head) or sizes != {name: tensor.nbytes for name, tensor in tensors.items()}:
             self._lay_out(tensors)
         total = max((end for _, end in self._places.values()), default=len(self._head))
         if into is None or len(into) != total:

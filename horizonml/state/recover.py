@@ -63,7 +63,7 @@ def newest(reports: Sequence[Held | None], stateful: Sequence[bool]) -> Recovery
     """Return where to go on from, or None if no rank has a state.
 
     `reports[r]` is the state of rank r, None if it has none. `stateful[l]` says whether layer l has any parameters or
-    buffers; layers without any are held by all.
+    buffers that only its holders have; layers without any are held by all.
     """
     steps = [report.step for report in reports if report is not None]
     if not steps:
@@ -87,7 +87,7 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     own = Held.of(state).to_json() if begun and state.valid else None
     answers = group.gather_json([own, state.metrics])
     reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
-    stateful = set(model.parameter_names().values())
+    stateful = state.stateful()
     found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
     if found is not None:
         _adopt(state, found.step)

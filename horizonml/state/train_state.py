@@ -47,7 +47,7 @@ class TrainState:
         self._modules: list[nn.Module] = []  # which hold the tensors
         self._received: dict[str, Tensor] = {}  # those that no module holds yet
         self._optimizer: dict[str, dict[str, Tensor]] = {}
-        self._layers = model.parameter_names()
+        self._layers, self._constant = model.parameter_names(), model.constant
         self._expected: dict[int, dict[str, Tensor]] = {}  # see `expected`
 
     def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
@@ -179,6 +179,14 @@ class TrainState:
                 tensors |= {f"optimizer/{name}/{key}": value for key, value in kept.items()}
         return tensors
 
+    def is_constant(self, key: str) -> bool:
+        """Return whether a tensor is frozen, and every rank has it from the file of pretrained weights."""
+        return name_of(key) in self._constant
+
+    def stateful(self) -> set[int]:
+        """Return the layers of which only those ranks have the state that hold it."""
+        return {layer for name, layer in self._layers.items() if name not in self._constant}
+
     def replicated(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return those of the `tensors` that are replicated on every member of a stage."""
         return {key: value for key, value in self.tensors(start, stop).items() if self._part(key) is None}
@@ -213,10 +221,10 @@ class TrainState:
         return self._expected[layer]
 
     def bytes(self) -> int:
-        """Return the bytes of all tensors that are held of any layer, with optimizer state that is still to come."""
+        """Return the bytes of what a copy holds of all layers, with optimizer state that is still to come."""
         layers = {self._layers[name] for name in self._held}
         expected = [entry for layer in layers for entry in self.expected(layer).items()]
-        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in expected)
+        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in expected if not self.is_constant(key))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
@@ -238,13 +246,16 @@ class TrainState:
     def load(self, read: Callable[[str], Tensor], names: Iterable[str]) -> None:
         """Read the values of all that is held from `read(name)`, in place; `names` are the names that can be read.
 
-        Raises KeyError if a parameter or buffer is missing, and ValueError if one has another shape or dtype.
+        Raises KeyError if a parameter or buffer is missing that may have changed, and ValueError if one has another
+        shape or dtype.
         """
         self.prepared, self.valid = None, False  # until all ranks have loaded the same step
         available = set(names)
         saved, held = self._saved, self._held
         for name in sorted(saved):
             if f"model/{name}" not in available:
+                if name in self._constant:  # it has that value already
+                    continue
                 raise KeyError(name)
             tensor = saved[name].detach()
             tensor.copy_(_like(tensor, self._own(name, read(f"model/{name}")), name))

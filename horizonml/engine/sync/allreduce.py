@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.tree import TreeSum
 from horizonml.comm.work import Work
-from horizonml.engine.sync.base import Members, float_and_other, trainable
+from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.state.parts import Part
 
@@ -70,7 +70,7 @@ class AllReduce:
         self._members, self._group, self._clock = members, members.group, members.clock
         self._parameters = [parameter for name, parameter in trainable(module).items() if name not in self.parts]
         self._averaged, self._copied = float_and_other(
-            buffer for name, buffer in module.named_buffers() if name not in self.parts
+            buffer for name, buffer in synced_buffers(module).items() if name not in self.parts
         )
         self._buckets = self._make_buckets(sum(buffer.numel() for buffer in [*self._averaged, *self._copied]))
         total = sum(bucket.flat.nbytes for bucket in self._buckets)

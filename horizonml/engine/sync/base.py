@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.engine.clock import Clock
+from horizonml.models.freezing import still_buffers
 from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
 
@@ -100,6 +101,12 @@ class Alone:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that are trained, by name."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def synced_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module that members keep equal, by name: all but those that freezing keeps still."""
+    still = still_buffers(module)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in still}
 
 
 def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

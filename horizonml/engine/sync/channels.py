@@ -25,6 +25,7 @@ from horizonml.engine.sync.allreduce import AllReduce
 from horizonml.engine.sync.base import Members
 from horizonml.errors import ModelError
 from horizonml.models.channels import find_pairs, is_depthwise
+from horizonml.models.freezing import is_still, keep_still
 from horizonml.state.parts import Part, gather
 
 
@@ -113,7 +114,7 @@ class _Layer(nn.Module):
     def __init__(self, whole: nn.Conv2d | nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, whole.weight.requires_grad)
-        self.bias = None if bias is None else nn.Parameter(bias, whole.weight.requires_grad)
+        self.bias = None if bias is None else nn.Parameter(bias, whole.bias is not None and whole.bias.requires_grad)
         self._convolution: Any = None
         if isinstance(whole, nn.Conv2d):
             self._convolution = (whole.stride, whole.padding, whole.dilation)
@@ -243,6 +244,10 @@ class Channels(AllReduce):
             stop - start, layer.eps, layer.momentum, layer.affine, track_running_stats=layer.track_running_stats
         )
         new.load_state_dict(own)
+        for key, parameter in new.named_parameters():
+            parameter.requires_grad_(layer.get_parameter(key).requires_grad)
+        if is_still(layer):
+            keep_still(new)
         self._replace(name, layer, new, {key: part for key, value in own.items() if value.dim()})
 
     def _replace(self, name: str, old: nn.Module, new: nn.Module, parts: dict[str, Part]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.engine.sync.base import Members, float_and_other, trainable
+from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Sync
@@ -31,7 +31,7 @@ class HorovodSync:
         half = members.stage.sync is Sync.HOROVOD_FP16
         self._compression = self._hvd.Compression.fp16 if half else self._hvd.Compression.none
         self._parameters = trainable(module)
-        self._averaged, self._copied = float_and_other(module.buffers())
+        self._averaged, self._copied = float_and_other(synced_buffers(module).values())
         size = sum(parameter.nbytes for parameter in self._parameters.values()) // (2 if half else 1)
         size += 4 * sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
         count = len(members.ranks)

@@ -1,0 +1,400 @@
+"""Fine-tuning: the gradients of what is trained are those of one process, and nothing happens to the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
+from torch.nn import functional
+
+from horizonml.comm.group import Group
+from horizonml.data.choose import describe, load
+from horizonml.data.sampler import Sampler
+from horizonml.engine.session import Session
+from horizonml.errors import ModelError
+from horizonml.files import cache_folder
+from horizonml.job.schema import Job
+from horizonml.models.lora import import_peft
+from horizonml.models.patterns import selected
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import Model, build
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.schedules import SCHEDULES
+from horizonml.runtime.agreement import agree_on_model, model_for
+from horizonml.runtime.life import Last
+from horizonml.runtime.rebuild import rebuild
+from horizonml.runtime.trainer import training_batch
+from horizonml.state.follow import needs
+from horizonml.state.mirror import Mirror
+from horizonml.state.move import move, senders
+from horizonml.state.recover import agree_on_state
+from horizonml.state.spec import Adam, Sgd
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.choose import task_for
+from horizonml.tasks.task import InputSpec
+from tests import models
+from tests.distributed import test_following as following
+from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
+
+ONE, TWO = (1.0,), (1.0, 1.0)
+MOMENTUM = Sgd(momentum=0.9, weight_decay=1e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained of a model, and by which plan."""
+
+    name: str
+    members: tuple[tuple[float, ...], ...]
+    tuning: tuple[str, ...]  # globs on what is frozen, or on what gets adapters
+    model: str = "backbone"
+    lora: bool = False
+    train: tuple[str, ...] = ()  # beside the adapters
+    schedule: str = "1f1b"
+    sync: Sync = Sync.ALL_REDUCE
+    optimizer: Sgd | Adam = MOMENTUM
+
+    def spec(self, file: Path) -> ModelSpec:
+        values: dict[str, Any] = {"name": f"tests.models:{self.model}", "weights": str(file)}
+        if self.lora:
+            values["lora"] = {"rank": 2, "alpha": 8, "targets": list(self.tuning), "train": list(self.train)}
+        else:
+            values["freeze"] = list(self.tuning)
+        return ModelSpec.model_validate(values)
+
+    def plan(self, layers: int) -> Plan:
+        count = len(self.members) * SCHEDULES[self.schedule].stages_per_rank
+        bounds = [layers * number // count for number in range(count + 1)]
+        firsts = [sum(map(len, self.members[:number])) for number in range(len(self.members))]
+        groups = [tuple(range(first, first + len(own))) for first, own in zip(firsts, self.members, strict=True)]
+        stages = []
+        for number in range(count):
+            ranks, shares = groups[number % len(groups)], self.members[number % len(groups)]
+            stages.append(Stage(bounds[number], bounds[number + 1], ranks, shares, self.sync))
+        return Plan(tuple(stages), self.schedule, 1 if count == 1 else 4)
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.members))
+
+
+SHAPES = {
+    "single": (ONE,),
+    "ddp 2": (TWO,),
+    "pipeline 2": (ONE, ONE),
+    "pipeline 3": (ONE, ONE, ONE),
+    "hybrid 2x2, shares": ((3.0, 1.0), TWO),
+}
+BODY, MIDDLE, END = ("[0-8].*",), ("2.*", "4.*"), ("[4-9].*",)
+TUNED = {"frozen backbone": (BODY, "backbone"), "frozen middle": (MIDDLE, "plain"), "frozen end": (END, "plain")}
+EVERY_SCHEDULE = (("pipeline 3", "frozen backbone"), ("hybrid 2x2, shares", "frozen middle"))
+CASES = [
+    Case(f"{shape}, {schedule}, {what}", members, *TUNED[what], schedule=schedule)
+    for shape, members in SHAPES.items()
+    for what in TUNED
+    for schedule in SCHEDULES
+    if schedule == "1f1b" or (shape, what) in EVERY_SCHEDULE
+]
+CASES += [
+    Case("ddp 2, adamw, frozen backbone", (TWO,), BODY, optimizer=Adam(name="adamw")),
+    Case("ddp 2, frozen backbone, fp16", (TWO,), BODY, sync=Sync.FP16),
+]
+TENSOR = Case("tensor 2, frozen backbone", (TWO,), BODY, sync=Sync.CHANNELS)
+LORA = [
+    Case(f"{shape}, {schedule}, lora", members, ("[0-6].*",), "plain", True, ("7.*", "9.*"), schedule)
+    for shape, members in SHAPES.items()
+    for schedule in SCHEDULES
+    if schedule == "1f1b" or (len(members) > 1 and shape in ("pipeline 3", "hybrid 2x2, shares"))
+]
+LORA += [Case("pipeline 2, lora of a backbone with BatchNorm", (ONE, ONE), ("[0369].*",), lora=True, train=("13.*",))]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Weights for the models that no constructor makes."""
+    return tmp_path / "weights.safetensors"
+
+
+def write_weights(file: Path, model: str) -> dict[str, Tensor]:
+    torch.manual_seed(11)
+    tensors = getattr(models, model)().state_dict()
+    for name, value in tensors.items():
+        if name.endswith(("running_mean", "running_var")):
+            value.copy_(torch.rand_like(value) + 0.5)
+        elif value.is_floating_point():
+            value.add_(torch.randn_like(value) * 0.05)
+    save_file(tensors, file)
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def built(case: Case, file: Path) -> Model:
+    return build(case.spec(file), 0, 10, InputSpec.of(SHAPE))
+
+
+def train(rank: int, world_size: int, store: Store, case: Case, file: Path) -> tuple[dict[str, Tensor], list[Any]]:
+    """What a rank holds after some steps, and what it reported."""
+    model = built(case, file)
+    group = Group(store, rank, world_size, 30.0)
+    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(3)]
+    state = state_of(session)
+    group.close()
+    return state, reports
+
+
+def reference(case: Case, file: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """The same in one process with plain PyTorch (and peft): the state, and the names of what is trained."""
+    module: nn.Module = getattr(models, case.model)()
+    module.load_state_dict(load_file(file))
+    if case.lora:
+        peft = import_peft()
+        config = peft.LoraConfig(r=2, lora_alpha=8, target_modules="|".join(_adapted(case, module)))
+        module = peft.inject_adapter_in_model(config, module)
+        model = built(case, file)
+        module.load_state_dict(model.stage(0, len(model.chain)).state_dict())  # adapters begin at random
+        names = {name for name, _ in module.named_parameters() if ".lora_" in name or selected(case.train, name)}
+    else:
+        names = {name for name, _ in module.named_parameters() if not selected(case.tuning, name)}
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in names)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if isinstance(case.optimizer, Sgd):
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=LR, momentum=0.9, weight_decay=1e-3)
+    else:
+        decay = case.optimizer.weight_decay
+        optimizer = torch.optim.AdamW(parameters, lr=LR, betas=tuple(case.optimizer.betas), weight_decay=decay)
+    for step in range(3):
+        batch = RandomBatch(step)
+        optimizer.zero_grad()
+        functional.cross_entropy(module(batch.inputs(0, batch.size)), batch.targets(0, batch.size)).backward()
+        optimizer.step()
+    return module.state_dict(), names
+
+
+def _adapted(case: Case, module: nn.Module) -> list[str]:
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    return [name for name in layers if selected(case.tuning, f"{name}.weight")]
+
+
+def expect_truth(pool: Pool, case: Case, file: Path, tolerance: float = 1e-5) -> list[tuple[dict[str, Tensor], Any]]:
+    before = write_weights(file, case.model)
+    expected, trained = reference(case, file)
+    results: list[tuple[dict[str, Tensor], Any]] = pool.run(case.world_size, train, case, file)
+    seen: set[str] = set()
+    for state, _ in results:
+        for key, value in state.items():
+            kind, _, name = key.partition("/")
+            if kind == "model":
+                seen.add(name)
+                assert distance(value, expected[name]) < tolerance, key
+                if name not in trained:  # parameters and statistics, bit for bit
+                    assert torch.equal(value, before[name.replace(".base_layer", "")]), key
+                else:
+                    assert ".lora_" in name or not torch.equal(value, before[name]), key
+            else:  # the optimizer keeps nothing for what is frozen
+                assert name.rpartition("/")[0] in trained, key
+    assert seen == set(expected)
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_trained_changes_as_in_one_process_and_the_rest_not_at_all(pool: Pool, case: Case, file: Path) -> None:
+    expect_truth(pool, case, file, 1e-3 if case.sync is Sync.FP16 else 1e-5)
+
+
+def test_members_that_split_channels_may_have_frozen_layers(pool: Pool, file: Path) -> None:
+    expect_truth(pool, TENSOR, file)
+
+
+@pytest.mark.parametrize("case", LORA, ids=lambda case: case.name)
+def test_adapters_change_as_in_one_process_with_peft(pool: Pool, case: Case, file: Path) -> None:
+    if find_spec("peft") is None:
+        pytest.skip("needs pip install 'horizonml[lora]'")
+    expect_truth(pool, case, file)
+
+
+def test_nothing_is_sent_for_what_is_frozen(pool: Pool, file: Path) -> None:
+    """In two members for the frozen part, and one for the trained: activations go on, and nothing else anywhere."""
+    case = Case("hybrid", (TWO, ONE), BODY)
+    write_weights(file, case.model)
+    model = built(case, file)
+    layers = len(model.chain)
+    first = model.parameter_names()["9.weight"]
+    plan = Plan((Stage(0, first, (0, 1), TWO), Stage(first, layers, (2,), ONE)), micro_batches=4)
+    results = pool.run(3, traffic, case, file, plan)
+    samples = sum(RandomBatch(step).size for step in range(3))
+    sent = model.chain.boundaries[first].bytes_per_sample * samples
+    assert [sum(step["members"][0] for step in ways) for ways in results] == [0, 0, 0]
+    assert sum(step["next"][0] for ways in results[:2] for step in ways) == sent
+    assert [sum(step["next"][1] for step in ways) for ways in results] == [0, 0, 0]  # no gradients come back
+    assert sum(step["previous"][0] for step in results[2]) == 0
+    # Where members share what is trained, they sum its gradients and no more, not even BatchNorm's statistics.
+    results = pool.run(2, traffic, replace(case, members=(TWO,)), file, Plan((Stage(0, layers, (0, 1), TWO),)))
+    trained = 4 * (16 * 16 * 9 + 16 + 64 * 10 + 10)
+    assert [[step["members"][0] for step in ways] for ways in results] == [[trained] * 3] * 2
+
+
+def traffic(rank: int, world_size: int, store: Store, case: Case, file: Path, plan: Plan) -> list[dict[str, Any]]:
+    group = Group(store, rank, world_size, 30.0)
+    session = session_for(plan, built(case, file), group, case.optimizer, FULL)
+    reports = [session.step(RandomBatch(step), LR) for step in range(3)]
+    group.close()
+    return [dict(report.traffic) for report in reports]
+
+
+def job(file: Path, model: str = "backbone") -> Job:
+    return Job.model_validate(
+        {
+            "batch_size": 24,
+            "model": {"name": f"tests.models:{model}", "weights": str(file), "freeze": ["[0-8].*"]},
+            "data": {"name": "digits", "samples": 85},
+            "optimizer": {"name": "sgd", "momentum": 0.9, "lr": LR},
+            "lr_schedule": {"name": "constant"},
+        }
+    )
+
+
+def lose(rank: int, world_size: int, store: Store, file: Path, lost: int, cuts: tuple[int, int]) -> dict[str, Any]:
+    """Train with a mirror; without the lost rank, go on with the two others. Return what each of them holds then."""
+    torch.set_num_threads(1)
+    own = job(file)
+    info = describe(own.data)
+    assert info is not None
+    state = TrainState(model_for(own, info), own.optimizer)
+    layers = len(state.model.chain)
+    bounds = ((0, cuts[0]), cuts, (cuts[1], layers))
+    plan = Plan(tuple(Stage(*one, (place,), ONE) for place, one in enumerate(bounds)), micro_batches=3)
+    data = load(own.data, info, cache_folder() / "data", inputs=True, targets=True)
+    sampler = Sampler(info.train, own.batch_size, own.seed)
+    group = Group(PrefixStore("all", store), rank, world_size, 30.0)
+    session = Session(plan, state, group, task_for(own, info), own.batch_size)
+    mirror = Mirror(plan, state, group, lambda _: 1e9, 1.0, 1 << 30)
+    for step in range(9):
+        mirror.before_step(1.0)
+        session.step(training_batch(own, data, sampler, *divmod(step, sampler.steps_per_epoch)), LR)
+        mirror.after_step()
+    if rank == lost:
+        found = {"state": state_of(session)}
+        session.close()
+        group.close()
+        return found
+    session.close()
+    group.close()
+    copied = {name for kept in mirror.replicas.values() for replica in kept for name in replica.tensors()}
+    members = [other for other in range(world_size) if other != lost]
+    group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
+    recovery = agree_on_state(state, True, group)
+    assert recovery is not None
+    if recovery.missing:
+        found_again = rebuild(own, info, state, Last(1, list(range(world_size)), mirror), recovery, group, members)
+        assert not isinstance(found_again, str), found_again
+        rebuilt: Any = found_again.holders
+    else:
+        rebuilt = recovery.holders
+    # All go on together: the layers move to where another plan has them, and what is frozen is read from the file.
+    after = Plan((Stage(0, layers, (0, 1), TWO),))
+    moved = move(state, senders(rebuilt, after), group)
+    session = Session(after, state, group, task_for(own, info), own.batch_size)
+    result = {"missing": recovery.missing, "copied": copied, "state": state_of(session), "moved": moved}
+    session.close()
+    group.close()
+    return result
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_frozen_layers_are_neither_copied_nor_moved_and_a_lost_rank_is_rebuilt(
+    pool: Pool, file: Path, lost: int
+) -> None:
+    weights = write_weights(file, "backbone")
+    info = describe(job(file).data)
+    assert info is not None
+    model = model_for(job(file), info)
+    places = model.parameter_names()
+    cuts = places["3.weight"], places["9.weight"]  # the first two ranks hold frozen layers only
+    results = pool.run(3, lose, file, lost, cuts)
+    trained = {name for name in weights if name not in model.frozen}
+    assert {name.partition(".")[0] for name in trained} == {"9", "13"}
+    left = [result for rank, result in enumerate(results) if rank != lost]
+    for result in left:
+        assert result["missing"] == ([] if lost < 2 else sorted({places[name] for name in trained}))
+        assert {key.split("/")[1] for key in result["copied"]} <= trained
+        assert result["state"].keys() == left[0]["state"].keys()
+        for key, value in result["state"].items():
+            assert torch.equal(value, left[0]["state"][key]), key
+            name = key.split("/")[1]
+            if name not in trained:
+                assert torch.equal(value, weights[name]), key
+    lost_state = results[lost]["state"]
+    assert [key for key, value in lost_state.items() if not torch.equal(value, left[0]["state"][key])] == []
+    # Parameters and momentum of what is trained went to the one rank that lacked them.
+    assert sum(result["moved"] for result in left) == 2 * sum(weights[name].nbytes for name in trained)
+
+
+@dataclass(frozen=True)
+class Joining(following.Case):
+    """A newcomer among ranks that fine-tune a model from a file."""
+
+    file: Path = Path()
+
+    def state(self) -> TrainState:
+        return TrainState(built(Case("", (ONE,), BODY), self.file), self.optimizer)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_newcomer_reads_what_is_frozen_and_receives_the_rest(pool: Pool, file: Path, wait: bool) -> None:
+    weights = write_weights(file, "backbone")
+    layers = len(built(Case("", (ONE,), BODY), file).chain)
+    case = Joining("frozen", following.ddp(layers, 1.0, 1.0, 1.0), 2, file=file)
+    model = case.state().model
+    trained = 4 * sum(value.numel() for name, value in weights.items() if name not in model.frozen)
+    # Parameters and momentum of what is trained, and the gradients of a step.
+    assert needs(case.state(), case.plan, frozenset({2}), 2) == (2 * trained, trained)
+    results = pool.run(3, following.joins, case, 3, wait)
+    for _, state, _ in results:
+        assert state.keys() == results[0][1].keys()
+        assert [key for key, value in state.items() if not torch.equal(value, results[0][1][key])] == []
+        assert all(torch.equal(state[f"model/{name}"], weights[name]) for name in model.frozen)
+
+
+def other_file(rank: int, world_size: int, store: Store, files: list[Path]) -> str:
+    group = Group(store, rank, world_size, 30.0)
+    own = job(files[rank])
+    info = describe(own.data)
+    assert info is not None
+    try:
+        model, _ = agree_on_model(own, info, group)
+        again, notes = agree_on_model(own, info, group, model)
+        assert again is model
+        return "agreed " + "; ".join(notes)
+    except ModelError as error:
+        return str(error)
+    finally:
+        group.close()
+
+
+def test_all_ranks_must_have_the_same_file(pool: Pool, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
+    tensors = write_weights(one, "backbone")
+    save_file(tensors | {"0.weight": tensors["0.weight"] + 1}, other)
+    (tmp_path / "copy").mkdir()
+    copy = tmp_path / "copy" / "one.safetensors"
+    copy.write_bytes(one.read_bytes())
+    assert pool.run(2, other_file, [one, copy]) == ["agreed "] * 2
+    found = pool.run(3, other_file, [one, copy, other])
+    assert len(set(found)) == 1
+    assert found[0].startswith("model.weights: rank 2 has another file than rank 0 (SHA-256 ")
+    found = pool.run(2, other_file, [one, tmp_path / "none"])
+    assert len(set(found)) == 1
+    assert found[0].startswith("rank 1: model.weights: ")
