@@ -37,6 +37,7 @@ class Step:
     traffic: dict[Way, tuple[int, int]]  # bytes sent and received
     divergence: float | None
     spans: list[Span]
+    gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
 
     @property
     def bytes_sent(self) -> int:

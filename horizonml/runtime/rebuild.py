@@ -125,7 +125,7 @@ class _Part:
         data = load(job.data, info, cache_folder() / "data", inputs=0 in stages, targets=len(plan.stages) - 1 in stages)
         sampler = Sampler(info.train, job.batch_size, job.seed)
 
-        def steps() -> Iterator[tuple[Messages, Batch, float]]:
+        def steps() -> Iterator[tuple[Messages, Batch, float, float]]:
             for step in range(self.how.step, self.until):
                 messages = {
                     (old, tag): tensor
@@ -135,7 +135,7 @@ class _Part:
                 }
                 batch = training_batch(job, data, sampler, *divmod(step, sampler.steps_per_epoch))
                 rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, sampler.steps_per_epoch, job.epochs)
-                yield messages, batch, rate
+                yield messages, batch, rate, state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
 
         replay(plan, owner, theirs, steps(), task_for(job, info), job.batch_size)
         state.put(theirs.tensors())

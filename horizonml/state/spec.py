@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from horizonml.spec.base import Spec
 
+_CLIP_NORM = (
+    "Clip gradients: where their norm over all layers is larger than this, all of them are multiplied by one factor "
+    "that makes it so (default: not clipped). The norm of every step is recorded."
+)
+
 
 class Sgd(Spec):
     """Configures stochastic gradient descent with momentum."""
@@ -17,6 +22,7 @@ class Sgd(Spec):
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum.")
     nesterov: bool = Field(False, description="Use Nesterov momentum.")
     weight_decay: float = Field(5e-4, ge=0, description="L2 penalty.")
+    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False, description=_CLIP_NORM)
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Sgd:
@@ -34,6 +40,7 @@ class Adam(Spec):
         [0.9, 0.999], description="Decay rates of the two moments, each in [0, 1)."
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False, description=_CLIP_NORM)
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> Adam:

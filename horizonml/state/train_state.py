@@ -13,6 +13,7 @@ from horizonml.comm.group import Group
 from horizonml.models.zoo import Model
 from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part
+from horizonml.state.scales import Scales
 from horizonml.state.spec import Adam, Sgd
 
 
@@ -40,6 +41,7 @@ class TrainState:
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
         self.prepared: Prepared | None = None
+        self.scales = Scales()
         self.valid = (
             True  # false while layers have initial values, or some of a checkpoint's, and the step says otherwise
         )
@@ -108,8 +110,11 @@ class TrainState:
         self.keep([])
         self.valid = False
 
-    def settle(self, apply: bool) -> None:
-        """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`."""
+    def settle(self, apply: bool, scale: float | None = None) -> None:
+        """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`.
+
+        `scale` is the factor by which that rank has multiplied its gradients, where gradients are clipped.
+        """
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
@@ -120,7 +125,10 @@ class TrainState:
             return
         parameters = {name: cast(nn.Parameter, held[name]) for name in prepared.gradients}
         for name, parameter in parameters.items():
-            parameter.grad = prepared.gradients[name]
+            gradient = prepared.gradients[name]
+            parameter.grad = gradient if scale is None else gradient * scale
+        if scale is not None:
+            self.scales.note(self.step, scale)
         self.update(parameters, prepared.learning_rate)
         self.step += 1
         for parameter in parameters.values():
