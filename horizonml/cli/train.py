@@ -53,6 +53,15 @@ def train(
             show_default=False,
         ),
     ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEED,SEED,...",
+            help="Train once for each of these seeds, one after the other on this machine, and show the mean and the "
+            "deviation of what they reach. The runs are in folders of their own inside the job's.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a job.
 
@@ -69,6 +78,15 @@ def train(
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
     metrics_at = _metrics_address(metrics)
+    if seeds is not None:
+        from horizonml.cli.seeds import parse_seeds, train_seeds
+        from horizonml.errors import JobError
+
+        if identity is not None:
+            raise JobError("--seeds: several seeds are trained on this machine; start one run per seed with a launcher")
+        if not train_seeds(job, parse_seeds(seeds), fresh, metrics_at):
+            sys.exit(130)
+        return
     if identity is None:
         from horizonml.runtime.launch import train_here
 
@@ -106,11 +124,18 @@ def export(
     output: Annotated[
         Path, typer.Argument(metavar="FILE", help="The file to write, e.g. model.pt.", show_default=False)
     ],
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the best checkpoint of the run (see checkpoint.keep_best).")
+    ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Take the moving averages of the parameters (see ema.decay).")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights as a PyTorch state dict."""
+    from horizonml.state.keeping import find_best
     from horizonml.state.shards import export as export_checkpoint
 
-    metadata = export_checkpoint(checkpoint, output)
+    metadata = export_checkpoint(find_best(checkpoint)[0] if best else checkpoint, output, average)
     accuracy, epoch = metadata.metrics.get("held_out_accuracy"), metadata.metrics.get("epoch")
     measured = "" if accuracy is None else f", held-out accuracy {accuracy:.2%}"
     when = "" if accuracy is None or epoch is None else f" after epoch {epoch}"

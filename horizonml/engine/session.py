@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -261,11 +262,12 @@ class Session:
         self.clock.pause()
         self._totals.post()
         found, samples = torch.zeros(2 + len(self.task.metrics), dtype=torch.float64), 0
-        for batch in batches:
-            runs = self._begin(batch)
-            actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
-            run_passes(self._with_rows(actions, runs), self.stages, self.clock)
-            found, samples = found + self._found(runs), samples + batch.size
+        with self.state.averaged() if self.state.evaluates_averages else nullcontext():
+            for batch in batches:
+                runs = self._begin(batch)
+                actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
+                run_passes(self._with_rows(actions, runs), self.stages, self.clock)
+                found, samples = found + self._found(runs), samples + batch.size
         for stage in self.stages.values():
             stage.flush()
         totals = self._agree(found, samples)

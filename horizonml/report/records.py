@@ -118,6 +118,7 @@ class StepLine(BaseModel):
     rss_bytes: int
     joules: float | None = None
     divergence: float | None = None
+    gradient_norm: float | None = None  # before clipping
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds that went to one kind of time."""
@@ -133,6 +134,8 @@ class EvaluationLine(BaseModel):
     epoch: int
     loss: float
     accuracy: float | None = None
+    within_epoch: bool = False
+    best: bool = False  # whether the checkpoint of this step is kept as the best one
 
 
 class RecoveryLine(BaseModel):

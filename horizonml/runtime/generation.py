@@ -64,7 +64,7 @@ class Generation:
         first = self._agree_on_begin()
         info = describe_data(job, group, life.info)
         if life.state is None or info != life.info:
-            life.state, life.info = TrainState(model_for(job, info), job.optimizer), info
+            life.state, life.info = TrainState(model_for(job, info), job.optimizer, job.ema), info
         model = life.state.model
         found = agree_on_state(life.state, life.begun, group)
         here = next(host for host in hosts if group.rank in host.ranks)
@@ -286,8 +286,9 @@ class Generation:
         """Return what takes down all that happens from now on, by this plan."""
         life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
         assert life.info is not None
-        steps = job.epochs * -(-life.info.train // job.batch_size)
-        display = display_for(about.rank, job.epochs, steps, done)
+        per_epoch = -(-life.info.train // job.batch_size)
+        steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
+        display = display_for(about.rank, epochs, steps, done)
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
@@ -295,7 +296,7 @@ class Generation:
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
         file = job.run_folder / f"rank-{life.rank}.jsonl"
         recorder = Recorder(file, display, about, job.telemetry.timeline_every, life.metrics, energy, life.lifeline)
-        life.metrics.started(about, job.epochs, steps, done)
+        life.metrics.started(about, epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
         if about.rank:

@@ -182,7 +182,8 @@ def _split_address(text: str, name: str) -> tuple[str, int]:
 def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     """Return the last message of a run; `step` is that of the newest checkpoint, if there is one."""
     if outcome is Outcome.ALREADY_COMPLETE:
-        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
+        length = "epochs" if job.steps is None else "steps"
+        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set {length}=N goes on"
     if outcome is Outcome.STOPPED:
         if step is None:
             return "stopped as asked: nothing was saved"

@@ -118,7 +118,7 @@ class _Part:
     ) -> None:
         """Repeat the lost rank's work since its replica, and take over its layers. Raises HorizonError."""
         owner, plan = self.how.owner, mirror.plan
-        theirs = TrainState(state.model, job.optimizer)
+        theirs = TrainState(state.model, job.optimizer, job.ema)
         theirs.put(mirror.replicas[owner].tensors())
         theirs.step = self.how.step
         stages = plan.stages_of(owner)
@@ -134,7 +134,9 @@ class _Part:
                     if number == step
                 }
                 batch = training_batch(job, data, sampler, *divmod(step, sampler.steps_per_epoch))
-                rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, sampler.steps_per_epoch, job.epochs)
+                per_epoch = sampler.steps_per_epoch
+                total = job.total_steps(per_epoch)
+                rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, per_epoch, total)
                 yield messages, batch, rate, state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
 
         replay(plan, owner, theirs, steps(), task_for(job, info), job.batch_size)

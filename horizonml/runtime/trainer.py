@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,15 @@ from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
+from horizonml.runtime.stopping import Evaluations
 from horizonml.runtime.stragglers import StragglerDetector
+from horizonml.state.best import KEPT, STOPPING, Best
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
+from horizonml.text import count
 
 
 def train(
@@ -65,29 +68,30 @@ class _Loop:
     def __post_init__(self) -> None:
         self.sampler = Sampler(self.data.info.train, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
-        self.total = self.per_epoch * self.job.epochs
+        self.total = self.job.total_steps(self.per_epoch)
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
+        self.evaluations = Evaluations(self.job, self.session.task)
         # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
         self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
         caught_up = self._catch_up()
-        if self.state.step >= self.total:
+        if self.ended:
             return Outcome.COMPLETE if caught_up else Outcome.ALREADY_COMPLETE
-        while self.state.step < self.total:
+        while not self.ended:
             step = self._step()
             done = self.state.step
             self._note_saved(self.checkpoints)
-            if done % self.per_epoch == 0:
-                self._evaluate(done)
-            stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
-            replan = self._has_better_plan(step, done) and done < self.total
+            best = self._evaluate(done) if self._is_evaluated(done) else False
+            ended = self.ended
+            stopping = (step.totals.stop or step.totals.newcomers) and not ended
+            replan = self._has_better_plan(step, done) and not ended
             saving = stopping and (step.totals.stop or not self.keeps_state)
-            due = done % self.every == 0 and not (stopping and not saving)
-            if self.checkpoints is not None and (due or done == self.total or saving or replan):
-                self._save(self.checkpoints, done, stopping)
+            due = (done % self.every == 0 or best) and not (stopping and not saving)
+            if self.checkpoints is not None and (due or ended or saving or replan):
+                self._save(self.checkpoints, done, stopping, best)
                 if self.unsaved and not step.totals.stop and not self.keeps_state:
                     stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
@@ -96,19 +100,33 @@ class _Loop:
                 return Outcome.RE_PLAN
         return Outcome.COMPLETE
 
+    @property
+    def ended(self) -> bool:
+        """Whether the training is at its end, or has ended early."""
+        return self.state.step >= self.total or self.evaluations.ends(self.state.best)
+
+    def _is_evaluated(self, done: int) -> bool:
+        """Return whether the model is evaluated after so many steps."""
+        spec = self.job.evaluate
+        return done >= self.total or done % (spec.every_steps or spec.every_epochs * self.per_epoch) == 0
+
+    def _epoch(self, done: int) -> int:
+        """Return the epoch, counted from 1, of which the last of so many steps was a part."""
+        return -(-done // self.per_epoch)
+
     def _catch_up(self) -> bool:
         """Do what an earlier group has left undone after its last step; return whether there was anything.
 
         The state may have outlived a group that was lost while it evaluated, or saved the last checkpoint.
         """
-        done = self.state.step
-        epoch, within = divmod(done, self.per_epoch)
-        evaluating = done > 0 and within == 0 and self.state.metrics.get("epoch") != epoch
-        saving = done == self.total and self.checkpoints is not None and self.checkpoints.newest != done
-        if evaluating:
-            self._evaluate(done)
+        done, metrics = self.state.step, self.state.metrics
+        # Version 0.1.0 evaluated at the end of each epoch, and did not save at which step.
+        evaluated = metrics.get("step", metrics.get("epoch", 0) * self.per_epoch)
+        evaluating = done > 0 and self._is_evaluated(done) and evaluated != done
+        best = self._evaluate(done) if evaluating else False
+        saving = (self.ended or best) and self.checkpoints is not None and self.checkpoints.newest != done
         if saving and self.checkpoints is not None:
-            self._save(self.checkpoints, done, stopping=False)
+            self._save(self.checkpoints, done, stopping=False, best=best)
         return evaluating or saving
 
     def _step(self) -> Step:
@@ -116,7 +134,7 @@ class _Loop:
         done = self.state.step
         epoch, within = divmod(done, self.per_epoch)
         batch = training_batch(self.job, self.data, self.sampler, epoch, within)
-        lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
+        lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.total)
         every = self.job.telemetry.divergence_every
         if self.mirror is not None:
             self.mirror.before_step(self.wall)
@@ -134,14 +152,35 @@ class _Loop:
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step
 
-    def _evaluate(self, done: int) -> None:
-        """Evaluate the model on the held-out data at the end of an epoch."""
-        epoch, started = done // self.per_epoch, time.perf_counter()
+    def _evaluate(self, done: int) -> bool:
+        """Evaluate the model on the held-out data; return whether its checkpoint is to be kept as the best one."""
+        epoch, started = self._epoch(done), time.perf_counter()
         totals = self.session.evaluate(held_out_batches(self.job, self.data))
-        self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started)
-        self.recorder.skip()
         metrics = {f"held_out_{metric_key(name)}": value for name, value in totals.metrics.items()}
-        self.state.metrics = {"epoch": epoch, "held_out_loss": totals.loss, **metrics}
+        measured = {"held_out_loss": totals.loss, **metrics}
+        self.state.metrics = {"step": done, "epoch": epoch, **measured}
+        self.state.best = best = self.evaluations.note(self.state.best, measured, done)
+        kept = KEPT in best and best[KEPT].step == done
+        within = done % self.per_epoch != 0
+        self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started, within_epoch=within, best=kept)
+        if self.ended:
+            self._tell_end(best, done)
+        self.recorder.skip()
+        return kept
+
+    def _tell_end(self, best: Mapping[str, Best], done: int) -> None:
+        """Tell the user why training ends here if that is early, and which checkpoint is the best."""
+        if done < self.total:
+            found = best[STOPPING]
+            self.recorder.message(
+                f"step {done}: training ends early, because {found.metric} has not been better in "
+                f"{count(found.waited, 'evaluation')} than {found.value:.4f}, which it was after step {found.step}"
+            )
+        if KEPT in best and self.checkpoints is not None:
+            found = best[KEPT]
+            self.recorder.message(
+                f"the best checkpoint is that of step {found.step}, with {found.metric} {found.value:.4f}"
+            )
 
     def _has_better_plan(self, step: Step, done: int) -> bool:
         """Return whether there is a better plan, if the detector watches the steps."""
@@ -154,18 +193,21 @@ class _Loop:
         self.recorder.skip()
         return better
 
-    def _save(self, checkpoints: Checkpoints, done: int, stopping: bool) -> None:
+    def _save(self, checkpoints: Checkpoints, done: int, stopping: bool, best: bool) -> None:
         """Save a checkpoint: the last one while all wait, others while training goes on, and never two at once.
 
-        Raises CheckpointError if it is not saved and no later one will be.
+        If one is still being written, that of the `best` evaluation waits for it, and another one is left out. Raises
+        CheckpointError if it is not saved and no later one will be.
         """
-        complete, due = done == self.total, done % self.every == 0
-        details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
+        complete, due = self.ended, done % self.every == 0 or best
+        details = {"epochs": self.job.total_epochs(self.per_epoch), "complete": complete, "metrics": self.state.metrics}
         details = {"job": self.job.model_dump(), **details}
+        if self.state.best:
+            details["best"] = {purpose: one.model_dump() for purpose, one in self.state.best.items()}
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
             skipped = checkpoints.skipped
-            checkpoints.begin(self.state, self.session.plan, details)
+            checkpoints.begin(self.state, self.session.plan, details, must=best)
             if checkpoints.skipped > skipped:
                 self.recorder.checkpoint_skipped(done)
         else:

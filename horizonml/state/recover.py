@@ -13,6 +13,7 @@ from typing import Any
 
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
+from horizonml.state.best import best_from
 from horizonml.state.train_state import TrainState
 
 
@@ -84,7 +85,8 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     model = state.model
     own = Held.of(state).to_json() if begun else None
     scale = state.scales.get(state.step - 1)
-    answers = group.gather_json([own, state.metrics, scale])
+    best = {purpose: one.model_dump() for purpose, one in state.best.items()}
+    answers = group.gather_json([own, state.metrics, scale, best])
     reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
     stateful = set(model.parameter_names().values())
     found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
@@ -94,8 +96,9 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
         scales = [answers[rank][2] for rank in there if isinstance(answers[rank][2], float)]
         _adopt(state, found.step, scales[0] if scales else None)
         able = (rank for rank, report in enumerate(reports) if report is not None and report.reaches(found.step))
-        metrics = answers[next(able)][1]
+        _, metrics, _, best = answers[next(able)]
         state.metrics = dict(metrics) if isinstance(metrics, dict) else {}
+        state.best = best_from(best)
     return found
 
 

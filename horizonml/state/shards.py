@@ -32,6 +32,8 @@ from horizonml import __version__
 from horizonml.errors import CheckpointError
 from horizonml.files import write_atomically
 from horizonml.job.schema import Job
+from horizonml.state.average import AVERAGE, sources
+from horizonml.state.best import Best
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Metadata(_Strict):
     restarts: int = Field(0, ge=0)  # how often the count of generations had begun again (see `fence`)
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
+    best: dict[str, Best] = {}  # the best evaluation so far, for each purpose
     job: dict[str, Any] = {}
     compatible: dict[str, Any]
     plan: Cuts
@@ -274,17 +277,19 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def export(source: Path, target: Path) -> Metadata:
+def export(source: Path, target: Path, average: bool = False) -> Metadata:
     """Write a checkpoint's parameters and buffers as a plain state dict; return the checkpoint's metadata.
+
+    With `average`, the parameters are their moving averages.
 
     The file can be read by `torch.load(target, weights_only=True)` and fits the original model. Raises
     CheckpointError.
     """
     path, metadata = find(source)
     with opened(path, metadata.shards) as (names, read):
-        weights: dict[str, Tensor] = {
-            name.removeprefix("model/"): read(name) for name in names if name.startswith("model/")
-        }
+        if average and not any(name.endswith(f"/{AVERAGE}") for name in names):
+            raise CheckpointError(f"{path} has no averages of the parameters: train with ema.decay, for example 0.999")
+        weights: dict[str, Tensor] = {own: read(name) for own, name in sources(names, average).items()}
     hidden = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -11,10 +12,12 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.models.zoo import Model
+from horizonml.state.average import AVERAGE
+from horizonml.state.best import Best
 from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part
 from horizonml.state.scales import Scales
-from horizonml.state.spec import Adam, Sgd
+from horizonml.state.spec import Adam, Ema, Sgd
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class TrainState:
     between ranks: `model/NAME` with the name in the original model, and `optimizer/NAME/KEY`.
     """
 
-    def __init__(self, model: Model, optimizer: Sgd | Adam) -> None:
-        self.model, self.optimizer = model, Optimizer(optimizer)
+    def __init__(self, model: Model, optimizer: Sgd | Adam, ema: Ema | None = None) -> None:
+        self.model, self.optimizer = model, Optimizer(optimizer, ema)
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
+        self.best: dict[str, Best] = {}  # the best evaluation for each purpose
         self.prepared: Prepared | None = None
         self.scales = Scales()
         self.valid = (
@@ -137,7 +141,7 @@ class TrainState:
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
         self.prepared, self.valid = None, True
-        self.step, self.metrics, self._optimizer = 0, {}, {}
+        self.step, self.metrics, self.best, self._optimizer = 0, {}, {}, {}
         self._set_to_initial(self._held)
 
     def _set_to_initial(self, tensors: Mapping[str, Tensor]) -> None:
@@ -150,7 +154,26 @@ class TrainState:
 
     def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
         """Update some parameters with their gradients."""
-        self.optimizer.step(parameters, self._optimizer, learning_rate)
+        self.optimizer.step(parameters, self._optimizer, learning_rate, self.step)
+
+    @property
+    def evaluates_averages(self) -> bool:
+        """Return whether held-out data is judged with the averages of the parameters."""
+        return self.optimizer.ema is not None and self.optimizer.ema.evaluate
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averages of the parameters in their place, if there are any, while the context lasts."""
+        held = self._held
+        kept = {held[name]: entries[AVERAGE] for name, entries in self._optimizer.items() if AVERAGE in entries}
+        own = {parameter: parameter.data for parameter in kept}
+        try:
+            for parameter, average in kept.items():
+                parameter.data = average
+            yield
+        finally:
+            for parameter, value in own.items():
+                parameter.data = value
 
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
@@ -233,11 +256,15 @@ class TrainState:
         self._optimizer = {}
         for name, tensor in held.items():
             expected = self.optimizer.expected(tensor) if isinstance(tensor, nn.Parameter) else {}
+            if f"optimizer/{name}/{AVERAGE}" not in available:
+                expected.pop(AVERAGE, None)  # it begins with this step
             if any(f"optimizer/{name}/{key}" in available for key in expected):
                 self._optimizer[name] = {
                     key: _like(like, self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
                     for key, like in expected.items()
                 }
+                if self.optimizer.ema is not None:
+                    self._optimizer[name].setdefault(AVERAGE, tensor.detach().clone())
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
         part = self.parts.get(name)

@@ -86,6 +86,7 @@ class StepRecord:
     rss_bytes: int
     joules: float | None  # used by this machine, on its first rank only; None if the machine does not measure it
     divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
+    gradient_norm: float | None = None  # of the whole gradient before clipping; None if gradients are not clipped
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
@@ -94,7 +95,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Holds the loss and the task's metrics on held-out data after an epoch."""
+    """Holds the loss and the task's metrics on held-out data after an epoch, or within one."""
 
     step: int
     epoch: int
@@ -103,6 +104,8 @@ class EvaluationRecord:
     loss: float
     metrics: Mapping[str, float]
     samples: int
+    within_epoch: bool = False  # whether the epoch was not at its end
+    best: bool = False  # whether the checkpoint of this step is kept as the best one
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""

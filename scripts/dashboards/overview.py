@@ -154,6 +154,16 @@ PANELS = [
     ),
     Panel(
         "timeseries",
+        "Gradient norm",
+        "How large is the gradient? The norm of the whole gradient before it is clipped to optimizer.clip_norm.",
+        "none",
+        [(f"max(horizonml_gradient_norm{{{JOB}}})", "gradient norm")],
+        low=0,
+        width=6,
+        without="Gradients are not clipped: optimizer.clip_norm is not set",
+    ),
+    Panel(
+        "timeseries",
         "Learning rate",
         "What is the learning rate? That of the newest step.",
         "none",
