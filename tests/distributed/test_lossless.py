@@ -59,6 +59,7 @@ PLANS = {
 
 
 def job(clip_norm: float | None = None) -> Job:
+    """A job; where gradients are clipped, parameters are averaged, too."""
     return Job.model_validate(
         {
             "batch_size": 24,
@@ -66,6 +67,7 @@ def job(clip_norm: float | None = None) -> Job:
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
             "optimizer": {"momentum": 0.9, "lr": LR, "clip_norm": clip_norm},
             "lr_schedule": {"name": "constant"},
+            "ema": {"decay": None if clip_norm is None else 0.9},
         }
     )
 
@@ -93,7 +95,7 @@ def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
 
 
 def fresh(clip_norm: float | None = None) -> TrainState:
-    return TrainState(model_for(job(), described()), job(clip_norm).optimizer)
+    return TrainState(model_for(job(), described()), job(clip_norm).optimizer, job(clip_norm).ema)
 
 
 def lose(
@@ -150,6 +152,7 @@ def expect_rebuilt(
     assert not isinstance(rebuilt, str), rebuilt
     assert rebuilt.keys() == results[lost].keys()
     assert any(key.startswith("optimizer/") for key in rebuilt)
+    assert any(key.endswith("/average") for key in rebuilt) == (clip_norm is not None)
     different = [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])]
     assert different == []
 
