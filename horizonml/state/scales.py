@@ -15,15 +15,15 @@ class Scales:
     """Holds the factors of the latest steps; without an entry for any step, gradients are not clipped."""
 
     def __init__(self) -> None:
-        self._factors: dict[int, float] = {}
+        self._factors: dict[int, float] = {}  # in the order of the steps
 
     def note(self, step: int, factor: float) -> None:
         """Note the factor of a step, counted from 0, which replaces what is known of later steps."""
-        for later in range(step, max(self._factors, default=-1) + 1):
-            self._factors.pop(later, None)
+        while self._factors and next(reversed(self._factors)) >= step:
+            self._factors.popitem()
         self._factors[step] = factor
-        while len(self._factors) > _MOST:
-            del self._factors[min(self._factors)]
+        if len(self._factors) > _MOST:
+            del self._factors[next(iter(self._factors))]
 
     def get(self, step: int) -> float | None:
         """Return the factor of a step, or None if it is not known."""

@@ -16,39 +16,15 @@ from horizonml.engine.session import Session
 from horizonml.errors import Diverged
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import Sync
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
+from tests.distributed.plans import ONE, TWO, Shape
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 
 NAN, LARGE = float("nan"), 3e38  # the sum of two such values is more than a 32-bit float can hold
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A plan by the shares of the members of each stage."""
-
-    members: tuple[tuple[float, ...], ...]
-    sync: Sync = Sync.ALL_REDUCE
-    micro_batches: int = 2
-
-    @property
-    def world_size(self) -> int:
-        return sum(map(len, self.members))
-
-    def plan(self, layers: int) -> Plan:
-        found, rank = [], 0
-        for number, shares in enumerate(self.members):
-            start, stop = (layers * (number + k) // len(self.members) for k in (0, 1))
-            own = self.sync if len(shares) > 1 else Sync.ALL_REDUCE
-            found.append(Stage(start, stop, tuple(range(rank, rank + len(shares))), shares, own))
-            rank += len(shares)
-        return Plan(tuple(found), micro_batches=self.micro_batches)
-
-
-ONE, TWO = (1.0,), (1.0, 1.0)
 
 
 @dataclass(frozen=True)
