@@ -48,7 +48,8 @@ def stepping(options: argparse.Namespace, *settings: str) -> Iterator[Cluster]:
         folder = Path(scratch)
         made: Cluster
         if options.library == "horizonml":
-            made = HorizonML(folder, options.ranks, options.plan, [*options.set, *settings], options.fault == "cut")
+            isolated = options.fault == "cut" or bool(options.link)
+            made = HorizonML(folder, options.ranks, options.plan, [*options.set, *settings], isolated)
         else:
             peers: dict[str, Callable[..., Cluster]] = {"torchrun": Torchrun, "torchft": Torchft}
             made = peers[options.library](folder, options.ranks, options.python)
@@ -120,6 +121,8 @@ def join(options: argparse.Namespace, number: int) -> Round:
         )
         if problem is not None:
             return {"rank": joining, "problem": problem}
+        if options.link:
+            cluster.slow(joining, options.link * 1e6)
         time.sleep(options.calm)
         return {"rank": joining, **_stall(cluster, others, lambda: cluster.start(joining), options.ranks, options)}
 
@@ -255,6 +258,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=30.0, help="seconds between kills (goodput)")
     parser.add_argument("--reference", type=float, default=30.0, help="seconds without faults (goodput, mirror)")
     parser.add_argument("--calm", type=float, default=8.0, help="seconds of calm before a rank comes (join, grow)")
+    parser.add_argument("--link", type=float, help="Mbit/s of the link of the rank that comes (join)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the job")
     parser.add_argument("--library", choices=("horizonml", "torchrun", "torchft"), default="horizonml")
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has torchft")

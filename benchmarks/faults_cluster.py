@@ -86,6 +86,10 @@ class Cluster(ABC):
         """Cut a rank off from the network, without a trace."""
         raise SystemExit("only HorizonML's ranks have networks that can be cut here")
 
+    def slow(self, rank: int, bits_per_second: float) -> None:
+        """Slow a rank's network down."""
+        raise SystemExit("only HorizonML's ranks have networks that can be slowed down here")
+
     def trace(self, rank: int) -> Trace:
         """What a rank has recorded by now."""
         return read_trace(self.records(rank))
@@ -141,6 +145,9 @@ class HorizonML(Cluster):
 
     def cut(self, rank: int) -> None:
         self._ranks.partition(rank)
+
+    def slow(self, rank: int, bits_per_second: float) -> None:
+        self._ranks.slow(rank, bits_per_second)
 
     def alive(self, rank: int) -> bool:
         return rank in self._ranks.alive

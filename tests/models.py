@@ -41,6 +41,15 @@ def wide(num_classes: int = 10) -> nn.Sequential:
     )
 
 
+def frozen(num_classes: int = 10) -> nn.Sequential:
+    """Much state, small gradients: 8 MB of parameters, nearly all of which stay as they are. Takes `[b, 1, 8, 8]`."""
+    still = nn.Linear(64, 32768)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.Tanh(), still.requires_grad_(False), nn.AdaptiveAvgPool1d(64), nn.Tanh(),
+        nn.Linear(64, num_classes),
+    )  # fmt: skip
+
+
 def heavy(num_classes: int = 10) -> nn.Sequential:
     """1.3 GB of parameters, 64 MB a layer. Takes `[b, 1, 8, 8]`."""
     body = [nn.Linear(4096, 4096, bias=False) for _ in range(20)]

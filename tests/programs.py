@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from horizonml.chaos import network
+
 ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one that is missing is a failure there
 
 
@@ -20,3 +22,11 @@ def need(program: str, why: str) -> None:
         if os.environ.get(ALL):
             pytest.fail(message)
         pytest.skip(message)
+
+
+def need_networks() -> None:
+    """Go on only where ranks can have networks of their own, which a kernel or a container may forbid."""
+    need("ip", "iproute2")
+    problem = network.problem()
+    if problem is not None:
+        pytest.skip(problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,31 @@ def write_run(
         spans = [["compute", "forward", 0, 1.0, 1.1], ["wait", "receive", -1, 1.1, 1.2]]
         lines.append({"kind": "timeline", "step": steps, "spans": spans})
         (folder / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_group(
+    folder: Path, ranks: Sequence[int], generation: int, begin: float, steps: range, outcome: str = "failed",
+    recovery: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Append what the `ranks` of one group record of steps of 1 s, the first of which begins at `begin`."""
+    for place, rank in enumerate(ranks):
+        about = {
+            "kind": "run", "rank": place, "started_as_rank": rank, "generation": generation, "world_size": len(ranks),
+            "time": begin - 0.1 + 0.01 * place, "job": JOB, "host": "here",
+        }  # fmt: skip
+        lines = [about]
+        for done, number in enumerate(steps, 1):
+            lines.append(
+                {
+                    "kind": "step", "step": number, "epoch": 1, "time": begin + done, "wall": 1.0, "compute": 0.6,
+                    "transfer": 0.2, "wait": 0.2, "batch": 32, "loss": 2.0 / number, "bytes_sent": 10,
+                    "cpu_seconds": 0.5, "rss_bytes": 1 << 20,
+                }
+            )  # fmt: skip
+            if done == 1 and recovery is not None:
+                own = {"kind": "recovery", "time": begin + 1, "generation": generation, "seconds": 2.0 + 0.1 * place}
+                lines.append(own | recovery)
+        append(folder / f"rank-{rank}.jsonl", *lines, {"kind": "end", "time": begin + len(steps), "outcome": outcome})
 
 
 def write_study(folder: Path, kind: str, settings: dict[str, Any], cases: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horizonml.bench.study import Result, Study, is_busy
-from horizonml.report.section import COLUMNS, NOTE, Table, write_numbers
+from horizonml.report.section import NOTE, Table, number_rows, write_numbers
 from horizonml.report.summary import traffic
 from horizonml.text import human_bytes, percent
 
@@ -19,7 +19,7 @@ _ENVIRONMENT = {"machine", "versions", "cores", "memory", "threads"}
 def summary_table(title: str, columns: Mapping[str, Sequence[Result]]) -> Table:
     """Return the numbers of some runs side by side; among repeats the one with the median speed is shown."""
     shown = {name: typical(results).summary for name, results in columns.items()}
-    rows = [[label, *(show(summary) for summary in shown.values())] for label, show in COLUMNS.items()]
+    rows = number_rows(shown)
     if any(len(results) > 1 for results in columns.values()):
         ranges = ("{:,.0f} to {:,.0f}".format(*spread(results)) for results in columns.values())
         rows.append(["samples/s, slowest to fastest repeat", *ranges])

@@ -15,7 +15,7 @@ from horizonml.files import write_atomically, writing
 from horizonml.job.schema import Job
 from horizonml.machine.host import MachineInfo, machine_info, versions
 from horizonml.machine.resources import available_cores, memory_limit
-from horizonml.report.records import JobFacts
+from horizonml.report.lines import JobFacts
 from horizonml.report.section import Value
 
 

@@ -14,12 +14,21 @@ from horizonml.bench.findings import write_data
 from horizonml.bench.study import Study, load_study
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
-from horizonml.report import run_plots
+from horizonml.report import history_plot, run_plots
 from horizonml.report.page import render
 from horizonml.report.records import Run, load_run
-from horizonml.report.section import COLUMNS, NOTE, Picture, Section, Table, rank_tables, write_numbers
+from horizonml.report.section import (
+    NOTE,
+    Picture,
+    Section,
+    Table,
+    changes_table,
+    number_rows,
+    rank_tables,
+    write_numbers,
+)
 from horizonml.report.summary import Summary, summarise, traffic
-from horizonml.text import percent
+from horizonml.text import count, human_seconds, percent
 
 SECTIONS: dict[str, Callable[[Study], Section]] = {
     "compare": compare.section,
@@ -80,14 +89,20 @@ def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
     title = "Training runs" if len(runs) > 1 else f"Training run {next(iter(runs))}"
     result = Section(title, " ".join(_setting(name, run) for name, run in runs.items()))
     result.findings += [_finding(name, runs[name], one) for name, one in summaries.items()]
-    rows = [[label, *(show(one) for one in summaries.values())] for label, show in COLUMNS.items()]
-    result.tables.append(Table("Numbers", ["", *summaries], rows, NOTE))
+    result.tables.append(Table("Numbers", ["", *summaries], number_rows(summaries), NOTE))
+    changes = changes_table(runs)
+    if changes is not None:
+        result.tables.append(changes)
     result.tables += rank_tables(runs)
     result.pictures += [
         Picture(run_plots.learning_curves(runs, folder / "learning-curves.png"), "How it learned."),
         Picture(run_plots.time_split(runs, folder / "time-split.png"), "Where the time of an average step went."),
     ]
     for name, run in runs.items():
+        if run.history.changes:
+            picture = folder / f"changes-{name.replace('/', '-')}.png"
+            caption = f"What {name} did while ranks were lost and joined."
+            result.pictures.append(Picture(history_plot.changes(name, run, picture), caption))
         picture = folder / f"timeline-{name.replace('/', '-')}.png"
         path = run_plots.timeline(name, run, picture) if len(run.stages) > 1 else None
         if path is not None:
@@ -105,7 +120,17 @@ def _finding(name: str, run: Run, one: Summary) -> str:
         texts.append(f"{compute} of the time compute, {transfer} transfer, {wait} wait")
         slowest = max(run.ranks, key=lambda rank: sum(step.compute for step in rank.settled))
         texts.append(f"rank {slowest.run.rank} computes longest")
+    if one.losses or one.joins:
+        texts.append(_faults(one))
     return "; ".join(texts) + "."
+
+
+def _faults(one: Summary) -> str:
+    """Return what losses and joins have cost."""
+    stopped = f"no steps for {human_seconds(one.stopped_seconds)}" if one.stopped_seconds else "no pause"
+    repeated = f"{count(one.steps_repeated, 'step')} repeated" if one.steps_repeated else "no step repeated"
+    happened = f"{count(one.losses, 'loss')} and {count(one.joins, 'join')} of ranks"
+    return f"{happened}: {stopped}, {repeated}, goodput {percent(one.goodput, 1)}"
 
 
 def _setting(name: str, run: Run) -> str:

@@ -134,14 +134,14 @@ class Campaign:
         )
         with self._cluster:
             try:
-                self._watcher.part("starting", 0.0)
+                self._watcher.part("starting the ranks", 0.0)
                 self._wait_whole(_START_SECONDS, "after the start")
-                self._refer("reference before the faults")
+                self._refer("training without faults, for comparison")
                 self._inject_all()
-                self._refer("reference after the faults")
+                self._refer("training without faults again, for comparison")
             except Failed as failure:
                 failures += failure.reasons
-            self._watcher.part("stopping", 0.0)
+            self._watcher.part("stopping the ranks", 0.0)
         self._look()
         failures += self._check_end(bool(failures))
         exits = self._cluster.exits
@@ -160,7 +160,7 @@ class Campaign:
         """Inject a fault at every time that is due, as soon as all ranks step."""
         settings, begin = self._settings, time.time()
         self._faulted = Span(begin, begin)
-        self._watcher.part("faults", settings.length)
+        self._watcher.part("injecting faults", settings.length)
         due, kinds = begin, list[str]()
         try:
             while due < begin + settings.length - settings.every / 2:
@@ -199,15 +199,16 @@ class Campaign:
     def _tell(self, fault: Injected, begin: float) -> None:
         """Say what came of a fault."""
         found = self._ledger.aftermath(fault, time.time())
-        parts = [f"{fault.time - begin:6.1f} s  {fault.kind} of rank {fault.rank}"]
-        parts[0] += f" ({fault.detail})" if fault.detail else ""
+        detail = f" ({fault.detail})" if fault.detail else ""
         if found.noticed is not None:
-            parts.append(f"noticed after {human_seconds(found.noticed)}")
-            parts.append(f"others step after {human_seconds(found.stepped or 0)}")
-            parts.append(f"all step after {human_seconds(found.whole or 0)}")
+            told = (
+                f"noticed after {human_seconds(found.noticed)}, "
+                f"the others step again after {human_seconds(found.stepped or 0)}, "
+                f"all ranks after {human_seconds(found.whole or 0)}"
+            )
         else:
-            parts.append(f"the others waited {human_seconds(found.stepped or 0)}")
-        self._watcher.say(", ".join(parts))
+            told = f"the group held, and the others waited {human_seconds(found.stepped or 0)}"
+        self._watcher.say(f"{fault.time - begin:6.1f} s  {fault.kind} of rank {fault.rank}{detail}: {told}")
 
     def _wait_whole(self, seconds: float, when: str, begin: float | None = None) -> None:
         """Wait until all ranks step. Raises Failed with what keeps them from it."""

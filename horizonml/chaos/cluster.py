@@ -170,17 +170,26 @@ class Cluster:
         with self._lock:
             self._continue(rank)
 
+    @property
+    def networks(self) -> Networks:
+        """Return the networks of the ranks. Needs `isolated=True`."""
+        assert self._networks is not None, "Cluster(..., isolated=True) gives ranks networks that can be cut"
+        return self._networks
+
     def partition(self, rank: int) -> None:
         """Cut a rank off from the network until `heal`. Needs `isolated=True`."""
-        assert self._networks is not None, "Cluster(..., isolated=True) gives ranks networks that can be cut"
+        self.networks.cut(rank)
         self._cut.add(rank)
-        self._networks.cut(rank)
 
     def heal(self, rank: int) -> None:
         """Connect a rank to the network again."""
-        assert self._networks is not None, "Cluster(..., isolated=True) gives ranks networks that can be cut"
-        self._networks.mend(rank)
+        self.networks.mend(rank)
         self._cut.discard(rank)
+
+    def slow(self, rank: int, bits_per_second: float) -> None:
+        """Slow a rank's network down. Needs `isolated=True`."""
+        assert self._networks is not None, "Cluster(..., isolated=True) gives ranks networks that can be slowed down"
+        self._networks.slow_down(rank, bits_per_second)
 
     def process(self, rank: int) -> psutil.Process:
         """Return a rank's process, to look at it or to limit it. Raises psutil.NoSuchProcess if it has ended."""

@@ -18,7 +18,6 @@ class Fault(ABC):
     """Describes a kind of fault, and how it is done to a rank and undone."""
 
     name: ClassVar[str]
-    about: ClassVar[str]  # what it does to a rank, in words
     deadly: ClassVar[bool] = False  # whether it takes effect when the rank's process ends
     isolated: ClassVar[bool] = False  # whether ranks need networks of their own
 
@@ -43,7 +42,6 @@ class Kill(Fault):
     """Ends a rank without a word, like a power cut."""
 
     name = "kill"
-    about = "the process ends at once, by SIGKILL"
     deadly = True
 
     def begin(self, cluster: Cluster, rank: int) -> None:
@@ -55,7 +53,6 @@ class Pause(Fault):
     """Freezes a rank, like a device that swaps or sleeps: it is silent, but its connections stay open."""
 
     name = "pause"
-    about = "the process is stopped by SIGSTOP, for less or for more than the 5 s after which a rank counts as lost"
 
     def begin(self, cluster: Cluster, rank: int) -> None:
         """Stop the rank."""
@@ -74,7 +71,6 @@ class Partition(Fault):
     """Cuts a rank's network in both directions, as when Wi-Fi is gone: no connection is closed, and nothing answers."""
 
     name = "partition"
-    about = "the network is cut in both directions, and no connection is closed; needs network namespaces (Linux)"
     isolated = True
 
     def begin(self, cluster: Cluster, rank: int) -> None:
@@ -129,7 +125,6 @@ class OutOfMemory(_Limit):
     """
 
     name = "oom"
-    about = "no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so the next allocation that needs some fails"
     deadly = True
 
     def limits(self, process: psutil.Process) -> dict[int, int]:
@@ -146,7 +141,6 @@ class DiskFull(_Limit):
     """Makes every write to a file fail, like a full disk, until there is room again."""
 
     name = "disk"
-    about = "writing to files fails (RLIMIT_FSIZE), as on a full disk"
 
     def limits(self, process: psutil.Process) -> dict[int, int]:
         """Allow no file to grow."""

@@ -18,6 +18,8 @@ from horizonml.errors import HorizonError
 
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _START_SECONDS = 10.0
+_BURST_BYTES, _QUEUE_MILLISECONDS = 8192, 400  # of a slow link
+_TICKS_PER_SECOND = 100  # of the kernel, at least: what a fast link sends in one must fit into a burst
 _SWITCH = "10.251.0.1"  # in no network but those of the namespaces
 
 
@@ -63,6 +65,19 @@ class Networks:
     def mend(self, rank: int) -> None:
         """Connect a rank again."""
         self._ip(self._switch, f"link set rank{rank} up")
+
+    def lose(self, share: float) -> None:
+        """Lose this share of all packets from now on, at random, wherever they arrive. Needs iptables."""
+        rule = f"iptables -A INPUT -m statistic --mode random --probability {share} -j DROP"
+        for place in (self._switch, *self._ranks):
+            self._run(place, rule)
+
+    def slow_down(self, rank: int, bits_per_second: float) -> None:
+        """Let a rank send and receive only so many bits per second from now on. Raises NoNetworks."""
+        burst = max(_BURST_BYTES, int(bits_per_second / 8 / _TICKS_PER_SECOND))
+        shape = f"root tbf rate {bits_per_second:.0f}bit burst {burst} latency {_QUEUE_MILLISECONDS}ms"
+        self._run(self._ranks[rank], f"tc qdisc replace dev cable {shape}")
+        self._run(self._switch, f"tc qdisc replace dev rank{rank} {shape}")
 
     def close(self) -> None:
         """Let go of the networks, which end with the last process within them."""
@@ -116,11 +131,15 @@ class Networks:
         return ["nsenter", "--target", str(holder.pid), *user, "--net"]
 
     def _ip(self, holder: subprocess.Popen[bytes], words: str) -> None:
-        """Configure a network. Raises NoNetworks if that is not possible."""
-        command = [*self._enter(holder), "ip", *words.split()]
+        """Configure a network's addresses and cables. Raises NoNetworks if that is not possible."""
+        self._run(holder, f"ip {words}")
+
+    def _run(self, holder: subprocess.Popen[bytes], words: str) -> None:
+        """Run a command in a network. Raises NoNetworks if it fails."""
+        command = [*self._enter(holder), *words.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_START_SECONDS)
         if done.returncode:
-            raise NoNetworks(f"`ip {words}` failed in a network namespace: {done.stderr.strip()}")
+            raise NoNetworks(f"`{words}` failed in a network namespace: {done.stderr.strip()}")
 
 
 def check_programs() -> None:

@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
+from matplotlib.ticker import MaxNLocator
 
 from horizonml.chaos.accounting import Span
 from horizonml.chaos.campaign import Result
 from horizonml.chaos.faults import FAULTS
 from horizonml.chaos.report import briefly
-from horizonml.report.style import plain_axis, save
+from horizonml.report.style import clock_axis, plain_axis, save
 from horizonml.text import count, percent
 
 _MARKS = {  # kind of fault: colour, marker
@@ -30,7 +30,6 @@ _MARKS = {  # kind of fault: colour, marker
 _OTHER = ("#555555", "P")
 _STOPPED, _FEWER, _CALM = "#f7c5b8", "#fbe7c6", "#eef3f7"
 _POINTS = 4000
-_TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600)  # seconds
 
 
 def draw(result: Result, path: Path) -> Path:
@@ -88,14 +87,10 @@ def _ranks(axis: Axes, result: Result, begin: float) -> None:
         axis.plot([span.begin, span.end], [fault.rank, fault.rank], color=colour, linewidth=3, alpha=0.5)
         filled = "full" if fault.struck else "none"
         axis.plot(span.begin, fault.rank, color=colour, marker=marker, markersize=7, linestyle="", fillstyle=filled)
-    axis.set(ylabel="rank", xlabel="minutes", ylim=(result.settings.ranks - 0.5, -0.5))
+    axis.set(ylabel="rank", xlabel="time (minutes:seconds)", ylim=(result.settings.ranks - 0.5, -0.5))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     end = max([result.faulted.end, *(span.end for span in result.references)]) - begin
-    axis.xaxis.set_major_locator(
-        MultipleLocator(next(tick for tick in _TICKS if end / tick <= 12 or tick == _TICKS[-1]))
-    )
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _clock(value)))
-    axis.set_xlim(0, end)
+    clock_axis(axis, end)
 
 
 def _legends(figure: Figure, faults: Axes, result: Result) -> None:
@@ -109,7 +104,7 @@ def _legends(figure: Figure, faults: Axes, result: Result) -> None:
     others: list[Artist] = [
         Line2D([], [], color="#222222", linewidth=1.6, label="samples done"),
         Line2D([], [], color="#777777", linestyle="--", label="without faults"),
-        Patch(color=_STOPPED, label="no step"),
+        Patch(color=_STOPPED, label="no steps"),
         Patch(color=_CALM, label="no faults, for comparison"),
     ]
     if any(found.whole != found.stepped for found in result.aftermaths):
@@ -130,8 +125,3 @@ def _thinned(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
         if stop or number % every < 1:
             kept.append(point)
     return kept
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02}"

@@ -14,9 +14,9 @@ from typing import Any
 from horizonml.chaos.accounting import Aftermath, Injected
 from horizonml.chaos.campaign import Result
 from horizonml.files import write_atomically
-from horizonml.text import count, human_seconds, percent
+from horizonml.text import human_seconds, percent
 
-KINDS_HEADER = ("fault", "times", "noticed after", "others step after", "all step after", "steps repeated")
+KINDS_HEADER = ("fault", "number", "noticed after", "others step again", "all step again", "steps repeated")
 _DRIFT = 1.1  # between the references before and after, beyond which the goodput is in doubt
 _COLUMNS: dict[str, Callable[[Aftermath], Any]] = {
     "fault": lambda found: found.fault.kind,
@@ -55,7 +55,7 @@ def kinds_table(result: Result) -> list[list[str]]:
                 _typical([found.noticed for found in some]),
                 _typical([found.stepped for found in some]),
                 _typical([found.whole for found in some]),
-                f"{sum(repeated)} (at most {max(repeated)})" if any(repeated) else "0",
+                f"{sum(repeated)} (at most {max(repeated)})" if any(repeated) and len(some) > 1 else f"{sum(repeated)}",
             ]
         )
     return rows
@@ -83,22 +83,24 @@ def facts(result: Result) -> list[tuple[str, str]]:
     difference = ledger.loss_difference()
     unasked = _unasked(result)
     found = [
-        ("goodput", f"{percent(result.goodput, 1)} of the unfaulted samples{_doubt(result)}"),
-        ("samples/s", f"{result.speed(result.faulted):,.0f} with faults, {_reference(result)} without"),
-        ("faults", f"{len(kinds)} in {briefly(result.faulted.seconds)} ({by_kind or 'none'})"),
+        ("goodput", f"{percent(result.goodput, 1)} of the samples without faults{_doubt(result)}"),
+        ("samples/s", f"{result.speed(result.faulted):,.0f} with faults; without: {_reference(result)}"),
+        ("faults", f"{len(kinds)} in {briefly(result.faulted.seconds)}: {by_kind or 'none'}"),
         ("ranks", f"{settings.ranks}, each restarted {briefly(settings.restart_after)} after its death"),
-        ("generations", f"{len(ledger.groups):,}"),
-        ("steps", f"{max((made.step for made in ledger.made), default=0):,}, and {ledger.repeated():,} of them again"),
-        ("ranks that ended unasked", count(unasked, "time") if unasked else "none"),
+        ("groups formed", f"{len(ledger.groups):,}"),
+        ("steps", f"{max((made.step for made in ledger.made), default=0):,}; repeated: {ledger.repeated():,}"),
+        ("unexpected ends of a rank", f"{unasked:,}" if unasked else "none"),
     ]
     if difference is not None:
-        found.append(("loss of repeated steps", f"differs by {difference:.2g} of its value at most"))
+        differs = f"differs from the first time by at most {difference:.2g} of its value"
+        found.append(("loss of repeated steps", differs if difference else "the same as the first time"))
     return found
 
 
 def _reference(result: Result) -> str:
     """Return the speeds of the reference before and after the faults."""
-    return " and ".join(f"{result.speed(span):,.0f}" for span in result.references) or "-"
+    spans = zip(("before", "after"), result.references, strict=False)
+    return ", ".join(f"{result.speed(span):,.0f} {when}" for when, span in spans) or "-"
 
 
 def _doubt(result: Result) -> str:
@@ -108,7 +110,7 @@ def _doubt(result: Result) -> str:
         return ""
     faulted = result.speed(result.faulted)
     low, high = percent(faulted / max(speeds), 1), percent(faulted / min(speeds), 1)
-    return f"; {low} to {high}, because the machine's speed has changed meanwhile"
+    return f" ({low} to {high}: the machine's speed changed during the run)"
 
 
 def _unasked(result: Result) -> int:

@@ -20,28 +20,28 @@ _FOREVER = 1_000_000  # epochs
 def chaos(
     job_file: JobFile,
     faults: Annotated[
-        str, typer.Option(metavar="KIND,...", help="What is done to ranks: kill, pause, partition, oom, disk.")
+        str, typer.Option(metavar="KIND,...", help="The faults to inject, separated by commas.")
     ] = "kill,pause,partition,oom,disk",
-    every: Annotated[str, typer.Option(metavar="TIME", help="The time between two faults, such as 30s.")] = "30s",
+    every: Annotated[str, typer.Option(metavar="TIME", help="Time from one fault to the next, such as 30s.")] = "30s",
     length: Annotated[
-        str, typer.Option("--for", metavar="TIME", help="How long faults are injected, such as 10m.")
+        str, typer.Option("--for", metavar="TIME", help="For how long faults are injected, such as 10m.")
     ] = "10m",
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", "-n", metavar="N", min=2, help="World size. Default: the job's.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed hits the same ranks with the same faults.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed does the same faults to the same ranks.")] = 0,
     restart_after: Annotated[
-        str, typer.Option(metavar="TIME", help="How long after its death a rank is started again.")
+        str, typer.Option(metavar="TIME", help="Time after which a rank that died is started again.")
     ] = "1s",
     deadline: Annotated[
-        str, typer.Option(metavar="TIME", help="How long after a fault all ranks must step again.")
+        str, typer.Option(metavar="TIME", help="Time after a fault by which all ranks must step again.")
     ] = "2m",
     reference: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="How long the job runs without faults, before and after. Default: a tenth of --for, 5s to 60s.",
+            help="How long the job runs without faults before and after. Default: a tenth of --for, but 5s to 60s.",
             show_default=False,
         ),
     ] = None,
@@ -51,23 +51,27 @@ def chaos(
         typer.Option(metavar="FOLDER", help="Folder for records, logs, numbers and the picture. Default: runs/chaos."),
     ] = None,
 ) -> None:
-    """Train a job on this machine while ranks are killed, paused and starved, and measure what that costs.
+    """Break a job on purpose, and measure what that costs.
 
-    For example, a kill or a pause every ten seconds for a minute:
+    The job is trained on this machine, while its ranks are killed, paused, cut off, and left without memory or disk. A
+    rank that dies is started again. This does a kill or a pause every ten seconds for a minute:
 
     \b
         horizonml chaos digits --faults kill,pause --every 10s --for 1m --ranks 3
 
-    A rank that dies is started again. The result is the goodput, which is the share of the samples that the same ranks
-    train without faults in the same time, and how fast each fault was noticed and overcome. The exit code is 1 if a
-    rank hangs, does not step again by the deadline, or prints a traceback.
+    The result is the goodput, which is the share of the samples that the same ranks train without faults in the same
+    time, and how fast each fault was noticed and overcome. The exit code is 1 if a rank hangs, does not step again by
+    the deadline, or prints a traceback.
 
     \b
-    kill       the process ends at once (SIGKILL)
-    pause      the process is stopped (SIGSTOP) for 1 to 10 s; after 5 s a rank counts as lost
-    partition  the network is cut for 1 to 10 s, and no connection is closed (Linux, as root or with user namespaces)
-    oom        no further memory is to be had (RLIMIT_AS, RLIMIT_DATA), so an allocation fails soon (Linux)
-    disk       writing to files fails (RLIMIT_FSIZE) for 4 to 10 s (Linux)
+    Faults (* Linux only):
+    kill        the process ends at once (SIGKILL)
+    pause       the process is stopped for 1 to 10 s (SIGSTOP); a rank counts as
+                lost after 5 s
+    partition*  the network is cut for 1 to 10 s, and no connection is closed;
+                this needs root or user namespaces
+    oom*        the process gets no further memory, so an allocation fails soon
+    disk*       writing to files fails for 4 to 10 s
     """
     require("matplotlib", "`horizonml chaos`")
     settings = _settings(
@@ -183,9 +187,13 @@ def _show(result: Result) -> None:
 
     if result.faults:
         print()
-        print_table("Medians, and the worst in brackets", report.KINDS_HEADER, report.kinds_table(result))
+        print_table(
+            "Time until a fault was noticed and overcome: median, and worst in brackets",
+            report.KINDS_HEADER,
+            report.kinds_table(result),
+        )
         print()
-        print_table("", ("in all", "measured"), report.facts(result), (0, 1))
+        print_table("", ("whole run", "measured"), report.facts(result), (0, 1))
         print()
         for path in [*report.write(result), draw(result, result.settings.folder / "chaos.png")]:
             print(path, flush=True)

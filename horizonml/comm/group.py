@@ -6,44 +6,27 @@ Nothing here waits without a deadline: the group's timeout holds for every messa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-import socket
-import stat
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import BroadcastOptions, PrefixStore, Store
 
+from horizonml.comm.connect import Connections
 from horizonml.comm.log import MessageLog
+from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take kilobytes
-
-
-_ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
-_LOOK_SECONDS = 0.02  # between two looks at who has arrived
-_WAIT = timedelta(seconds=0.2)  # for a sum, before a rank looks again whether its group is over
-
-
-class Work(Protocol):
-    """Stands for a message or a sum that is under way."""
-
-    def wait(self) -> Any:
-        """Block until the work is done."""
-
 
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
@@ -70,48 +53,6 @@ class Channel:
         return range(self.first, self.first + _MESSAGES)
 
 
-class _Collective:
-    """Stands for a sum that is under way, for which a rank waits no longer than its group lasts.
-
-    When a connection is closed at the very moment at which one of gloo's threads begins to wait for it, gloo may miss
-    that, and wake up at the group's timeout only.
-    """
-
-    def __init__(self, work: Any, over: threading.Event) -> None:
-        self._work, self._over = work, over
-
-    def wait(self) -> None:
-        while True:
-            try:
-                self._work.wait(_WAIT)
-                return
-            except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # which raises what went wrong, unless it was done just after the time was up
-                    return
-                if self._over.is_set():
-                    raise PeerLost("the group was broken off") from None
-
-
-class _Done:
-    """Stands for work that was complete as soon as it began."""
-
-    def wait(self) -> None:
-        return None
-
-
-@dataclass
-class _FromItself:
-    """Stands for a message from this rank to itself, which is sent by the time the rank waits for it."""
-
-    outbox: dict[int, Tensor]
-    tag: int
-    into: Tensor
-
-    def wait(self) -> None:
-        self.into.copy_(self.outbox.pop(self.tag))
-
-
 class Group:
     """Holds this rank's connections to all others; with a world size of 1 there are none."""
 
@@ -133,7 +74,6 @@ class Group:
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
-        self._sockets: set[tuple[int, int]] = set()
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
         self._over = over or threading.Event()  # set once the group has been broken off
@@ -141,46 +81,9 @@ class Group:
         self._closing: list[Callable[[], Any]] = []
         self._twins: list[Group] = []
         self._twins_over: list[threading.Event] = []
-        self._arrive()
-        self._world = self._connect("world", tuple(range(world_size)))
-
-    def _arrive(self) -> None:
-        """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step."""
-        if self.world_size == 1:
-            return
-        assert self._store is not None
-        seconds = min(self._timeout, _ARRIVE_SECONDS)
-        keys = [f"arrived/{rank}" for rank in range(self.world_size)]
-        until = time.monotonic() + seconds
-        try:
-            self._store.set(keys[self.rank], "")
-            while not self._store.check(keys):
-                if self._over.is_set():
-                    raise PeerLost("the group was broken off before all of its ranks had connected")
-                if time.monotonic() > until:
-                    raise RuntimeError("Timed out")
-                time.sleep(_LOOK_SECONDS)
-        except _GLOO_ERRORS as error:
-            try:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-            except _GLOO_ERRORS:
-                missing = []
-            who = f"rank {', '.join(missing)}" if missing else "the rendezvous service"
-            raise PeerLost(f"{who} did not answer within {seconds:.0f} s ({_short(error)})") from error
-
-    def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
-        if len(ranks) == 1:
-            return None
-        assert self._store is not None
-        prefix = PrefixStore(name, self._store)
-        before = _open_sockets()
-        options = prefix, ranks.index(self.rank), len(ranks), timedelta(seconds=self._timeout)
-        try:
-            return _unless(self._over, lambda: ProcessGroupGloo(*options))
-        except (*_GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
-            raise PeerLost(f"rank {self.rank} could not connect to all other ranks: {_short(error)}") from error
-        finally:
-            self._sockets |= _open_sockets() - before
+        self._connections = Connections(store, rank, world_size, timeout, self._over)
+        self._connections.arrive()
+        self._world = self._connections.connect("world", tuple(range(world_size)))
 
     def twin(self, name: str, timeout: float) -> Group:
         """Return a group of the same ranks with connections of its own, for a thread that works beside this group's.
@@ -224,39 +127,43 @@ class Group:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
         if peer == self.rank:
             self._outbox[tag] = tensor
-            return _Done()
+            return Done()
         if self.log is not None:
             self.log.add(tensor, peer, tag)
         try:
             work: Work = self._world.send([tensor], peer, tag)
-        except _GLOO_ERRORS as error:
-            raise _lost(peer, error) from error
+        except GLOO_ERRORS as error:
+            raise lost(peer, error) from error
         return work
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into a contiguous tensor of the size that was sent."""
         if peer == self.rank:
-            return _FromItself(self._outbox, tag, into)
+            return FromItself(self._outbox, tag, into)
         try:
             work: Work = self._world.recv([into], peer, tag)
-        except _GLOO_ERRORS as error:
-            raise _lost(peer, error) from error
+        except GLOO_ERRORS as error:
+            raise lost(peer, error) from error
         return work
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...], stage: int = 0) -> Work:
         """Begin to sum a tensor over `ranks` in place. All must make the same calls for a `stage` in the same order."""
         try:
-            return _Collective(self.among(ranks, stage).allreduce([tensor]), self._over)
-        except _GLOO_ERRORS as error:
-            raise _lost(None, error) from error
+            return Collective(self.among(ranks, stage).allreduce([tensor]), self._over)
+        except GLOO_ERRORS as error:
+            raise lost(None, error) from error
+
+    def follow(self, future: Any) -> Work:
+        """Return the work that a future stands for, of sums that were begun on a process group of `among`."""
+        return Chain(future, self._over)
 
     def all_gather(self, tensor: Tensor, ranks: tuple[int, ...]) -> list[Tensor]:
         """Return the tensors of `ranks`, all of one shape, in their order. All of them must make the same calls."""
         tensors = [torch.empty_like(tensor) for _ in ranks]
         try:
-            _Collective(self.among(ranks).allgather([tensors], [tensor]), self._over).wait()
-        except _GLOO_ERRORS as error:
-            raise _lost(None, error) from error
+            Collective(self.among(ranks).allgather([tensors], [tensor]), self._over).wait()
+        except GLOO_ERRORS as error:
+            raise lost(None, error) from error
         return tensors
 
     def among(self, ranks: tuple[int, ...], stage: int = 0) -> Any:
@@ -266,15 +173,15 @@ class Group:
         """
         if (ranks, stage) not in self._subgroups:
             name = f"stage-{stage}-ranks-" + "-".join(map(str, ranks))
-            self._subgroups[ranks, stage] = self._connect(name, ranks)
+            self._subgroups[ranks, stage] = self._connections.connect(name, ranks)
         return self._subgroups[ranks, stage]
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
         try:
             work.wait()
-        except _GLOO_ERRORS as error:
-            raise _lost(peer, error) from error
+        except GLOO_ERRORS as error:
+            raise lost(peer, error) from error
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in the order of ranks, on every rank.
@@ -299,9 +206,9 @@ class Group:
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
         try:
-            _Collective(self._world.allgather([into], [own]), self._over).wait()
-        except _GLOO_ERRORS as error:
-            raise _lost(None, error) from error
+            Collective(self._world.allgather([into], [own]), self._over).wait()
+        except GLOO_ERRORS as error:
+            raise lost(None, error) from error
 
     def _parse(self, rank: int, text: Tensor) -> Any:
         try:
@@ -326,9 +233,9 @@ class Group:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         try:
-            _Collective(self._world.broadcast([tensor], options), self._over).wait()
-        except _GLOO_ERRORS as error:
-            raise _lost(source, error) from error
+            Collective(self._world.broadcast([tensor], options), self._over).wait()
+        except GLOO_ERRORS as error:
+            raise lost(source, error) from error
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.
@@ -368,20 +275,7 @@ class Group:
             over.set()
         for twin in self._twins:
             twin.abort()
-        store = self._store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        service = getattr(store, "port", None)
-        while self._sockets:
-            descriptor, inode = self._sockets.pop()
-            # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.
-            with contextlib.suppress(OSError):
-                if os.fstat(descriptor).st_ino == inode:
-                    with socket.socket(fileno=os.dup(descriptor)) as connection:
-                        # This fails for a listening socket, which gloo still polls. Another thread may have connected
-                        # to the rendezvous service while the group connected; that socket does not belong to the group.
-                        if connection.getpeername()[1] != service:
-                            connection.shutdown(socket.SHUT_RDWR)
+        self._connections.cut()
 
     def close(self) -> None:
         """Drop the connections. Nothing else may hold a process group by then (see `at_close`)."""
@@ -400,32 +294,6 @@ class Group:
             _log.debug("closing a group: %s", error)
 
 
-def _unless(over: threading.Event, connect: Callable[[], T]) -> T:
-    """Return what `connect` returns. Raises PeerLost as soon as `over` is set; the connection is then left to itself.
-
-    gloo notices nothing else while it connects: a rank that is lost meanwhile would hold it up as long as a step.
-    """
-    done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((connect(), None))
-        except Exception as error:  # noqa: BLE001 (it is raised below)
-            done.put((None, error))
-
-    threading.Thread(target=run, name="group-connect", daemon=True).start()
-    while True:
-        try:
-            found, error = done.get(timeout=_WAIT.total_seconds())
-            break
-        except Empty:
-            if over.is_set():
-                raise PeerLost("the group was broken off before all of its ranks had connected") from None
-    if error is not None:
-        raise error
-    return cast(T, found)
-
-
 def _drop(groups: list[Any]) -> None:
     """Release process groups in a thread that nobody waits for.
 
@@ -433,32 +301,3 @@ def _drop(groups: list[Any]) -> None:
     begins to wait at that very moment, and gloo wakes it only at its timeout (seen in about one of 30 kills).
     """
     groups.clear()
-
-
-def _open_sockets() -> set[tuple[int, int]]:
-    """Return this process's sockets, each as its descriptor and inode."""
-
-    def sockets() -> Iterator[tuple[int, int]]:
-        for name in os.listdir("/dev/fd"):
-            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode):
-                    yield int(name), status.st_ino
-
-    return set(sockets())
-
-
-# gloo raises these when a connection breaks, and when a message does not fit.
-_GLOO_ERRORS = (RuntimeError, ValueError)
-
-
-def _lost(peer: int | None, error: Exception) -> PeerLost:
-    who = "a peer" if peer is None else f"rank {peer}"
-    reason = "did not answer in time" if "Timed out" in str(error) else "closed its connection"
-    return PeerLost(f"{who} {reason} ({_short(error)})")
-
-
-def _short(error: Exception) -> str:
-    """Return gloo's message without the place in its source and its advice."""
-    line = str(error).strip().splitlines()[0]
-    return (line.partition("] ")[2] if line.startswith("[/") else line).partition(". This is typically")[0]

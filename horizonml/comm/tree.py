@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 
 _ARITY = 8
 

@@ -18,7 +18,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
 from horizonml.engine.codec import BoundaryCodec
 from horizonml.models.boundary import Boundary, Values

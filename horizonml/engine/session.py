@@ -25,8 +25,11 @@ from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan
+from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
+
+_FLAGS = 5  # that ranks raise in the agreement on a step
 
 
 class Session:
@@ -40,6 +43,8 @@ class Session:
         """
         model = state.model
         plan.check(len(model.chain), group.world_size)
+        self.following: Following | None = None  # while some ranks follow the others
+        self._whole = plan  # which `plan` is, too, unless some ranks follow
         self.plan, self.state, self.group, self.task, self.clock = plan, state, group, task, Clock()
         self._batch_size = batch_size
         held = plan.stages_of(group.rank)
@@ -57,7 +62,7 @@ class Session:
         except BaseException:
             self.close()  # the parameters must not keep the hooks of a session that has never begun
             raise
-        size, tag = 6 + len(task.metrics), group.channel("totals").tag()
+        size, tag = 3 + _FLAGS + len(task.metrics), group.channel("totals").tag()
         self._totals = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
         ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
@@ -66,6 +71,22 @@ class Session:
         self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm)
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._prepared = False  # whether only the others' consent is missing to update
+
+    def follow(self, following: Following) -> None:
+        """Give no samples to ranks that follow the others; all ranks call this between the same steps."""
+        self.following = following
+        self._share(self._whole.idle(following.ranks))
+
+    def end_following(self) -> None:
+        """Give all ranks the samples that the plan says; all ranks call this between the same steps."""
+        self.following = None
+        self._share(self._whole)
+
+    def _share(self, plan: Plan) -> None:
+        """Go on with a plan that differs in its shares only."""
+        self.plan, self._cuts = plan, {}
+        for stage in self.stages.values():
+            stage.share(plan)
 
     @property
     def is_first(self) -> bool:
@@ -134,6 +155,8 @@ class Session:
         runs = self._begin(batch)
         for stage in self.stages.values():
             stage.begin_training(measure_divergence)
+            if self.following is not None and self.group.rank in self.following.ranks:
+                stage.sync.arm(0.0, ())  # at once, so that the others' sums do not wait for those of a follower
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
         return actions, runs
@@ -213,13 +236,16 @@ class Session:
         """Return the totals over all ranks; a flag is raised in them if any rank raises it."""
         if 0 not in self.stages or self.stages[0].member:
             samples = 0
-        flags = [float(flag) for flag in (samples, stop, newcomers, not finite)]
+        behind = self.following is not None and self.following.behind
+        hurry = self.following is not None and self.following.hurry
+        flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry)]
         total, *rest = self._totals.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found])).tolist()
-        stops, comers, broken = (count > 0 for count in rest[:3])
-        loss, units, *sums = rest[3:]
+        stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
+        loss, units, *sums = rest[_FLAGS:]
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
-        return Totals(loss, self.task.report(loss, means), int(total), stops, comers, not broken, int(units))
+        metrics = self.task.report(loss, means)
+        return Totals(loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units))
 
     def _commit(self, stages: Sequence[int], learning_rate: float, scale: float) -> None:
         """Apply all gradients at once, multiplied by `scale`; no other part of a step changes the state."""
@@ -227,7 +253,10 @@ class Session:
         if self.state.optimizer.spec.clip_norm is not None:
             self.state.scales.note(self.state.step, scale)
         for number in stages:
-            self.state.update(self.stages[number].parameters, learning_rate)
+            if self.following is not None and self.following.behind:
+                self.following.keep(self.stages[number].parameters, learning_rate)
+            else:
+                self.state.update(self.stages[number].parameters, learning_rate, self.state.step)
         self.state.step += 1
         for stage in self.stages.values():
             stage.commit()

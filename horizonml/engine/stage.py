@@ -90,7 +90,8 @@ class StageRuntime:
         self.stage = plan.stages[number]
         self.member = self.stage.ranks.index(group.rank)
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
-        self.sync = sync_for(module, Members(self.stage, number, group, clock))
+        self._members = Members(self.stage, number, group, clock)
+        self.sync = sync_for(module, self._members)
         self.parameters = trainable(module)
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
@@ -115,6 +116,11 @@ class StageRuntime:
         Where all members work on the same samples, only the first member's results do.
         """
         return self.sync.replicas == 1 or self.member == 0
+
+    def share(self, plan: Plan) -> None:
+        """Go on with a plan that differs in its shares only."""
+        self._plan, self.stage = plan, plan.stages[self.number]
+        self._members.stage = self.stage
 
     def cut(self, size: int, full: int) -> list[Micro]:
         """Return this member's parts of the micro-batches of a batch; `full` is the size of a full batch."""

@@ -19,6 +19,8 @@ class Totals:
     samples: int
     stop: bool = False
     newcomers: bool = False
+    behind: bool = False  # whether a follower has not caught up yet (see `state.follow`)
+    hurry: bool = False  # whether a follower has no room for the gradients of more steps
     finite: bool = True  # whether the gradients of all stages with a single member are finite
     units: int = 0  # what the loss is a mean over: samples or, for example, tokens
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
 from horizonml.errors import PlanError
 from horizonml.plan.plan import MOST_MICRO_BATCHES, Plan

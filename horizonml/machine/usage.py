@@ -17,6 +17,15 @@ def cpu_seconds() -> float:
     return time.process_time()
 
 
+def seconds_up() -> float:
+    """Return how many seconds ago this process was started, by a clock that nobody sets."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # see proc(5)
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError):  # not Linux
+        return max(0.0, time.time() - psutil.Process().create_time())
+
+
 def rss_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     statm = _open_statm()

@@ -6,8 +6,8 @@ Every way of training is such a plan, and one engine runs them all. This module 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
@@ -122,6 +122,25 @@ class Plan:
     def lanes(self) -> Lanes:
         """Return the distinct sets of stages that ranks hold, in the order of their first stages."""
         return tuple(sorted(set(self._held.values())))
+
+    def idle(self, ranks: Collection[int]) -> Plan:
+        """Return this plan with a share of 0 for some of its ranks, which stay members of their stages."""
+        idle = [
+            tuple(0.0 if rank in ranks else share for rank, share in zip(stage.ranks, stage.shares, strict=True))
+            for stage in self.stages
+        ]
+        return replace(
+            self, stages=tuple(replace(s, shares=shares) for s, shares in zip(self.stages, idle, strict=True))
+        )
+
+    def without(self, ranks: Collection[int]) -> Plan:
+        """Return this plan without some of its ranks; each stage must have another one."""
+        kept = [[place for place, rank in enumerate(stage.ranks) if rank not in ranks] for stage in self.stages]
+        stages = [
+            replace(s, ranks=tuple(s.ranks[p] for p in places), shares=tuple(s.shares[p] for p in places))
+            for s, places in zip(self.stages, kept, strict=True)
+        ]
+        return replace(self, stages=tuple(stages))
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
         """Return what `rank` does, in order, in a training step of `micro_batches` micro-batches."""

@@ -16,7 +16,17 @@ from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.heartbeat import Heartbeat, first_line
 from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import Formed, Join, Refused, Resume, Status, Withdraw, read_status, read_verdict
+from horizonml.rendezvous.messages import (
+    Complete,
+    Formed,
+    Join,
+    Refused,
+    Resume,
+    Status,
+    Withdraw,
+    read_status,
+    read_verdict,
+)
 
 _BEAT_WAITING = 0.25
 _WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
@@ -25,6 +35,10 @@ _AGAIN_SECONDS = 10.0  # for a service that was started anew to answer
 
 class ServiceGone(RendezvousError):
     """Raised when the service goes while this rank waits for the others; it may be started anew."""
+
+
+class JobComplete(Exception):
+    """Ends the wait for others that have trained the job to the end."""
 
 
 class Conversation(threading.Thread):
@@ -38,12 +52,12 @@ class Conversation(threading.Thread):
         super().__init__(name="rendezvous", daemon=True)
         self._fingerprint, self._host, self._port, self._deadline = fingerprint, host, port, deadline
         self._number = secrets.randbits(62)
-        self._outcome: Membership | RendezvousError | None = None
+        self._outcome: Membership | RendezvousError | JobComplete | None = None
         self._joined, self._withdrawn = False, threading.Event()
         self.missing: Sequence[int] | None = None
         self.waiting_for = f"{host}:{port} accepts connections but does not answer; is it a rendezvous service?"
 
-    def withdraw(self) -> Membership | RendezvousError | None:
+    def withdraw(self) -> Membership | RendezvousError | JobComplete | None:
         """Stop waiting, and return what has come of it, or None if nothing has.
 
         The group may be formed at this very moment. The others would then wait for this rank for as long as a step
@@ -57,7 +71,7 @@ class Conversation(threading.Thread):
     def run(self) -> None:
         try:
             self._outcome = self._talk()
-        except RendezvousError as error:
+        except (RendezvousError, JobComplete) as error:
             self._outcome = error
         except (RuntimeError, ValueError) as error:
             kind = ServiceGone if self._joined else RendezvousError
@@ -67,7 +81,7 @@ class Conversation(threading.Thread):
         return TCPStore(self._host, self._port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
 
     def _talk(self) -> Membership | None:
-        """Return this rank's place in the group, or None if it withdrew in time. Raises RendezvousError."""
+        """Return this rank's place in the group, or None if it withdrew. Raises RendezvousError, JobComplete."""
         store = self._connect(max(1.0, self._deadline - time.monotonic()))
         number, beats, beaten, withdrawn = self._number, 0, 0.0, None
         post(store, Join(number, self._fingerprint).to_json())
@@ -86,6 +100,8 @@ class Conversation(threading.Thread):
                 self.missing, self.waiting_for = status.missing, _in_words(status, number)
             time.sleep(0.05)
         verdict = read_verdict(message, number)
+        if isinstance(verdict, Complete):
+            raise JobComplete
         if isinstance(verdict, Refused):
             if withdrawn is not None:
                 return None

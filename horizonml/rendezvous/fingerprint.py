@@ -31,6 +31,7 @@ class Fingerprint:
     min_world_size: int = 1  # ranks without which training does not go on
     max_world_size: int = 0  # ranks that may take part; 0 if no more than `world_size`
     begin_with: int = 0  # ranks with which training may begin when no others come; 0 if it takes all
+    up: float = 0.0  # seconds since its process was started
 
     def to_json(self) -> dict[str, str | int | float]:
         """Return plain JSON values."""
@@ -52,6 +53,7 @@ class Fingerprint:
             generation=whole(value, "generation", 0, MOST_GENERATION),
             group_size=whole(value, "group_size", 0, MOST_RANKS),
             replace_timeout=seconds(value, "replace_timeout"),
+            up=seconds(value, "up"),
             min_world_size=whole(value, "min_world_size", 1, MOST_RANKS),
             **{name: text(value, name) for name in _TEXTS},
         )

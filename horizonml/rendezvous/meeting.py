@@ -17,6 +17,7 @@ from horizonml.errors import RendezvousError
 from horizonml.machine.host import machine_id
 from horizonml.machine.network import can_connect, route_to, use_interface
 from horizonml.machine.signals import Cancelled
+from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.conversation import Conversation, ServiceGone
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
@@ -61,8 +62,9 @@ def meet(
     """Join the group of this job through the service at `address`.
 
     Chooses the network interface that leads to the service for the group's traffic, unless the user's
-    GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError, and
-    Cancelled when `cancelled` says so, unless the group has formed already, which needs all its members to begin.
+    GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError,
+    JobComplete if the others have trained the job to the end, and Cancelled when `cancelled` says so, unless the group
+    has formed already, which needs all its members to begin.
     """
     meeting = _Meeting(identity, settings, address, observer, before, cancelled, time.monotonic() + settings.timeout)
     while True:
@@ -137,7 +139,7 @@ class _Meeting:
     deadline: float
 
     def join(self) -> Membership:
-        """Join through the service that is there now. Raises RendezvousError, Cancelled."""
+        """Join through the service that is there now. Raises RendezvousError, JobComplete, Cancelled."""
         host, port = self.address
         await_service(self.address, self.settings.timeout, self.deadline, self.observer, self.cancelled)
         conversation = Conversation(self._fingerprint(), host, port, self.deadline)
@@ -187,6 +189,7 @@ class _Meeting:
             min_world_size=self.settings.min_world_size,
             max_world_size=self.settings.max_world_size,
             begin_with=self.settings.begin_with,
+            up=seconds_up(),
         )
 
 

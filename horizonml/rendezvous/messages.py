@@ -34,7 +34,8 @@ _MOST_REASON = 2000  # characters
 class Departure(StrEnum):
     """Why a rank leaves its group."""
 
-    DONE = "done"  # it has trained to the end, or stops as agreed with the others, and does not come back
+    COMPLETE = "complete"  # it has trained to the end, as all have, and does not come back
+    DONE = "done"  # it stops as agreed with the others, and does not come back
     AGAIN = "again"  # it meets the others again, as all have agreed
     LOST_PEER = "lost"  # it lost another rank, so it is not the one to blame, and meets the others again
     FAILED = "failed"  # it failed for a reason that holds for all ranks
@@ -200,7 +201,18 @@ class Refused:
         return {"refused": self.reason}
 
 
-Verdict = Formed | Refused
+@dataclass(frozen=True)
+class Complete:
+    """The verdict on joins that come when the others have trained the job to the end."""
+
+    joins: list[int]
+
+    def to_json(self) -> Fields:
+        """Return plain JSON values."""
+        return {"complete": True}
+
+
+Verdict = Formed | Refused | Complete
 
 
 def read_verdict(message: bytes, number: int) -> Verdict:
@@ -208,6 +220,8 @@ def read_verdict(message: bytes, number: int) -> Verdict:
     values = parse(message, _MOST_VERDICT)
     if "refused" in values:
         return Refused([number], printable(str(values["refused"]), _MOST_REASON))
+    if "complete" in values:
+        return Complete([number])
     joins, members = values.get("joins"), values.get("members")
     if not isinstance(joins, list) or not isinstance(members, list) or not 0 < len(members) <= MOST_RANKS:
         raise ValueError("a verdict must have joins and members")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from horizonml.rendezvous.checks import MOST_RANKS
+from horizonml.rendezvous.completion import Completion
 from horizonml.rendezvous.crashes import KILLED, Crashes
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
@@ -39,6 +40,7 @@ class Roster:
         self._members: Members = {}
         self._newest = NewestGeneration()
         self._refusals = Refusals(self._members)
+        self._completion = Completion(self._members)
         self._numbers = Numbers()
         self._crashes = Crashes()
         self._fenced: dict[int, None] = {}  # joins that were declared lost
@@ -96,6 +98,8 @@ class Roster:
         if member is None or not member.formed:
             return number not in self._fenced
         rank, hostname = member.fingerprint.rank, member.fingerprint.hostname
+        if farewell.departure is Departure.COMPLETE:
+            self._completion.note(member.fingerprint, now)
         if farewell.departure in (Departure.AGAIN, Departure.LOST_PEER):
             self._newest.expect(rank, now + BACK_SECONDS)
         if farewell.departure is Departure.AGAIN:
@@ -150,6 +154,7 @@ class Roster:
         for member in formed(self._members).values():
             self._crashes.ran(member.fingerprint, now)
         verdicts: list[Verdict] = [
+            *self._completion.of_latecomers(now),
             *self._refusals.of_latecomers(now),
             *self._refusals.of_duplicates(self.generation, now),
         ]
@@ -304,6 +309,7 @@ class Roster:
         # A service that was started anew goes on where the one before was.
         generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
         self._newest.begin(generation, ranks_of(party), here=True)
+        self._completion.forget()
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
         for member in party.values():

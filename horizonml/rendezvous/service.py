@@ -9,7 +9,7 @@ rank draws at random, so that it stays the same when the service is started anew
                               (a member of a group that runs already, which a new service must learn of), or ask for a
                               rank number
     rank     -> beat/<id>     counts up while the rank lives
-    service  -> verdict/<id>  the group and its generation, or why not
+    service  -> verdict/<id>  the group and its generation, or why not, or that the job is complete
     service  -> number/<id>   the rank number that was asked for, or why there is none
     service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
     service  -> gone/<id>     why a rank left, or was declared lost: a reason for people, and what kind of reason it is
@@ -34,6 +34,7 @@ from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.mailbox import peek, take
 from horizonml.rendezvous.messages import (
     Ask,
+    Complete,
     Event,
     Formed,
     Join,
@@ -166,6 +167,8 @@ class Service:
         for verdict in verdicts:
             if isinstance(verdict, Formed):
                 _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
+            elif isinstance(verdict, Complete):
+                _log.info("told %d late ranks that the job is complete", len(verdict.joins))
             else:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)

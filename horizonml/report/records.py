@@ -2,173 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from horizonml.engine.clock import Kind
 from horizonml.errors import HorizonError
-from horizonml.machine.host import MachineInfo
-from horizonml.telemetry.log import read_lines
-from horizonml.telemetry.record import Source
+from horizonml.report.history import History, Stretch, history
+from horizonml.report.lines import (
+    EndLine,
+    EvaluationLine,
+    RecoveryLine,
+    RunRecord,
+    StageFacts,
+    StepLine,
+    TimelineLine,
+    read_records,
+)
 
 _WARM_UP = 3  # the first steps pay for caches and connections
-
-
-class _Facts(BaseModel):
-    """A part of a record; what this version does not know is kept, so that it is written and compared, too."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-class ModelFacts(_Facts):
-    """The model of a recorded job."""
-
-    name: str
-
-
-class DataFacts(_Facts):
-    """The data set of a recorded job."""
-
-    name: str
-    image_size: int | None = None
-
-
-class JobFacts(_Facts):
-    """A recorded job, which may have been checked by another version."""
-
-    model: ModelFacts
-    data: DataFacts
-    batch_size: int
-    epochs: int = 1
-    seed: int = 0
-
-
-class StageFacts(_Facts):
-    """A stage of a recorded plan."""
-
-    start: int = 0  # its first layer
-    stop: int = 0  # the layer after its last one
-    ranks: list[int]
-
-
-class PlanFacts(_Facts):
-    """A recorded plan."""
-
-    stages: list[StageFacts] = []
-    micro_batches: int = 1
-    schedule: str = ""
-
-
-class RunRecord(BaseModel):
-    """A rank's description of the run, as its file holds it before the steps that it describes."""
-
-    model_config = ConfigDict(frozen=True)
-
-    time: float = 0.0
-    generation: int | None = None
-    world_size: int | None = None
-    rank: int = 0
-    started_as_rank: int | None = None
-    stage: int = 0
-    host: str = ""  # the host's name
-    node: str | None = None  # the host's identity, which older records lack
-    cores: float = 1.0
-    memory: float | None = None
-    threads: int | None = None
-    rss_idle_bytes: int = 0
-    forecast: float | None = None  # predicted seconds of a step
-    machine: MachineInfo | None = None
-    versions: dict[str, str] = {}
-    job: JobFacts | None = None
-    plan: PlanFacts = PlanFacts()
-
-    @property
-    def group(self) -> tuple[int | None, int | None]:
-        """Return what the descriptions of one group's ranks have in common."""
-        return self.generation, self.world_size
-
-    @property
-    def setting(self) -> tuple[int, int | None, PlanFacts]:
-        """Return what steps must share to be timed together."""
-        return self.rank, self.world_size, self.plan
-
-
-class StepLine(BaseModel):
-    """One step as one rank recorded it. Seconds, bytes and joules; shares and accuracies from 0 to 1."""
-
-    model_config = ConfigDict(frozen=True)
-
-    step: int
-    epoch: int
-    wall: float
-    compute: float
-    transfer: float
-    wait: float
-    batch: int
-    loss: float
-    accuracy: float | None = None
-    bytes_sent: int
-    links: dict[str, tuple[int, int]] = {}  # bytes sent and received, by direction
-    cpu_seconds: float
-    rss_bytes: int
-    joules: float | None = None
-    divergence: float | None = None
-    gradient_norm: float | None = None  # before clipping
-
-    def seconds(self, kind: Kind) -> float:
-        """Return the seconds that went to one kind of time."""
-        return {"compute": self.compute, "transfer": self.transfer, "wait": self.wait}[kind]
-
-
-class EvaluationLine(BaseModel):
-    """An evaluation on held-out data."""
-
-    model_config = ConfigDict(frozen=True)
-
-    step: int
-    epoch: int
-    loss: float
-    accuracy: float | None = None
-    within_epoch: bool = False
-    best: bool = False  # whether the checkpoint of this step is kept as the best one
-
-
-class RecoveryLine(BaseModel):
-    """How training went on after ranks were lost, as a rank that survived recorded it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    time: float
-    generation: int
-    lost: list[int]
-    silent_seconds: float | None = None
-    seconds: float
-    steps_repeated: int
-    source: Source
-
-
-class SpanLine(NamedTuple):
-    """What a rank did at a time, in seconds of its own clock."""
-
-    kind: Kind
-    what: str
-    micro: int  # the micro-batch, or -1
-    begin: float
-    end: float
-
-
-class TimelineLine(BaseModel):
-    """What a rank did when during one step."""
-
-    model_config = ConfigDict(frozen=True)
-
-    step: int
-    spans: list[SpanLine]
 
 
 @dataclass
@@ -186,6 +39,7 @@ class RankRecords:
     evaluations: list[EvaluationLine] = field(default_factory=list)
     timelines: list[TimelineLine] = field(default_factory=list)
     recoveries: list[RecoveryLine] = field(default_factory=list)  # of all attempts, in the order of time
+    stretches: list[Stretch] = field(default_factory=list)  # what was recorded of each group, nothing left out
 
     @property
     def settled(self) -> list[StepLine]:
@@ -199,6 +53,7 @@ class Run:
 
     name: str
     ranks: list[RankRecords]
+    history: History = field(default_factory=History)  # of all groups that trained
 
     @property
     def lead(self) -> RankRecords:
@@ -240,7 +95,11 @@ def load_run(name: str, folder: Path) -> Run:
         if newest is not None and rank.steps and rank.run.group == newest.group:
             number = rank.run.rank
             members[number] = max(members.get(number, rank), rank, key=lambda one: one.run.time)
-    return Run(name, [members[number] for number in sorted(members)])
+    return Run(
+        name,
+        [members[number] for number in sorted(members)],
+        history(rank.stretches for rank, _ in loaded.values()),
+    )
 
 
 def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
@@ -249,50 +108,32 @@ def _load_rank(path: Path) -> tuple[RankRecords, RunRecord]:
     steps: dict[int, tuple[StepLine, RunRecord]] = {}  # a step that was lost and done again counts once
     evaluations: list[EvaluationLine] = []
     timelines: list[tuple[TimelineLine, RunRecord]] = []
-    recoveries: list[RecoveryLine] = []
-    for record in _read_records(path):
+    stretches = [Stretch(last)]
+    replans = False  # whether the same group goes on with another plan
+    for record in read_records(path):
         match record:
             case RunRecord():
                 last = record
+                if not replans:
+                    stretches.append(Stretch(record))
             case StepLine():
                 run = last
                 steps[record.step] = record, last
+                stretches[-1].done.append(record)
             case EvaluationLine():
                 evaluations.append(record)
+                stretches[-1].done.append(record)
             case TimelineLine():
                 timelines.append((record, last))
             case RecoveryLine():
-                recoveries.append(record)
+                stretches[-1].recoveries.append(record)
+        replans = isinstance(record, EndLine) and record.outcome == "re-plan"
     ordered = [steps[number] for number in sorted(steps)]
     timed = [step for step, about in ordered if about.setting == run.setting]
     spans = [line for line, about in timelines if about.setting == run.setting]
-    return RankRecords(run, [step for step, _ in ordered], timed, _newest(evaluations), spans, recoveries), last
-
-
-Record = RunRecord | StepLine | EvaluationLine | TimelineLine | RecoveryLine
-_KINDS: dict[str, type[Record]] = {
-    "run": RunRecord,
-    "step": StepLine,
-    "evaluation": EvaluationLine,
-    "timeline": TimelineLine,
-    "recovery": RecoveryLine,
-}
-
-
-def _read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of a file whose kind is known. Raises HorizonError."""
-    for line in read_lines(path):
-        kind = _KINDS.get(str(line.get("kind")))
-        if kind is None:
-            continue
-        try:
-            yield kind.model_validate(line)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise HorizonError(
-                f"{path}: a record of kind {line['kind']} cannot be read: {where}: {first['msg']}"
-            ) from None
+    recoveries = [line for part in stretches for line in part.recoveries]
+    done = [step for step, _ in ordered]
+    return RankRecords(run, done, timed, _newest(evaluations), spans, recoveries, stretches), last
 
 
 _Line = TypeVar("_Line", StepLine, EvaluationLine)

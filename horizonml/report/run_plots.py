@@ -14,7 +14,9 @@ from matplotlib.ticker import LogFormatter
 
 from horizonml.plan.plan import Plan
 from horizonml.planner.simulate import Prediction
-from horizonml.report.records import RankRecords, Run, SpanLine
+from horizonml.report.history_plot import mark_steps
+from horizonml.report.lines import SpanLine
+from horizonml.report.records import RankRecords, Run
 from horizonml.report.style import TIME_COLOURS, percent_axis, plain_axis, save, series_styles
 
 _WORK = {
@@ -25,11 +27,15 @@ _WORK = {
     "update": "#009E73",
     "prepare": "#a6cee3",
 }
+_MARKERS = 40  # points of a line, above which their markers would hide it
 _LEAST = 0.003  # of the picture's width, so that nothing is too short to be seen
 
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
-    """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path."""
+    """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path.
+
+    Where there is only one run, its loss shows at which steps ranks were lost and joined.
+    """
     return save(draw_learning_curves(runs), path)
 
 
@@ -43,7 +49,8 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
         style: dict[str, str | float] = {"color": own_style.colour, "linestyle": own_style.line}
         loss.plot([s.step for s in steps], _smooth([s.loss for s in steps]), label=name, **style)
         when = [e.step if within else e.epoch for e in evaluations]
-        style |= {"marker": own_style.marker, "markersize": 4}
+        if len(when) <= _MARKERS:
+            style |= {"marker": own_style.marker, "markersize": 4}
         held_out.plot(when, [e.loss for e in evaluations], **style)
         judged = [(place, e.accuracy) for place, e in zip(when, evaluations, strict=True) if e.accuracy is not None]
         accuracy.plot([place for place, _ in judged], [value for _, value in judged], **style)
@@ -53,11 +60,20 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     accuracy.set(title="Held-out accuracy (%)", xlabel=unit)
     percent_axis(accuracy)
     for axis in (held_out, accuracy):
+        if not any(len(line.get_xydata()) for line in axis.lines):
+            axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#777777")
+            axis.set_yscale("linear")
+            axis.set(xticks=[], yticks=[])
+            continue
         axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     for axis in (loss, held_out):
+        if axis.get_yscale() != "log":
+            continue
         plain_axis(axis)
         axis.yaxis.set_minor_formatter(LogFormatter())  # 0.3, not 3x10^-1
-    figure.legend(loc="outside lower center", ncols=min(7, len(runs)))
+    marks = mark_steps(loss, next(iter(runs.values())).history.changes) if len(runs) == 1 else []
+    handles = [*loss.get_legend_handles_labels()[0], *marks]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)))
     return figure
 
 
@@ -89,6 +105,7 @@ def time_split(runs: Mapping[str, Run], path: Path) -> Path:
             )
         axis.set(title=name, xlabel="rank")
         axis.grid(visible=False, axis="x")
+    figure.suptitle("Where the time of an average step goes", x=0.01, ha="left", weight="bold", size=12)
     axes[0].set_ylabel("milliseconds per step, mean")
     axes[0].set_ylim(top=1.08 * max(sum(s.wall for s in r.settled) / len(r.settled) * 1000 for r in everyone))
     handles, labels = axes[0].get_legend_handles_labels()

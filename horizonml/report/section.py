@@ -12,8 +12,10 @@ from pathlib import Path
 
 from horizonml.engine.clock import KINDS
 from horizonml.files import write_atomically, writing
+from horizonml.report.history import Change, describe
 from horizonml.report.records import RankRecords, Run
 from horizonml.report.summary import Summary, traffic
+from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes, human_seconds, percent
 
 
@@ -74,6 +76,13 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
         "not measured on this machine" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
     ),
 }
+_CHANGES: dict[str, Callable[[Summary], str]] = {  # for runs whose group has changed
+    "ranks lost": lambda s: f"{s.losses:,}",
+    "ranks joined": lambda s: f"{s.joins:,}",
+    "goodput": lambda s: percent(s.goodput, 1),
+    "time without steps": lambda s: human_seconds(s.stopped_seconds) if s.stopped_seconds else "none",
+    "steps repeated": lambda s: f"{s.steps_repeated:,}",
+}
 NOTE = (
     "Compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and energy are of all ranks "
     "together; the gradient norm is that before clipping, which is measured only where gradients are clipped; gradient "
@@ -81,6 +90,51 @@ NOTE = (
     "parts of a run are its epochs, or fifths of its steps where it has fewer than three; the time of an epoch is that "
     "of its samples at the median speed."
 )
+
+SOURCES = {
+    Source.MEMORY: "memory of the others",
+    Source.REPLICA: "replica",
+    Source.DISK: "checkpoint",
+    Source.START: "nowhere: begun again",
+}
+_CHANGES_NOTE = (
+    "Ranks are called by the numbers that they were started with. A loss is noticed after the time for which the rank "
+    "had been silent, or at once if its connections were closed, as they are when a process is killed. The time until "
+    "the others step again counts from then to the end of their next step. No steps: from the end of the last step to "
+    "the beginning of the next one. Goodput is the share of the wall time that these gaps and repeated steps have not "
+    "taken."
+)
+
+
+def number_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
+    """Return the numbers of runs side by side, as rows with their names."""
+    changed = any(one.losses or one.joins or one.stopped_seconds for one in summaries.values())
+    columns = COLUMNS | _CHANGES if changed else COLUMNS
+    return [[label, *(show(one) for one in summaries.values())] for label, show in columns.items()]
+
+
+def changes_table(runs: Mapping[str, Run]) -> Table | None:
+    """Return a table of the ranks that were lost and joined, or None if there were none."""
+    rows = [[name, *_change_cells(change)] for name, run in runs.items() for change in run.history.changes]
+    header = [
+        "", "what happened", "at step", "ranks then", "noticed after", "stepping again after", "no steps for",
+        "state taken from", "steps repeated",
+    ]  # fmt: skip
+    return Table("Ranks lost and joined", header, rows, _CHANGES_NOTE) if rows else None
+
+
+def _change_cells(change: Change) -> list[str]:
+    silent, again = change.silent_seconds, change.recovery_seconds
+    return [
+        describe(change),
+        f"{change.step:,}",
+        str(change.ranks),
+        "-" if not change.lost else human_seconds(silent) if silent else "at once",
+        "-" if again is None else human_seconds(again),
+        human_seconds(change.stopped),
+        "-" if change.source is None else SOURCES[change.source],
+        f"{change.steps_repeated:,}",
+    ]
 
 
 def rank_tables(runs: Mapping[str, Run]) -> list[Table]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, MultipleLocator
 
 from horizonml.engine.clock import Kind
 from horizonml.files import writing
@@ -120,6 +120,17 @@ def percent_axis(axis: Axes) -> None:
 def plain_axis(axis: Axes) -> None:
     """Label the y axis with thousands separated."""
     axis.yaxis.set_major_formatter(lambda value, _: _short(value))
+
+
+_CLOCK_TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400)  # seconds
+
+
+def clock_axis(axis: Axes, end: float) -> None:
+    """Label the x axis, which begins at 0 and ends at `end` seconds, in minutes and seconds."""
+    axis.set_xlim(0, end)
+    tick = next((tick for tick in _CLOCK_TICKS if end / tick <= 12), _CLOCK_TICKS[-1])
+    axis.xaxis.set_major_locator(MultipleLocator(tick))
+    axis.xaxis.set_major_formatter(lambda value, _: "{}:{:02}".format(*divmod(round(value), 60)))
 
 
 AxisFormat = Callable[[Axes], None]

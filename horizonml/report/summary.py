@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from horizonml.engine.clock import KINDS
-from horizonml.report.records import Run, StepLine
+from horizonml.report.lines import StepLine
+from horizonml.report.records import Run
 
 _PARTS = 5  # a run with fewer than three epochs is judged by as many parts of equal length
 _DIRECTIONS = {"previous": "previous stage", "next": "next stage", "members": "members"}
@@ -46,6 +47,11 @@ class Summary:
     bytes_per_step: float  # sent by all ranks together
     bytes_per_second: float
     joules_per_sample: float | None  # of all machines; None where they do not measure it
+    losses: int  # how many times a rank was lost
+    joins: int  # how many times one joined while the others trained
+    stopped_seconds: float  # without steps, because the group changed
+    steps_repeated: int
+    goodput: float | None  # the share of the wall time that changes of the group have not taken; None if unknown
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,11 @@ def summarise(run: Run) -> Summary:
         bytes_per_step=sent / len(lead.settled),
         bytes_per_second=sent / sum(step.wall for step in lead.settled),
         joules_per_sample=sum(joules) / sum(step.batch for step in lead.settled) if joules else None,
+        losses=run.history.lost,
+        joins=run.history.joined,
+        stopped_seconds=run.history.stopped,
+        steps_repeated=run.history.steps_repeated,
+        goodput=run.history.goodput,
     )
 
 

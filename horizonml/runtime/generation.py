@@ -25,14 +25,16 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, describe_data, make_plan, model_for
+from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
-from horizonml.runtime.recovery import Place, hand_over, known, mirror_for, recover
+from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.trainer import train
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.equal import share_state
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
 from horizonml.state.train_state import TrainState
@@ -70,13 +72,12 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source = None
-        if found is not None:
-            source = recover(life, info, found, agreed.plan, self._place())
+        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info)
+        if found is not None and not self._is_older_than_disk(found.step, checkpoints):
+            source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = self._about(model, agreed.plan, here)
-        checkpoints = self._checkpoints(info)
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
@@ -85,11 +86,13 @@ class Generation:
                 if moved:
                     self.say(moved)
                 else:
-                    source = self._take_up(session, checkpoints, first, source)
+                    source = self._take_up(session, checkpoints, first, source, followers)
                 recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
+                if followers:
+                    follow(session, followers)
                 unsaved = None
                 try:
                     outcome = self._train(session, data, checkpoints, recorder, detector)
@@ -103,6 +106,7 @@ class Generation:
                 return outcome
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
+            followers = frozenset()
 
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
@@ -158,6 +162,19 @@ class Generation:
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
 
+    def _is_older_than_disk(self, step: int, checkpoints: Checkpoints | None) -> bool:
+        """Return whether a checkpoint is newer than the newest state in memory, which is dropped then.
+
+        That happens if all ranks that held a newer state are lost, and one that was lost long before them is back.
+        """
+        newer = checkpoints.newer_than(step) if checkpoints is not None else None
+        if newer is None:
+            return False
+        assert self.life.state is not None
+        self.life.state.drop()
+        self.say(f"the state in memory is that of step {step}: going on from the checkpoint of step {newer} instead")
+        return True
+
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
         parallel = self.life.job.parallel
@@ -177,7 +194,12 @@ class Generation:
         return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
 
     def _take_up(
-        self, session: Session, checkpoints: Checkpoints | None, first: bool, source: Source | None
+        self,
+        session: Session,
+        checkpoints: Checkpoints | None,
+        first: bool,
+        source: Source | None,
+        followers: frozenset[int],
     ) -> Source | None:
         """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
 
@@ -192,8 +214,8 @@ class Generation:
             found = self._from_disk(session, checkpoints, first)
             source = None if first else Source.DISK if found else Source.START
         life.begun = True
-        # All members of a stage begin with the same state, bit for bit.
-        for rank, name in share_state(state, session.plan, self.group):
+        # All members of a stage that do not follow begin with the same state, bit for bit.
+        for rank, name in share_state(state, session.plan.without(followers), self.group):
             self.say(
                 f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
                 "taken over that member's; processors that round differently can be the reason"
@@ -214,7 +236,7 @@ class Generation:
             checkpoints.set_aside()
         else:
             found = checkpoints.resume(state, session.plan)
-        if found is None and state.step:
+        if found is None and (state.step or not state.valid):
             state.restart()
         if not first and found is None:
             self.say("no checkpoint had been saved: training begins again at step 0")
@@ -230,12 +252,17 @@ class Generation:
     ) -> Outcome:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
-        mirror = mirror_for(life, session, self._place())
-        life.last = Last(self.number, self.started_as, mirror) if mirror is not None else None
+        life.last = None
+
+        def mirror() -> Mirror | None:
+            made = mirror_for(life, session, self._place())
+            life.last = Last(self.number, self.started_as, made) if made is not None else None
+            return made
+
         try:
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
-            if mirror is not None and outcome is Outcome.RE_PLAN:
-                mirror.finish()
+            if life.last is not None and outcome is Outcome.RE_PLAN:
+                life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
             return outcome

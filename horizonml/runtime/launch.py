@@ -78,7 +78,7 @@ def train_as_rank(job: Job, identity: Identity | str, fresh: bool, metrics: tupl
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
-        if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE):
+        if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE, Outcome.COMPLETE_WITHOUT):
             own.completed()
             if stay and not stop.wanted:
                 print(f"rank {identity.rank} stays, to be watched; SIGTERM ends it", flush=True)
@@ -184,6 +184,11 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     if outcome is Outcome.ALREADY_COMPLETE:
         length = "epochs" if job.steps is None else "steps"
         return f"{job.run_folder} is trained to the end already; --fresh starts over, --set {length}=N goes on"
+    if outcome is Outcome.COMPLETE_WITHOUT:
+        return (
+            "the job is complete: the other ranks have trained it to the end, and their disks have its checkpoints; "
+            "nothing is left to do here"
+        )
     if outcome is Outcome.STOPPED:
         if step is None:
             return "stopped as asked: nothing was saved"

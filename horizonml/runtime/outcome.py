@@ -12,6 +12,7 @@ class Outcome(StrEnum):
 
     COMPLETE = "complete"
     ALREADY_COMPLETE = "already complete"  # nothing was left to train
+    COMPLETE_WITHOUT = "complete without this rank"  # the others had trained to the end when it came
     STOPPED = "stopped"  # this process was asked to stop
     STOPPED_WAITING = "stopped waiting"  # likewise, before the ranks had met
     RE_FORM = "re-form"  # the ranks must meet again, because another one stops or a new one wants to join

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
@@ -11,11 +10,13 @@ from horizonml.engine.session import Session
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.runtime.agreement import Measured
+from horizonml.runtime.joining import Place, who_follows
 from horizonml.runtime.life import Life
 from horizonml.runtime.rebuild import rebuild
-from horizonml.state.mirror import Mirror, buddy, owners
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import Recovery
+from horizonml.state.replicas import buddy, owners, together
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.record import Source
 from horizonml.text import human_bytes
@@ -25,19 +26,13 @@ _MIRROR_SHARE = 0.5  # of the memory that is left when training begins; activati
 _LOG_SHARE = 0.2  # likewise, for the messages that a rank keeps
 
 
-@dataclass(frozen=True)
-class Place:
-    """Describes the group in which a rank recovers."""
-
-    group: Group
-    started_as: list[int]  # the rank that each member was started as
-    say: Callable[[str], None]  # tells the user, on rank 0
-
-
-def recover(life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place) -> Source | None:
+def recover(
+    life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Place
+) -> tuple[Source | None, frozenset[int]]:
     """Bring the state that ranks have in memory to a plan; all ranks of the group call this.
 
-    Return where the state was taken from, or None if it is not complete. Raises PeerLost.
+    Return where the state was taken from, or None if it is not complete, and the ranks that are to follow the others
+    until they have it, too. Raises PeerLost.
     """
     state, source = life.state, Source.MEMORY
     assert state is not None
@@ -46,19 +41,34 @@ def recover(life: Life, info: DataInfo, found: Recovery, plan: Plan, place: Plac
         if isinstance(rebuilt, str):
             place.say(f"the state of step {found.step} cannot be completed without the lost ranks: {rebuilt}")
             state.drop()
-            return None
+            return None, frozenset()
         found, source = rebuilt, Source.REPLICA
-    move(state, senders(found.holders, plan), place.group)
-    state.step, state.valid = found.step, True
-    return source
+    if state.parts:
+        state.keep([])  # parts of a group that is over are no layers
+    moves = senders(found.holders, plan)
+    following = who_follows(state, moves, found, plan, place)
+    move(state, [one for one in moves if one[2] not in following], place.group)
+    if place.group.rank in following:
+        state.drop()
+    state.step, state.valid = found.step, place.group.rank not in following
+    return source, following
 
 
 def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None:
-    """Bring the layers that only leaving ranks hold to ranks that stay; all ranks call this. Raises PeerLost."""
-    leaving = [rank for rank, gone in enumerate(group.gather_json(leaves)) if gone]
+    """Bring the layers that only leaving ranks hold to ranks that stay, and make whole what the members had split.
+
+    All ranks call this, without a session. Raises PeerLost.
+    """
+    told = group.gather_json([leaves, state.valid])
+    leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
     staying = [rank for rank in range(group.world_size) if rank not in leaving]
-    if not staying or any(stage.splits_channels for stage in plan.stages):
+    if not staying:
         return
+    state.join(group)
+    if not state.valid:  # this rank follows; whatever it is handed is valid, and all it has
+        state.drop()
+        state.valid = True
+    plan = plan.without([rank for rank, (_, valid) in enumerate(told) if not valid])
     last = [(layer, ranks[0]) for layer, ranks in enumerate(holders(plan)) if all(rank in leaving for rank in ranks)]
     move(state, [(layer, rank, staying[n % len(staying)]) for n, (layer, rank) in enumerate(last)], group)
 
@@ -81,13 +91,13 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
         return None
     left = memory_left() / group.hosts.count(group.hosts[group.rank])
     spare = group.gather_json([session.state.bytes() if group.rank in owners(plan) else 0, left])
-    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare])
+    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare], group.hosts)
     if short is not None:
         rank, needed = short
         place.say(
             f"warning: ranks keep no copies of each other's state: rank {rank} would need {human_bytes(needed)} "
-            f"for them, with {human_bytes(spare[rank][1])} left. If a stage is lost, all go on from a checkpoint "
-            "(recovery.mirror: false turns copies and this warning off)"
+            f"for them, with {human_bytes(spare[rank][1])} left. If a rank is lost that alone holds some "
+            "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
         )
         return None
     measured = known(life, place.started_as)
@@ -99,13 +109,19 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
     return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)
 
 
-def crowded(plan: Plan, state_bytes: Sequence[int], left: Sequence[float]) -> tuple[int, int] | None:
+def crowded(
+    plan: Plan, state_bytes: Sequence[int], left: Sequence[float], hosts: Sequence[str] | None = None
+) -> tuple[int, int] | None:
     """Return a rank that has too little memory for mirroring, and the bytes that it would need; None if there is none.
 
-    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving.
+    An owner holds the copy that it sends. Its buddy holds the replica, and the next one, which is arriving. Where the
+    members of a stage split channels, owner and buddy both hold one more, and the owner its replica, too.
     """
+    buddies = {owner: buddy(plan, owner, hosts) for owner in owners(plan)}
+    split = {owner for owner in buddies if len(together(plan, owner)) > 1}
     needed = [
-        state_bytes[rank] + sum(2 * state_bytes[owner] for owner in owners(plan) if buddy(plan, owner) == rank)
+        (3 if rank in split else 1) * state_bytes[rank]
+        + sum((3 if owner in split else 2) * state_bytes[owner] for owner in buddies if buddies[owner] == rank)
         for rank in range(plan.world_size)
     ]
     worst = max(range(plan.world_size), key=lambda rank: needed[rank] / max(1.0, left[rank]))

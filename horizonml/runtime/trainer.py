@@ -17,6 +17,7 @@ from horizonml.engine.step import Step
 from horizonml.errors import CheckpointError
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
+from horizonml.runtime.joining import tell
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.stopping import Evaluations
 from horizonml.runtime.stragglers import StragglerDetector
@@ -38,13 +39,13 @@ def train(
     stop: StopRequest,
     newcomers: Callable[[], bool] = lambda: False,
     watch: StragglerDetector | None = None,
-    mirror: Mirror | None = None,
+    mirror: Callable[[], Mirror | None] = lambda: None,
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
     If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
-    has a better plan, return that training must go on with it. Raises CheckpointError if the run ends and its last
-    checkpoint could not be saved.
+    has a better plan, return that training must go on with it. `mirror` makes what mirrors the ranks' state, once all
+    of them have it. Raises CheckpointError if the run ends and its last checkpoint could not be saved.
     """
     return _Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror).run()
 
@@ -61,8 +62,9 @@ class _Loop:
     stop: StopRequest
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
-    mirror: Mirror | None
-    unsaved: bool = False  # whether the last checkpoint could not be saved
+    make_mirror: Callable[[], Mirror | None]
+    mirror: Mirror | None = None
+    overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
     wall: float = math.inf  # seconds that the last step took
 
     def __post_init__(self) -> None:
@@ -72,12 +74,12 @@ class _Loop:
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
         self.evaluations = Evaluations(self.job, self.session.task)
-        # Parts of tensors do not outlive their group, so a plan that splits channels goes on from a checkpoint only.
-        self.keeps_state = not any(stage.splits_channels for stage in self.session.plan.stages)
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""
         caught_up = self._catch_up()
+        if self.session.following is None:
+            self.mirror = self.make_mirror()
         if self.ended:
             return Outcome.COMPLETE if caught_up else Outcome.ALREADY_COMPLETE
         while not self.ended:
@@ -87,13 +89,13 @@ class _Loop:
             best = self._evaluate(done) if self._is_evaluated(done) else False
             ended = self.ended
             stopping = (step.totals.stop or step.totals.newcomers) and not ended
-            replan = self._has_better_plan(step, done) and not ended
-            saving = stopping and (step.totals.stop or not self.keeps_state)
-            due = (done % self.every == 0 or best) and not (stopping and not saving)
+            following = not self._all_have_caught_up(step, ends=stopping or ended, best=best)
+            replan = not following and self._has_better_plan(step, done) and not ended
+            saving = stopping and step.totals.stop
+            due = (done % self.every == 0 or best or self.overdue) and not (stopping and not saving)
+            self.overdue, due = due and following, due and not following
             if self.checkpoints is not None and (due or ended or saving or replan):
                 self._save(self.checkpoints, done, stopping, best)
-                if self.unsaved and not step.totals.stop and not self.keeps_state:
-                    stopping = False  # newcomers wait, or all steps since the last checkpoint would be lost
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
@@ -126,6 +128,8 @@ class _Loop:
         best = self._evaluate(done) if evaluating else False
         saving = (self.ended or best) and self.checkpoints is not None and self.checkpoints.newest != done
         if saving and self.checkpoints is not None:
+            if self.session.following is not None:
+                self._end_following(wait=True)
             self._save(self.checkpoints, done, stopping=False, best=best)
         return evaluating or saving
 
@@ -136,21 +140,54 @@ class _Loop:
         batch = training_batch(self.job, self.data, self.sampler, epoch, within)
         lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.total)
         every = self.job.telemetry.divergence_every
+        following = self.session.following
+        if following is not None:
+            following.before_step()
         if self.mirror is not None:
             self.mirror.before_step(self.wall)
+        takes_in = following is None  # or what is on its way to a newcomer would have to be sent again
         step = self.session.step(
             batch,
             lr,
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
-            newcomers=(self.keeps_state or (self.checkpoints is not None and not self.unsaved)) and self.newcomers(),
+            newcomers=takes_in and self.newcomers(),
         )
         if self.mirror is not None:
             self.mirror.after_step()
             self.recorder.replica(self.mirror.age, covered=self.mirror.age is not None or not self.mirror.is_owner)
+        if following is not None:
+            following.after_step(step.transfer, step.wall)
         self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr)
         return step
+
+    def _all_have_caught_up(self, step: Step, ends: bool, best: bool) -> bool:
+        """Return whether all ranks hold their state now; wait for that if none may follow any longer. Raises PeerLost.
+
+        That is so if a follower has no room for more gradients, and if training `ends` or this is the `best` step: all
+        take part in a checkpoint.
+        """
+        if self.session.following is None:
+            return True
+        wait = step.totals.behind and (step.totals.hurry or ((ends or best) and self.checkpoints is not None))
+        if step.totals.behind and not wait:
+            return False
+        self._end_following(wait)
+        if not ends:
+            self.mirror = self.make_mirror()
+        self.session.clock.pause()
+        self.recorder.skip()
+        return True
+
+    def _end_following(self, wait: bool) -> None:
+        """Go on with the shares of the plan; first `wait` for the state that is still on its way. Raises PeerLost."""
+        following = self.session.following
+        assert following is not None
+        if wait:
+            following.finish()
+        self.session.end_following()
+        tell(following, self.session.group, self.recorder, self.state.step)
 
     def _evaluate(self, done: int) -> bool:
         """Evaluate the model on the held-out data; return whether its checkpoint is to be kept as the best one."""
@@ -226,7 +263,6 @@ class _Loop:
         """Record what became of checkpoints that were written until now."""
         for one in checkpoints.finished() if checkpoints is not None else []:
             self.recorder.checkpoint(one.step, not one.problems, one.pause, one.writing)
-            self.unsaved = bool(one.problems)
 
 
 def training_batch(job: Job, data: Data, sampler: Sampler, epoch: int, step: int) -> DataBatch:

@@ -15,6 +15,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.host import machine_id
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.signals import Cancelled, StopRequest
+from horizonml.rendezvous.conversation import JobComplete
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
@@ -103,6 +104,8 @@ class Worker:
                 membership = meet(identity, settings, self._address, self, membership, lambda: self._stop.wanted)
             except Cancelled:
                 return Outcome.STOPPED_WAITING
+            except JobComplete:
+                return Outcome.COMPLETE_WITHOUT
             self._rank = membership.rank
             if life.outage is not None and old is not None:
                 # A rank that was taken for lost may be back already.
@@ -119,8 +122,7 @@ class Worker:
                     raise named from error
                 print(f"rank {identity.rank}: {named}; meeting the others again", file=sys.stderr, flush=True)
             else:
-                again = outcome is Outcome.RE_FORM
-                membership.leave("meets again" if again else "done", Departure.AGAIN if again else Departure.DONE)
+                membership.leave(*_parting(outcome))
                 if outcome is not Outcome.RE_FORM:
                     return outcome
                 if not rejoin:
@@ -189,6 +191,16 @@ def _missing(before: Membership, now: Membership) -> list[int]:
     """Return the ranks of a group that are gone from the next one, or replaced by another process."""
     there = now.members
     return [one.rank for one in before.members if not any(one.same_process(other) for other in there)]
+
+
+def _parting(outcome: Outcome) -> tuple[str, Departure]:
+    """Return what a rank that has not failed says to the others."""
+    match outcome:
+        case Outcome.RE_FORM:
+            return "meets again", Departure.AGAIN
+        case Outcome.COMPLETE | Outcome.ALREADY_COMPLETE:
+            return "the job is complete", Departure.COMPLETE
+    return "done", Departure.DONE
 
 
 def _farewell(error: BaseException) -> tuple[str, Departure]:

@@ -210,6 +210,10 @@ class Checkpoints:
         if problems:
             raise CheckpointError(f"the checkpoints of an earlier run cannot be moved: {'; '.join(problems)}")
 
+    def newer_than(self, step: int) -> int | None:
+        """Return the step of the newest intact checkpoint after `step`, or None; all ranks call this."""
+        return self._resumption.newer_than(step)
+
     def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact on all machines together; return None if there is none.
 

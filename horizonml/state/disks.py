@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

@@ -1,28 +1,32 @@
-"""Mirrors the state of ranks that are the only members of their stages to the memory of other ranks.
+"""Mirrors the state of ranks that alone hold it to the memory of other ranks.
 
 Such a rank, the owner, sends a copy of its state to its buddy, a slice with each step, so that the link carries it
 beside the training's own messages; then it begins anew with a newer copy. The ranks of the neighbouring stages keep the
 messages that they have sent to the owner since that copy (see `comm.log`). If the owner is lost, its stages are taken
 from the copy and brought to the present by repeating its work on those messages, so nobody else goes back.
+
+Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, and
+keep them, too, because the parts that are left must fit the copy of those that are lost.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
 from horizonml.comm.log import MessageLog
+from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
+from horizonml.state.packing import Packer
+from horizonml.state.replicas import Replica, buddy, keepers, owners, together
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -31,49 +35,6 @@ _WARM_UP = 2  # steps of a session before its owners know the size of their stat
 _LONGEST = 64  # steps for one copy, unless more can be repeated soon enough
 _REPLAY_SECONDS = 30.0  # to repeat two copies' steps, at most
 _HASTE = 4  # the first copy of a session may take this many times the budget, because until then there is none
-
-
-@dataclass(frozen=True)
-class Replica:
-    """Holds the state of an owner as it was at a step; without `content`, that is the initial one."""
-
-    owner: int
-    step: int
-    content: Tensor | None = None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name. Raises PeerLost if the owner has not sent what it announced."""
-        try:
-            return load(self.content.numpy().tobytes()) if self.content is not None else {}
-        except SafetensorError as error:
-            raise PeerLost(f"the copy of rank {self.owner}'s state cannot be read: {error}") from error
-
-
-def owners(plan: Plan) -> list[int]:
-    """Return the ranks whose state no other rank holds any part of, where there are several ranks."""
-    if plan.world_size == 1:
-        return []
-    return [
-        rank
-        for rank in range(plan.world_size)
-        if all(
-            len(plan.stages[number].ranks) == 1 and not plan.stages[number].splits_channels
-            for number in plan.stages_of(rank)
-        )
-    ]
-
-
-def buddy(plan: Plan, owner: int) -> int:
-    """Return the rank that keeps the replica of an owner: a member of the stage after its last one."""
-    after = (max(plan.stages_of(owner)) + 1) % len(plan.stages)
-    around = [plan.stages[number % len(plan.stages)] for number in range(after, after + len(plan.stages))]
-    return next(rank for stage in around for rank in stage.ranks if rank != owner)
-
-
-def keepers(plan: Plan, owner: int) -> set[int]:
-    """Return the ranks that send messages to an owner: the members of the neighbouring stages."""
-    beside = {number + step for number in plan.stages_of(owner) for step in (-1, 1)}
-    return {rank for number in beside if 0 <= number < len(plan.stages) for rank in plan.stages[number].ranks} - {owner}
 
 
 @dataclass(frozen=True)
@@ -126,16 +87,20 @@ class Mirror:
         self.plan, self._state, self._group = plan, state, group
         self._speed, self._budget = bytes_per_second, budget
         self.owners = owners(plan)
-        mine = [owner for owner in self.owners if group.rank in keepers(plan, owner)]
+        self.parts = dict(state.parts)  # which part of a tensor each member has, where members split channels
+        self._buddies = {owner: buddy(plan, owner, group.hosts) for owner in self.owners}
+        self.ties = [[state.layer_of(f"model/{name}") for name in names] for names in state.model.ties]
+        mine = [owner for owner in self.owners if group.rank in keepers(plan, owner, self.ties)]
         self.log = MessageLog(mine, group.channel("boundaries").tags, log_bytes)
         group.log = self.log if mine else None
         # At step 0 everyone knows everyone's state.
-        self.replicas = {owner: Replica(owner, 0) for owner in self.owners} if state.step == 0 else {}
+        self.replicas = {owner: [Replica(owner, 0)] for owner in self.owners} if state.step == 0 else {}  # newest last
         self.bare: set[int] = set()  # the owners that cannot be mirrored within the budget
         self._courses: dict[int, _Course] = {}
         self._begun: int | None = None
         self._seconds = math.inf
         self._own: Tensor | None = None  # the copy that is being sent
+        self._packer = Packer()
         self._arriving: dict[int, Tensor] = {}
         self._works: list[tuple[Work, int]] = []
 
@@ -189,41 +154,47 @@ class Mirror:
         """Agree on which rank sends what, and when."""
         own = None
         if self._group.rank in self.owners:
-            budget = self._speed(buddy(self.plan, self._group.rank)) * self._budget * self._seconds
-            size = len(save(self._contiguous()))
-            longest = max(_LONGEST, int(_REPLAY_SECONDS / 2 / max(self._seconds, 1e-3)))
+            budget = self._speed(self._buddies[self._group.rank]) * self._budget * self._seconds
+            self._own = self._packer.pack(self._state)
+            size = len(self._own)
+            members = len(together(self.plan, self._group.rank))  # whose work one rank would repeat
+            longest = max(_LONGEST, int(_REPLAY_SECONDS / 2 / members / max(self._seconds, 1e-3)))
             own = [size, max(1, math.ceil(size / max(1.0, budget))), longest]
         answers = self._group.gather_json([own, self.log.room])
         for owner in self.owners:
-            size, steps, longest = map(int, answers[owner][0])
+            size = int(answers[owner][0][0])
+            steps = max(int(answers[other][0][1]) for other in together(self.plan, owner))
+            longest = min(int(answers[other][0][2]) for other in together(self.plan, owner))
             # Just before a copy is complete, the log reaches back to the beginning of the one before.
-            longest = min(longest, *(int(answers[keeper][1]) // 2 - 1 for keeper in keepers(self.plan, owner)))
+            longest = min(
+                [longest, *(int(answers[keeper][1]) // 2 - 1 for keeper in keepers(self.plan, owner, self.ties))]
+            )
             if steps <= longest:
                 self._courses[owner] = _Course(step, size, max(1, steps // _HASTE), steps)
             else:
                 self.bare.add(owner)
+                self.replicas.pop(owner, None)  # from the beginning of the run, which is ever longer ago
                 if owner == self._group.rank:
                     _log.warning(
                         "no other rank keeps a copy of rank %d's state: %.1f MB would take %d steps on this link, and "
                         "only %d can be bridged; raise recovery.mirror_budget or recovery.log_bytes, or choose a plan "
-                        "in which every stage has several members", owner, size / 1e6, steps, max(0, longest),
+                        "in which several ranks hold every layer", owner, size / 1e6, steps, max(0, longest),
                     )  # fmt: skip
-
-    def _contiguous(self) -> dict[str, Tensor]:
-        return {name: tensor.contiguous() for name, tensor in self._state.tensors().items()}
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         """Send, or post the receive for, an owner's slice of this step."""
-        rank, target = self._group.rank, buddy(self.plan, owner)
+        rank, target = self._group.rank, self._buddies[owner]
         if rank not in (owner, target):
             return
         begin, end = course.slice(step)
         tag = self._group.channel("mirror").tag(owner)
         if rank == owner:
             if course.cycle(step)[1] == 0:
-                self._own = torch.frombuffer(bytearray(save(self._contiguous())), dtype=torch.uint8)
+                self._own = self._packer.pack(self._state, None if self.parts else self._own)
                 if len(self._own) != course.bytes:  # a parameter was first updated after the ranks had agreed on sizes
                     self._own = torch.zeros(course.bytes, dtype=torch.uint8)  # which nobody takes for a state
+                if self.parts:
+                    self._arriving[rank] = self._own
             assert self._own is not None
             if end > begin:
                 self._works.append((self._group.send(self._own[begin:end], target, tag), target))
@@ -240,54 +211,32 @@ class Mirror:
         for owner, course in self._courses.items():
             complete = course.complete(step)
             if complete is not None and course.cycle(step)[1] == 0 and owner in self._arriving:
-                self.replicas[owner] = Replica(owner, complete, self._arriving.pop(owner))
+                self.replicas.setdefault(owner, []).append(Replica(owner, complete, self._arriving.pop(owner)))
             # Only once the step before this one has ended everywhere have all ranks seen the copy complete.
             known = course.complete(step - 1) if step > course.start else None
             needed.append(known if known is not None else 0)
+            # A member of a split stage needs a copy of the same step as the others, who may know of an older one only.
+            oldest = known if self.parts else complete
+            kept = [one for one in self.replicas.pop(owner, []) if one.step >= (oldest or 0)]
+            self.replicas |= {owner: kept} if kept else {}
         if self._courses or self.bare:
             self.log.forget(min(needed, default=step))
 
     def report(self) -> dict[str, Any]:
         """Return what this rank could contribute to rebuilding lost owners, as plain JSON values."""
-        first = self.log.first
-        replicas = {str(owner): replica.step for owner, replica in self.replicas.items()}
-        return {"replicas": replicas, "log": first}
+        replicas = {str(owner): [one.step for one in kept] for owner, kept in self.replicas.items()}
+        return {"replicas": replicas, "log": self.log.first}
 
+    def keep_parts(self, state: TrainState) -> None:
+        """Count the parts in memory as a copy, now that their group is over: all of its ranks may be back."""
+        kept = self.replicas.setdefault(self._group.rank, [])
+        if self.parts and self.parts == state.parts and all(one.step < state.step for one in kept):
+            content = self._packer.pack(state)
+            kept.append(Replica(self._group.rank, state.step, content))
 
-@dataclass(frozen=True)
-class Rebuild:
-    """Tells how a lost owner's stages are rebuilt. Ranks are those of the group that was lost."""
-
-    owner: int
-    step: int  # of the replica
-    builder: int
-    keepers: tuple[int, ...]
-
-
-def rebuilds(plan: Plan, missing: list[int], reports: Mapping[int, Mapping[str, Any]]) -> list[Rebuild] | None:
-    """Return how to rebuild the owners of the missing layers, or None if it cannot be done.
-
-    `reports[r]` is the report of rank r of the group that was lost, if it survived.
-    """
-    lost = sorted(
-        {rank for stage in plan.stages for rank in stage.ranks if any(stage.start <= n < stage.stop for n in missing)}
-    )
-    found = []
-    for owner in lost:
-        if owner in reports or owner not in owners(plan):
-            return None
-        having = {
-            rank: int(report["replicas"][str(owner)])
-            for rank, report in reports.items()
-            if str(owner) in report["replicas"]
-        }
-        sources = keepers(plan, owner)
-        if not having or not sources <= reports.keys():
-            return None
-        # An initial state is known to all, and a copy to the buddy only, which therefore comes first.
-        builder = max(having, key=lambda rank: (having[rank], rank == buddy(plan, owner)))
-        firsts = [reports[rank]["log"] for rank in sources]
-        if any(first is None or int(first) > having[builder] for first in firsts):
-            return None
-        found.append(Rebuild(owner, having[builder], builder, tuple(sorted(sources))))
-    return found
+    def replica(self, owner: int, step: int) -> Replica:
+        """Return the replica of an owner that was taken at a step. Raises PeerLost."""
+        for one in self.replicas.get(owner, []):
+            if one.step == step:
+                return one
+        raise PeerLost(f"the copy of rank {owner}'s state after step {step} is gone")

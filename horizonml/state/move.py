@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from horizonml.comm.group import Group, Work
+from horizonml.comm.group import Group
+from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
@@ -39,20 +40,34 @@ def senders(held: Holders, plan: Plan) -> Moves:
     return found
 
 
+def by_layer(state: TrainState) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors that a rank holds, by layer."""
+    held: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in state.tensors().items():
+        held.setdefault(state.layer_of(key), {})[key] = tensor
+    return held
+
+
+def announce(held: Mapping[int, Mapping[str, Tensor]], moves: Moves, group: Group) -> dict[int, list[str]]:
+    """Return which tensors of each layer are to be sent; all ranks call this, with what they hold. Raises PeerLost.
+
+    A rank without the layer does not know whether its optimizer state exists yet.
+    """
+    mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
+    offers: dict[int, list[str]] = {}
+    for offered in group.gather_json([[layer, list(held[layer])] for layer in mine if layer in held]):
+        offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}
+    return offers
+
+
 def move(state: TrainState, moves: Moves, group: Group) -> int:
     """Send the parameters, buffers and optimizer state of layers from ranks to ranks.
 
     All ranks must call this, with no session on the state; the next session releases the layers that have moved away.
     Return the bytes that this rank has received. Raises PeerLost.
     """
-    held: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in state.tensors().items():
-        held.setdefault(state.layer_of(key), {})[key] = tensor
-    mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
-    # What there is to receive: a rank without the layer does not know whether its optimizer state exists yet.
-    offers: dict[int, list[str]] = {}
-    for offered in group.gather_json([[layer, list(held[layer])] for layer in mine if layer in held]):
-        offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}
+    held = by_layer(state)
+    offers = announce(held, moves, group)
     works: list[tuple[Work, int, Tensor]] = []
     received: dict[str, Tensor] = {}
     tags = map(group.channel("layers").tag, itertools.count())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from horizonml.comm.group import Group
+from horizonml.errors import PeerLost
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,30 @@ class Part:
     def whole(self, own: Tensor, group: Group) -> Tensor:
         """Return the tensor assembled from all members' parts; all members must call this. Raises PeerLost."""
         return gather(own, self.dim, self.bounds, group, self.ranks)
+
+
+def joined(parts: Mapping[str, Part], members: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return whole tensors made of all members' parts; `members[r]` has those of rank r, by names in `parts`.
+
+    Tensors that are not in `parts` are the same on all members. Raises PeerLost if the members' parts do not fit.
+    """
+    found = {}
+    for key, own in next(iter(members.values())).items():
+        part = parts.get(name_of(key))
+        if part is None or own.dim() == 0:
+            found[key] = own
+            continue
+        try:
+            found[key] = torch.cat([members[rank][key] for rank in part.ranks], part.dim)
+        except (KeyError, RuntimeError) as error:
+            raise PeerLost(f"the copies of a stage's members do not fit each other at {key} ({error})") from error
+    return found
+
+
+def name_of(key: str) -> str:
+    """Return the parameter's or buffer's name in the original model, from the name of a tensor of the state."""
+    kind, _, rest = key.partition("/")
+    return rest if kind == "model" else rest.rpartition("/")[0]
 
 
 def gather(own: Tensor, dim: int, bounds: Sequence[tuple[int, int]], group: Group, ranks: tuple[int, ...]) -> Tensor:

@@ -83,7 +83,9 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     dropped if it cannot be. Raises PeerLost.
     """
     model = state.model
-    own = Held.of(state).to_json() if begun else None
+    if not state.valid:
+        state.drop()
+    own = Held.of(state).to_json() if begun and state.valid else None
     scale = state.scales.get(state.step - 1)
     best = {purpose: one.model_dump() for purpose, one in state.best.items()}
     answers = group.gather_json([own, state.metrics, scale, best])

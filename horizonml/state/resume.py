@@ -63,6 +63,14 @@ class _Seen:
 
 
 @dataclass(frozen=True)
+class _Located:
+    """Describes a checkpoint of which nothing is missing, and the ranks whose disks have each of its shards."""
+
+    metadata: Metadata
+    where: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
 class Resumption:
     """Loads checkpoints from a folder, as one rank of a group."""
 
@@ -73,18 +81,13 @@ class Resumption:
 
     def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact; see `Checkpoints.resume`."""
-        found = self.group.gather_json([path.name for path in steps(self.folder)] if self.disks.is_lead else [])
-        names = {name for there in found for name in there if is_folder_name(name)}
         problems: list[str] = []
-        for name in sorted(names, key=lambda name: step_of(Path(name)), reverse=True):
-            seen = [_Seen.of(report) for report in self.group.gather_json(self._look_at(name))]
+        for name in self._names():
+            seen = self._look_around(name)
             damaged = [problem for there in seen for problem in there.problems]
             for problem in damaged:
                 _log.warning("%s; a copy, or the checkpoint before, is used instead", problem)
-            # Two groups may have saved the same step; each version is complete only by itself. The newer group's first.
-            versions = sorted((there for there in seen if there.version), key=lambda there: there.term, reverse=True)
-            for version in dict.fromkeys(there.version for there in versions):
-                having = [there if there.version == version else _Seen() for there in seen]
+            for having in _versions(seen):
                 outcome = self._resume_from(state, plan, name, having)
                 refused = self._first_problem(outcome)
                 if refused is None:
@@ -98,6 +101,30 @@ class Resumption:
         if problems:
             raise CheckpointError("no checkpoint can be resumed (--fresh starts over): " + "; ".join(problems))
         return None
+
+    def newer_than(self, step: int) -> int | None:
+        """Return the step of the newest checkpoint after `step` that could be resumed, or None if there is none.
+
+        All ranks call this and return the same. Shards are read only of checkpoints after `step`.
+        """
+        for name in self._names():
+            if step_of(Path(name)) <= step:
+                return None
+            for having in _versions(self._look_around(name)):
+                found = self._locate(self.folder / name, having)
+                if isinstance(found, _Located) and self._foreign(found.metadata) is None:
+                    return found.metadata.step
+        return None
+
+    def _names(self) -> list[str]:
+        """Return the checkpoints on all disks, the newest first."""
+        found = self.group.gather_json([path.name for path in steps(self.folder)] if self.disks.is_lead else [])
+        names = {name for there in found for name in there if is_folder_name(name)}
+        return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
+
+    def _look_around(self, name: str) -> list[_Seen]:
+        """Return what every rank's disk has of a checkpoint."""
+        return [_Seen.of(report) for report in self.group.gather_json(self._look_at(name))]
 
     def _look_at(self, name: str) -> dict[str, Any]:
         """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""
@@ -123,13 +150,30 @@ class Resumption:
     def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
         """Load one checkpoint; `seen[r]` is what rank r has of it."""
         path, rank = self.folder / name, self.group.rank
+        found = self._locate(path, seen)
+        if isinstance(found, _Problem):
+            return found
+        metadata = found.metadata
+        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
+        if problem is not None:
+            return problem
+        foreign = self._foreign(metadata)
+        if foreign is not None:
+            advice = "use another name or folder, or --fresh to start over"
+            return _Problem(f"{path} belongs to another run: {foreign}; {advice}", final=True)
+        spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
+        files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
+        return _load(state, path, metadata, files)
+
+    def _locate(self, path: Path, seen: list[_Seen]) -> _Located | _Problem:
+        """Return what one checkpoint consists of, and where that is; `seen[r]` is what rank r has of it."""
         holder = next(rank for rank, there in enumerate(seen) if there.version)
-        own = read_metadata(path).model_dump() if seen[rank].version else None  # it was readable a moment ago
+        own = read_metadata(path).model_dump() if seen[self.group.rank].version else None  # as a moment ago
         try:
             metadata = check(self.group.broadcast(own, holder), path)
         except CheckpointError as error:
             return _Problem(str(error))
-        where: dict[str, list[int]] = {
+        where = {
             file: [rank for rank, there in enumerate(seen) if there.shards.get(file) == shard.sha256]
             for file, shard in metadata.shards.items()
         }
@@ -138,20 +182,15 @@ class Resumption:
             kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
             where_kept = f" (kept by {', '.join(kept)})" if kept else ""
             return _Problem(f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}")
-        problem = self._complete(path, metadata, plan, where, own is None)
-        if problem is not None:
-            return problem
+        return _Located(metadata, where)
+
+    def _foreign(self, metadata: Metadata) -> str | None:
+        """Return in what a checkpoint does not agree with this run, or None if it does."""
         for key, value in self.compatible.items():
             saved = metadata.compatible.get(key)
             if saved != value:
-                return _Problem(
-                    f"{path} belongs to another run: {key} was {saved}, now it is {value}; "
-                    "use another name or folder, or --fresh to start over",
-                    final=True,
-                )
-        spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
-        files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
-        return _load(state, path, metadata, files)
+                return f"{key} was {saved}, now it is {value}"
+        return None
 
     def _complete(
         self, path: Path, metadata: Metadata, plan: Plan, where: dict[str, list[int]], new: bool
@@ -179,6 +218,18 @@ class Resumption:
         # Ranks that share a disk with its lead read what the lead has received, so they wait for it here.
         problems = self.disks.everywhere(finish, self.group)
         return _Problem(problems[0]) if problems else None
+
+
+def _versions(seen: list[_Seen]) -> list[list[_Seen]]:
+    """Return what ranks have of each version of a checkpoint: two groups may have saved the same step.
+
+    Each version is complete only by itself. The newer group's comes first.
+    """
+    versions = sorted((there for there in seen if there.version), key=lambda there: there.term, reverse=True)
+    return [
+        [there if there.version == version else _Seen() for there in seen]
+        for version in dict.fromkeys(there.version for there in versions)
+    ]
 
 
 def _load(state: TrainState, path: Path, metadata: Metadata, files: list[str]) -> Metadata | _Problem:

@@ -108,8 +108,8 @@ class RecoverySpec(Spec):
 
     mirror: bool = Field(
         True,
-        description="Keep the state of every stage that has a single member in the memory of another rank, too, and "
-        "the messages sent to it since; when its rank is lost, the stage is rebuilt from them.",
+        description="Keep the state that a rank alone holds in the memory of another rank, too, and the messages sent "
+        "to its stage since; when the rank is lost, the stage is rebuilt from them.",
     )
     mirror_budget: float = Field(
         0.03,

@@ -15,7 +15,7 @@ from horizonml.models.zoo import Model
 from horizonml.state.average import AVERAGE
 from horizonml.state.best import Best
 from horizonml.state.optim import Optimizer
-from horizonml.state.parts import Part
+from horizonml.state.parts import Part, name_of
 from horizonml.state.scales import Scales
 from horizonml.state.spec import Adam, Ema, Sgd
 
@@ -73,8 +73,23 @@ class TrainState:
         return list(self._modules)
 
     def split(self, parts: Mapping[str, Part]) -> None:
-        """Note that modules have been changed to hold these parts of their tensors only."""
+        """Hold only these parts of the optimizer state, because the modules now hold only these of their tensors."""
         self.parts = dict(parts)
+        for name, entries in self._optimizer.items():
+            self._optimizer[name] = {key: self._own(name, value) for key, value in entries.items()}
+
+    def join(self, group: Group) -> None:
+        """Hold all layers whole, where this rank holds parts; the stage's members call this, without a session.
+
+        Raises PeerLost.
+        """
+        if self.parts:
+            self.become(self.whole(group, 0, len(self.model.chain)))
+
+    def become(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold these tensors, by name, and nothing else."""
+        self.keep([])
+        self.put(tensors)
 
     @property
     def _held(self) -> dict[str, Tensor]:
@@ -122,21 +137,31 @@ class TrainState:
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
-        held = self._held
-        if not apply:
-            for name, value in prepared.before.items():
-                held[name].detach().copy_(value)
+        if apply:
+            gradients = prepared.gradients
+            if scale is not None:
+                gradients = {name: gradient * scale for name, gradient in gradients.items()}
+                self.scales.note(self.step, scale)
+            self.apply(gradients, prepared.learning_rate, self.step)
+            self.step += 1
             return
-        parameters = {name: cast(nn.Parameter, held[name]) for name in prepared.gradients}
+        held = self._held
+        for name, value in prepared.before.items():
+            held[name].detach().copy_(value)
+
+    def apply(self, gradients: Mapping[str, Tensor], learning_rate: float, step: int) -> None:
+        """Update parameters with gradients that were kept of a step, by name; then no parameter has a gradient."""
+        held = self._held
+        parameters = {name: cast(nn.Parameter, held[name]) for name in gradients}
         for name, parameter in parameters.items():
-            gradient = prepared.gradients[name]
-            parameter.grad = gradient if scale is None else gradient * scale
-        if scale is not None:
-            self.scales.note(self.step, scale)
-        self.update(parameters, prepared.learning_rate)
-        self.step += 1
+            parameter.grad = gradients[name]
+        self.update(parameters, learning_rate, step)
         for parameter in parameters.values():
             parameter.grad = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are held, by name, also those that checkpoints leave out."""
+        return {name: tensor for name, tensor in self._held.items() if not isinstance(tensor, nn.Parameter)}
 
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
@@ -152,9 +177,9 @@ class TrainState:
                 if name in tensors:
                     tensors[name].detach().copy_(self._own(name, value.detach()))
 
-    def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
-        """Update some parameters with their gradients."""
-        self.optimizer.step(parameters, self._optimizer, learning_rate, self.step)
+    def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float, step: int) -> None:
+        """Update some parameters with their gradients of a step, counted from 0."""
+        self.optimizer.step(parameters, self._optimizer, learning_rate, step)
 
     @property
     def evaluates_averages(self) -> bool:
@@ -195,7 +220,7 @@ class TrainState:
         All members of the stage must call this where they hold parts. Raises PeerLost.
         """
         found = {}
-        for key, value in self.tensors(start, stop).items():
+        for key, value in sorted(self.tensors(start, stop).items()):  # in the same order on all members
             part = self._part(key)
             found[key] = value if part is None or value.dim() == 0 else part.whole(value, group)
         return found
@@ -218,8 +243,10 @@ class TrainState:
         return found
 
     def bytes(self) -> int:
-        """Return the bytes of all tensors of the layers that are held, with optimizer state that is still to come."""
-        return sum(tensor.nbytes for layer in self.layers() for tensor in self.expected(layer).values())
+        """Return the bytes of all tensors that are held of any layer, with optimizer state that is still to come."""
+        layers = {self._layers[name] for name in self._held}
+        expected = [entry for layer in layers for entry in self.expected(layer).items()]
+        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in expected)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
@@ -276,12 +303,6 @@ def _let_go(module: nn.Module) -> None:
     for part in list(module.modules()):
         part._parameters.clear()
         part._buffers.clear()
-
-
-def name_of(key: str) -> str:
-    """Return the parameter's or buffer's name in the original model."""
-    kind, _, rest = key.partition("/")
-    return rest if kind == "model" else rest.rpartition("/")[0]
 
 
 def _like(expected: Tensor, value: Tensor, name: str) -> Tensor:

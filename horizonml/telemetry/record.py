@@ -127,7 +127,7 @@ class RecoveryRecord:
 
     time: float  # when the first step of the new group ended, Unix time
     generation: int  # of the new group
-    lost: list[int]  # the ranks that were lost, as they were called in the group before
+    lost: list[int]  # the ranks that were lost, by the numbers that they were started with
     silent_seconds: float | None  # for which they had been silent when that was noticed, if it is known
     seconds: float  # from the moment at which the loss was known here to `time`
     steps_repeated: int  # steps done before that have to be done again

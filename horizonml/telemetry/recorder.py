@@ -24,7 +24,7 @@ class Outage:
     """Describes the loss of ranks, as a rank knows it that goes on."""
 
     began: float  # when the loss was known here, a time of `monotonic`
-    lost: list[int]  # as they were called in the group before
+    lost: list[int]  # by the numbers that they were started with
     silent_seconds: float | None  # for which they had been silent by then, if that is known
     step: int  # the number of steps that had been done here
 
@@ -153,6 +153,13 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.checkpoint(number, saved, seconds + writing)
 
+    def followed(self, number: int, steps: int, received: int) -> None:
+        """Record that this rank works on samples from step `number` on, and has followed the others until then.
+
+        While they made so many `steps`, it has `received` so many bytes of state; any others came while all waited.
+        """
+        self._lines.write({"kind": "followed", "step": number, "time": time.time(), "steps": steps, "bytes": received})
+
     def replica(self, age_steps: int | None, covered: bool) -> None:
         """Show how old the copy of this rank's state is in another rank's memory; see `Metrics.replica`."""
         if self._metrics is not None:
@@ -184,8 +191,8 @@ class Recorder:
     ) -> None:
         """Record that training goes on after a loss; call this when the first step of the new group has ended.
 
-        `lost` are the ranks that were lost, as they were called in the group before; `seconds` have passed since their
-        loss was known here. The metrics are told, too.
+        `lost` are the ranks that were lost, by the numbers that they were started with; `seconds` have passed since
+        their loss was known here. The metrics are told, too.
         """
         record = RecoveryRecord(time.time(), generation, list(lost), silent_seconds, seconds, steps_repeated, source)
         self._lines.write(record.to_json())

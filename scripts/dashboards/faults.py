@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, GREEN, ORANGE, RED, Panel
-from dashboards.queries import AGE, JOB, WHO
+from dashboards.panel import BLUE, GREEN, ORANGE, RED, Panel, curves, number, per_rank
+from dashboards.queries import AGE, JOB, each, most, rate
 
 SOURCES = {"memory": GREEN, "replica": BLUE, "disk": ORANGE, "start": RED}
 CAUSES = {"outage": ORANGE, "repeated": RED}
@@ -22,136 +22,118 @@ def within(histogram: str, bound: str) -> str:
 
 
 PANELS = [
-    Panel(
-        "stat",
+    number(
         "Goodput",
         "How much of the time goes into training? The share of the wall time that faults have not taken, as the rank "
         "sees it that has lost most.",
         "percentunit",
         [(f"min(horizonml_goodput_ratio{{{JOB}}})", "")],
         width=4,
-        height=4,
         low=0,
         high=1,
         steps=((None, RED), (0.9, ORANGE), (0.97, GREEN)),
         decimals=1,
     ),
-    Panel(
-        "stat",
+    number(
         "Losses",
         "How many ranks were lost? As the rank counts them that has seen most, since its process was started.",
         "none",
-        [(f"max(horizonml_peers_lost_total{{{JOB}}})", "")],
+        [(most("horizonml_peers_lost_total"), "")],
         width=4,
-        height=4,
         steps=((None, GREEN), (1, ORANGE)),
     ),
-    Panel(
-        "stat",
+    number(
         "Time to notice",
         "How long is a lost rank silent before it is noticed? The mean over the time shown; at most 6 s are promised, "
         "and a process that is killed is noticed at once.",
         "s",
         [(mean("loss_notice_seconds"), "")],
         width=4,
-        height=4,
         steps=((None, GREEN), (6, ORANGE), (10, RED)),
         decimals=1,
         without="No loss",
     ),
-    Panel(
-        "stat",
+    number(
         "Time to recover",
         "How long does it take to train again after a loss? From the moment at which it was known to the end of the "
         "next step, as a mean over the time shown.",
         "s",
         [(mean("recovery_seconds"), "")],
         width=4,
-        height=4,
         steps=((None, GREEN), (4, ORANGE), (15, RED)),
         decimals=1,
         without="No loss",
     ),
-    Panel(
-        "stat",
+    number(
         "Steps repeated",
         "How many steps had to be done again? As the rank counts them that has repeated most, since its process was "
         "started.",
         "none",
-        [(f"max(horizonml_steps_repeated_total{{{JOB}}})", "")],
+        [(most("horizonml_steps_repeated_total"), "")],
         width=4,
-        height=4,
         steps=((None, GREEN), (1, ORANGE)),
     ),
-    Panel(
-        "stat",
+    number(
         "Second holders",
         "Can every rank be lost without its state? The share of ranks whose layers are all in another rank's memory.",
         "percentunit",
         [(f"avg(horizonml_replicated{{{JOB}}})", "")],
         width=4,
-        height=4,
         low=0,
         high=1,
         steps=((None, RED), (1, GREEN)),
         decimals=0,
         without="Not asked for",
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Goodput per rank",
         "When did faults cost time? The share of each rank's wall time, since its first step, that faults have not "
         "taken. A rank that was started anew begins a new account.",
         "percentunit",
-        [(f"horizonml_goodput_ratio{{{WHO}}}", "rank {{rank}}")],
+        each("horizonml_goodput_ratio"),
         high=1,
+        low=None,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Lost time",
         "What do faults take time for? The share of the time that outages and repeated steps take, for the rank that "
         "loses most.",
         "percentunit",
         [
             (
-                f"clamp_max(max by (cause) (rate(horizonml_lost_seconds_total{{{WHO}}}[$__rate_interval])), 1)",
+                f"clamp_max(max by (cause) ({rate('horizonml_lost_seconds_total')}), 1)",
                 "{{cause}}",
             )
         ],
-        low=0,
         soft=0.1,
         colours=CAUSES,
         stacked=True,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Losses and formations",
         "How often is the group formed anew? The groups that each rank's process has been a member of, and the ranks "
         "that were lost from them.",
         "none",
         [
-            (f"max(horizonml_generations_total{{{JOB}}})", "groups formed"),
-            (f"max(horizonml_peers_lost_total{{{JOB}}})", "ranks lost"),
-            (f"max(horizonml_generation{{{JOB}}}) - min(horizonml_generation{{{JOB}}})", "generations between ranks"),
+            (most("horizonml_generations_total"), "groups formed"),
+            (most("horizonml_peers_lost_total"), "ranks lost"),
+            (f"{most('horizonml_generation')} - min(horizonml_generation{{{JOB}}})", "generations between ranks"),
         ],
-        low=0,
         soft=4,
         colours={"groups formed": BLUE, "ranks lost": RED, "generations between ranks": ORANGE},
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Recovery",
         "How long did each recovery take, and where did the state come from? The mean over the ranks, from the moment "
         "at which the loss was known to the end of the next step.",
         "s",
         [
             (
-                f"sum by (source) (rate(horizonml_recovery_seconds_sum{{{WHO}}}[$__rate_interval])) / "
-                f"(sum by (source) (rate(horizonml_recovery_seconds_count{{{WHO}}}[$__rate_interval])) > 0)",
+                f"sum by (source) ({rate('horizonml_recovery_seconds_sum')}) / "
+                f"(sum by (source) ({rate('horizonml_recovery_seconds_count')}) > 0)",
                 "from {{source}}",
             )
         ],
-        low=0,
         colours={f"from {source}": colour for source, colour in SOURCES.items()},
         points=True,
         without="No rank was lost",
@@ -173,46 +155,38 @@ PANELS = [
         decimals=0,
         without="No rank was lost",
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Repeated steps per rank",
         "Which steps were done in vain? The steps that each rank has had to do again, since its process was started.",
         "none",
-        [(f"horizonml_steps_repeated_total{{{WHO}}}", "rank {{rank}}")],
-        low=0,
+        each("horizonml_steps_repeated_total"),
         soft=4,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Replica age",
         "How much would the loss of a rank cost? The steps by which the copy of its state in another rank's memory is "
         "behind it. Members of one stage hold each other's state and need no copy.",
         "suffix:steps",
-        [(f"horizonml_replica_age_steps{{{WHO}}}", "rank {{rank}}")],
-        low=0,
+        each("horizonml_replica_age_steps"),
         soft=2,
         without="No rank is alone in its stage, or no copies are asked for",
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Checkpoint results",
         "Is the disk up to it? Checkpoints that could not be saved, or were skipped because one before was still being "
         "written.",
         "none",
         [
-            (f"max(horizonml_checkpoint_failures_total{{{JOB}}})", "failed"),
-            (f"max(horizonml_checkpoints_skipped_total{{{JOB}}})", "skipped"),
+            (most("horizonml_checkpoint_failures_total"), "failed"),
+            (most("horizonml_checkpoints_skipped_total"), "skipped"),
         ],
-        low=0,
         soft=4,
         colours={"failed": RED, "skipped": ORANGE},
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Age of checkpoint",
         "What would be lost with all ranks at once? The age of the newest checkpoint.",
         "s",
         [(AGE, "newest checkpoint")],
-        low=0,
     ),
 ]

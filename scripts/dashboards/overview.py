@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, GREEN, ORANGE, RED, SAMPLES_PER_SECOND, Panel
-from dashboards.queries import AGE, JOB, PHASE_SECONDS, PHASES, WHO
+from dashboards.panel import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    SAMPLES_PER_SECOND,
+    Panel,
+    curves,
+    number,
+    per_rank,
+)
+from dashboards.queries import AGE, JOB, PHASE_SECONDS, PHASES, SAMPLES, each, most
 
 PANELS = [
-    Panel(
-        "stat",
+    number(
         "Status",
         "Is the job training? It trains while every rank is in a formed group; otherwise it waits, or it is complete.",
         "none",
@@ -19,92 +28,76 @@ PANELS = [
             )
         ],
         width=4,
-        height=4,
         words={0: ("Waiting", ORANGE), 1: ("Training", GREEN), 2: ("Complete", BLUE)},
     ),
-    Panel(
-        "stat",
+    number(
         "Progress",
         "How far is the job? Steps done, relative to all planned steps.",
         "percentunit",
-        [(f"max(horizonml_step{{{JOB}}}) / max(horizonml_steps_planned{{{JOB}}})", "")],
+        [(f"{most('horizonml_step')} / {most('horizonml_steps_planned')}", "")],
         width=3,
-        height=4,
         low=0,
         high=1,
     ),
-    Panel(
-        "stat",
+    number(
         "Held-out accuracy",
         "How good is the model? Accuracy on held-out data after the newest epoch.",
         "percentunit",
-        [(f"max(horizonml_held_out_accuracy_ratio{{{JOB}}})", "")],
+        [(most("horizonml_held_out_accuracy_ratio"), "")],
         width=3,
-        height=4,
         low=0,
         high=1,
         decimals=1,
     ),
-    Panel(
-        "stat",
+    number(
         "Throughput",
         "How fast is training? Samples per second, over all ranks.",
         SAMPLES_PER_SECOND,
-        [(f"sum(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
+        [(SAMPLES, "samples/s")],
         width=6,
-        height=4,
         decimals=0,
     ),
-    Panel(
-        "stat",
+    number(
         "Ranks",
         "Are all ranks there? Ranks in the group, beside the number that the job was started with.",
         "none",
         [
-            (f"max(horizonml_world_size{{{JOB}}})", "present"),
-            (f"max(horizonml_world_size_wanted{{{JOB}}})", "expected"),
+            (most("horizonml_world_size"), "present"),
+            (most("horizonml_world_size_wanted"), "expected"),
         ],
         width=4,
-        height=4,
         steps=((None, BLUE),),
     ),
-    Panel(
-        "stat",
+    number(
         "Checkpoint age",
         "How much work is not saved yet? The age of the newest checkpoint, which is lost if all ranks are."
         " The loss of one rank costs no step.",
         "s",
         [(AGE, "")],
         width=4,
-        height=4,
         steps=((None, GREEN), (600, ORANGE), (1800, RED)),
         decimals=0,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Accuracy",
         "Does the model learn? Accuracy on held-out data after each epoch, and on the newest training batch.",
         "percentunit",
         [
-            (f"max(horizonml_held_out_accuracy_ratio{{{JOB}}})", "held out"),
-            (f"max(horizonml_training_accuracy_ratio{{{JOB}}})", "training"),
+            (most("horizonml_held_out_accuracy_ratio"), "held out"),
+            (most("horizonml_training_accuracy_ratio"), "training"),
         ],
-        low=0,
         high=1,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Loss",
         "Does the model learn? Loss on held-out data after each epoch, and on the newest training batch.",
         "none",
         [
-            (f"max(horizonml_held_out_loss{{{JOB}}})", "held out"),
-            (f"max(horizonml_training_loss{{{JOB}}})", "training"),
+            (most("horizonml_held_out_loss"), "held out"),
+            (most("horizonml_training_loss"), "training"),
         ],
-        low=0,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Time split",
         "Where does the time go? The shares of all ranks' time in compute, transfer and wait.",
         "percentunit",
@@ -115,79 +108,65 @@ PANELS = [
                 "{{phase}}",
             )
         ],
-        low=0,
         high=1,
         colours=PHASES,
         stacked=True,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Samples per second",
         "How does the speed of training change over time? Samples per second, over all ranks.",
         SAMPLES_PER_SECOND,
-        [(f"sum(rate(horizonml_samples_total{{{JOB}}}[$__rate_interval]))", "samples/s")],
-        low=0,
+        [(SAMPLES, "samples/s")],
         width=6,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Epoch duration",
         "How long does an epoch take? The training steps of the newest epoch, and its evaluation.",
         "s",
         [
-            (f"max(horizonml_epoch_duration_seconds{{{JOB}}})", "training"),
-            (f"max(horizonml_evaluation_duration_seconds{{{JOB}}})", "evaluation"),
+            (most("horizonml_epoch_duration_seconds"), "training"),
+            (most("horizonml_evaluation_duration_seconds"), "evaluation"),
         ],
-        low=0,
         width=6,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Gradient divergence per rank",
         "Do the ranks' gradients agree? The distance of each rank's gradient from the mean, relative to the mean, "
         "before they are summed. A rank that is alone in its stage has none.",
         "none",
-        [(f"horizonml_gradient_divergence{{{WHO}}}", "rank {{rank}}")],
-        low=0,
+        each("horizonml_gradient_divergence"),
         width=6,
         without="No stage has several members whose gradients could differ",
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Gradient norm",
         "How large is the gradient? The norm of the whole gradient before it is clipped to optimizer.clip_norm.",
         "none",
-        [(f"max(horizonml_gradient_norm{{{JOB}}})", "gradient norm")],
-        low=0,
+        [(most("horizonml_gradient_norm"), "gradient norm")],
         width=6,
         without="Gradients are not clipped: optimizer.clip_norm is not set",
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Learning rate",
         "What is the learning rate? That of the newest step.",
         "none",
-        [(f"max(horizonml_learning_rate{{{JOB}}})", "learning rate")],
-        low=0,
+        [(most("horizonml_learning_rate"), "learning rate")],
         width=6,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Group membership",
         "Was a rank lost? Ranks in the group, beside the number expected; the generation counts how often the group "
         "has formed.",
         "none",
         [
-            (f"max(horizonml_world_size{{{JOB}}})", "ranks present"),
-            (f"max(horizonml_world_size_wanted{{{JOB}}})", "ranks expected"),
-            (f"max(horizonml_generation{{{JOB}}})", "generation"),
-            (f"max(horizonml_peers_lost_total{{{JOB}}})", "losses"),
+            (most("horizonml_world_size"), "ranks present"),
+            (most("horizonml_world_size_wanted"), "ranks expected"),
+            (most("horizonml_generation"), "generation"),
+            (most("horizonml_peers_lost_total"), "losses"),
         ],
-        low=0,
-        width=8,
+        width=6,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Missing ranks",
         "Which ranks are the others waiting for? The number of missing ranks, and how many wait for each of them.",
         "none",
@@ -195,21 +174,18 @@ PANELS = [
             (f"count(sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})) or vector(0)", "missing ranks"),
             (f"sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})", "waiting for rank {{peer}}"),
         ],
-        low=0,
         soft=4,
-        width=8,
+        width=6,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Checkpoints",
         "Are checkpoints saved? The number saved, and the number that failed.",
         "none",
         [
-            (f"max(horizonml_checkpoints_total{{{JOB}}})", "saved"),
-            (f"max(horizonml_checkpoint_failures_total{{{JOB}}})", "failed"),
+            (most("horizonml_checkpoints_total"), "saved"),
+            (most("horizonml_checkpoint_failures_total"), "failed"),
         ],
-        low=0,
-        width=8,
+        width=6,
         colours={"saved": GREEN, "failed": RED},
     ),
     Panel(

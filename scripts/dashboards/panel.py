@@ -9,6 +9,7 @@ from typing import Any
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, YELLOW, BLUE, ORANGE, RED = "green", "yellow", "blue", "orange", "red"
 
+PER_RANK = "rank {{rank}}"  # a legend
 SAMPLES_PER_SECOND = "suffix:samples/s"  # Grafana's own units would say "3.0 K" and leave out of what
 
 Query = tuple[str, str]  # expression and legend
@@ -141,3 +142,23 @@ class Panel:
             }, {}
         assert self.kind == "table", self.kind
         return {"showHeader": True, "cellHeight": "sm"}, {}
+
+
+def curves(title: str, text: str, unit: str, queries: Sequence[Query], low: float | None = 0, **more: Any) -> Panel:
+    """Values over time, from 0 unless `low` says otherwise."""
+    return Panel("timeseries", title, text, unit, queries, low=low, **more)
+
+
+def per_rank(title: str, text: str, unit: str, expression: str, low: float | None = 0, **more: Any) -> Panel:
+    """The values of each rank over time."""
+    return curves(title, text, unit, [(expression, PER_RANK)], low, **more)
+
+
+def bars(title: str, text: str, unit: str, expression: str, **more: Any) -> Panel:
+    """The newest value of each rank as a bar, the largest first."""
+    return Panel("bargauge", title, text, unit, [(f"sort_desc({expression})", PER_RANK)], low=0, **more)
+
+
+def number(title: str, text: str, unit: str, queries: Sequence[Query], **more: Any) -> Panel:
+    """The newest value of each query, in a flat panel."""
+    return Panel("stat", title, text, unit, queries, height=4, **more)

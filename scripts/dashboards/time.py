@@ -2,71 +2,58 @@
 
 from __future__ import annotations
 
-from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel
-from dashboards.queries import JOB, PHASES, WHO, per_step, quantile, share
+from dashboards.panel import BLUE, SAMPLES_PER_SECOND, YELLOW, Panel, bars, curves, per_rank
+from dashboards.queries import PHASES, WHO, each, most, per_step, quantile, rate, share
 
 PANELS = [
-    Panel(
-        "bargauge",
+    bars(
         "Compute time per step",
         "Which rank computes longest? The slowest rank sets the pace.",
         "s",
-        [(per_step("compute"), "rank {{rank}}")],
-        low=0,
+        per_step("compute"),
     ),
-    Panel(
-        "bargauge",
+    bars(
         "Transfer time per step",
         "Which rank is held up longest while bytes move?",
         "s",
-        [(per_step("transfer"), "rank {{rank}}")],
-        low=0,
+        per_step("transfer"),
         steps=((None, YELLOW),),
     ),
-    Panel(
-        "bargauge",
+    bars(
         "Wait time per step",
         "Which rank waits longest for another one?",
         "s",
-        [(per_step("wait"), "rank {{rank}}")],
-        low=0,
+        per_step("wait"),
         steps=((None, BLUE),),
     ),
     *(
-        Panel(
-            "timeseries",
+        per_rank(
             f"{phase.capitalize()} share per rank",
             f"How much of its time does each rank spend in {phase}? Compute, transfer and wait add up to the step.",
             "percentunit",
-            [(share(phase), "rank {{rank}}")],
-            low=0,
+            share(phase),
             high=1,
         )
         for phase in PHASES
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Waiting ranks",
         "How many ranks wait at a time, and which? A stack as high as the number of ranks would mean that nobody "
         "computes.",
         "suffix:ranks",
-        [(share("wait"), "rank {{rank}}")],
+        share("wait"),
         width=12,
-        low=0,
         stacked=True,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Pipeline bubble per rank",
         "How large are the bubbles? The share of the newest step in which a rank waited for others.",
         "percentunit",
-        [(f"horizonml_bubble_ratio{{{WHO}}}", "rank {{rank}}")],
+        each("horizonml_bubble_ratio"),
         width=12,
-        low=0,
         high=1,
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Step duration",
         "How long does a step take? The median, 90th and 99th percentile over all ranks' steps.",
         "s",
@@ -74,46 +61,37 @@ PANELS = [
             (quantile(0.5), "median"),
             (quantile(0.9), "90%"),
             (quantile(0.99), "99%"),
-            (f"max(horizonml_plan_step_seconds{{{JOB}}})", "predicted by the plan"),
+            (most("horizonml_plan_step_seconds"), "predicted by the plan"),
         ],
-        low=0,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Slowdown against the plan",
         "Is every rank as fast as planned? Compute time over what an automatic plan expects, relative to the other "
         "ranks; 1 means as planned.",
         "none",
-        [(f"horizonml_slowdown_ratio{{{WHO}}}", "rank {{rank}}")],
-        low=0,
+        each("horizonml_slowdown_ratio"),
         without="Only automatic plans predict compute times",
     ),
-    Panel(
-        "timeseries",
+    curves(
         "Bytes sent by direction",
         "How much is sent where? Bytes per second to the previous stage, to the next one, and to members of the same "
         "stage.",
         "Bps",
-        [(f"sum by (direction) (rate(horizonml_sent_bytes_total{{{WHO}}}[$__rate_interval]))", "to {{direction}}")],
-        low=0,
+        [(f"sum by (direction) ({rate('horizonml_sent_bytes_total')})", "to {{direction}}")],
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Bytes received per rank",
         "How much does each rank receive? Bytes per second from its peers.",
         "Bps",
-        [(f"sum by (rank) (rate(horizonml_received_bytes_total{{{WHO}}}[$__rate_interval]))", "rank {{rank}}")],
-        low=0,
+        f"sum by (rank) ({rate('horizonml_received_bytes_total')})",
         width=12,
     ),
-    Panel(
-        "timeseries",
+    per_rank(
         "Samples per second and rank",
         "How many samples does each rank work on? Samples per second through its stage.",
         SAMPLES_PER_SECOND,
-        [(f"rate(horizonml_rank_samples_total{{{WHO}}}[$__rate_interval])", "rank {{rank}}")],
+        rate("horizonml_rank_samples_total"),
         width=12,
-        low=0,
     ),
     Panel(
         "table",

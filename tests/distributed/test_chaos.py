@@ -14,11 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from horizonml.chaos import network
 from horizonml.chaos.cluster import Cluster
 from horizonml.chaos.faults import FAULTS
 from tests.distributed.processes import horizonml, ours, wait_for
-from tests.programs import need
+from tests.programs import need_networks
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -85,14 +84,6 @@ def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, num
     process.send_signal(number)
     assert process.wait(timeout=30) == code
     wait_for(lambda: not ours(folder), "the end of all that was started", 20)
-
-
-def need_networks() -> None:
-    """Go on only where ranks can have networks of their own, which a kernel or a container may forbid."""
-    need("ip", "iproute2")
-    problem = network.problem()
-    if problem is not None:
-        pytest.skip(problem)
 
 
 def test_a_rank_is_cut_off_and_its_disk_is_full_and_both_pass(folder: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import Store
+from torch.futures import Future
 
 from horizonml.comm.group import Group
+from horizonml.errors import PeerLost
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -83,3 +88,64 @@ def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None
         if kind == "powersgd":  # whole at first
             early = [report.totals.loss for report in reports[:10]]
             assert early == pytest.approx([report.totals.loss for report in exact_reports[:10]], rel=1e-4)
+
+
+def lose_a_member(rank: int, world_size: int, store: Store, sync: Sync) -> float:
+    """Train until rank 1 breaks its connections in the middle of a step; how long it took a survivor to notice."""
+    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec.of(SHAPE))
+    group = Group(store, rank, world_size, 300.0)
+    members = tuple(range(world_size))
+    plan = Plan((Stage(0, len(model.chain), members, (1.0,) * world_size, sync),))
+    session = session_for(plan, model, group, Sgd(), FULL)
+    for step in range(STEPS):
+        session.step(RandomBatch(step), LR / 10)
+    if rank == 1:
+        # In the middle of a sum: the others have begun it and this member never does.
+        store.wait(["summing"], timedelta(seconds=60))
+        time.sleep(0.5)
+        store.set("lost", str(time.time()))
+        group.abort()
+        group.close()
+        return 0.0
+
+    def tell() -> None:
+        """Break off, as the rendezvous service makes survivors do, because gloo misses a loss now and then."""
+        while not store.check(["lost"]):
+            time.sleep(0.05)
+        group.abort()
+
+    store.set("summing", "")
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        for step in range(STEPS, 10**6):
+            session.step(RandomBatch(step), LR / 10)
+    except PeerLost:
+        noticed = time.time()
+    teller.join()
+    group.close()
+    return noticed - float(store.get("lost"))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "powersgd"])
+def test_a_member_that_is_lost_is_noticed_in_the_middle_of_a_compressed_sum(pool: Pool, kind: str) -> None:
+    assert max(pool.run(3, lose_a_member, Sync(kind))) < 30  # the group's time-out is 300 s
+
+
+def unanswered(rank: int, world_size: int, store: Store) -> str:
+    """Wait for a chain of sums that never ends, while the group is broken off."""
+    group = Group(store, rank, world_size, 300.0)
+    endless: Future[Any] = Future()
+    work = group.follow(endless)
+    group.abort()
+    try:
+        group.wait(work)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
+def test_a_chain_of_sums_is_waited_for_no_longer_than_the_group_lasts(pool: Pool) -> None:
+    assert pool.run(2, unanswered) == ["the group was broken off"] * 2

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from horizonml.comm.group import MOST_JSON, Group
 from horizonml.errors import PeerLost
@@ -71,3 +77,41 @@ def connects(rank: int, world_size: int, store: Store) -> str:
     except PeerLost as error:
         return str(error)
     return "nothing"
+
+
+def with_a_mute_service(
+    rank: int, world_size: int, store: Store, port: int, pid: int, connected: bool
+) -> tuple[str, float]:
+    """Connect through a service that is stopped; at once, or when the ranks have connected to make further groups."""
+    theirs = PrefixStore("mute", TCPStore("127.0.0.1", port, None, False, wait_for_workers=False))
+    group = Group(theirs, rank, world_size, 3.0) if connected else None
+    store.set(f"there/{rank}", "")
+    store.wait([f"there/{other}" for other in range(world_size)], timedelta(seconds=60))
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+        store.set("mute", "")
+    store.wait(["mute"], timedelta(seconds=60))
+    began = time.monotonic()
+    try:
+        if group is None:
+            Group(theirs, rank, world_size, 3.0)
+        else:
+            group.all_gather(torch.zeros(1), (0, 1))
+    except PeerLost as error:
+        return str(error), time.monotonic() - began
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_mute_service_holds_nobody_up_while_ranks_connect(
+    pool: Pool, start: Callable[..., subprocess.Popen[str]], connected: bool
+) -> None:
+    service = start("rendezvous", "--port", "0")
+    assert service.stdout is not None
+    port = int(service.stdout.readline().rpartition(":")[2])
+    for rank, (text, seconds) in enumerate(pool.run(2, with_a_mute_service, port, service.pid, connected)):
+        if connected:
+            assert text == f"rank {rank} could not connect to all other ranks: no answer from the rendezvous service"
+        else:
+            assert text.startswith("the rendezvous service did not answer within 3 s")
+        assert seconds < 3 + 5  # as for every wait that has a deadline

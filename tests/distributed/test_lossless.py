@@ -25,9 +25,10 @@ from horizonml.runtime.life import Last
 from horizonml.runtime.rebuild import rebuild
 from horizonml.runtime.recovery import crowded
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
+from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
 from horizonml.state.recover import Held, Recovery, agree_on_state, newest
+from horizonml.state.replicas import buddy, keepers, owners, rebuilds
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
@@ -36,6 +37,7 @@ from tests.distributed.sessions import state_of
 
 ONE, LAYERS, LR = (1.0,), 15, 0.1
 CLIP_NORM = 0.5  # less than the norm of most steps
+TIED_LAYERS = 14  # of a model whose first and last layer share a parameter
 BOUNDS = [(0, 5), (5, 9), (9, LAYERS)]
 PIPELINE = Plan(tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate(BOUNDS)), micro_batches=3)
 PLANS = {
@@ -50,6 +52,7 @@ PLANS = {
         "interleaved",
         3,
     ),
+    "tied": Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, TIED_LAYERS, (2,), ONE)), micro_batches=2),
     "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
     "between members": Plan(
         (Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 9, (2,), ONE), Stage(9, LAYERS, (3, 4), (2.0, 1.0))),
@@ -58,12 +61,12 @@ PLANS = {
 }
 
 
-def job(clip_norm: float | None = None) -> Job:
+def job(name: str = "", clip_norm: float | None = None) -> Job:
     """A job; where gradients are clipped, parameters are averaged, too."""
     return Job.model_validate(
         {
             "batch_size": 24,
-            "model": {"name": "tests.models:normed"},
+            "model": {"name": "tests.models:LanguageModel" if name == "tied" else "tests.models:normed"},
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
             "optimizer": {"momentum": 0.9, "lr": LR, "clip_norm": clip_norm},
             "lr_schedule": {"name": "constant"},
@@ -94,8 +97,9 @@ def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
     return Session(plan, state, group, task_for(job(), described()), job().batch_size)
 
 
-def fresh(clip_norm: float | None = None) -> TrainState:
-    return TrainState(model_for(job(), described()), job(clip_norm).optimizer, job(clip_norm).ema)
+def fresh(name: str = "", clip_norm: float | None = None) -> TrainState:
+    own = job(name, clip_norm)
+    return TrainState(model_for(own, described()), own.optimizer, own.ema)
 
 
 def lose(
@@ -110,7 +114,7 @@ def lose(
 ) -> dict[str, Tensor] | str:
     """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
     torch.set_num_threads(1)
-    plan, batches, state = PLANS[name], Batches(), fresh(clip_norm)
+    plan, batches, state = PLANS[name], Batches(), fresh(name, clip_norm)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
@@ -133,7 +137,7 @@ def lose(
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
     last = Last(1, list(range(world_size)), mirror)
-    rebuilt = rebuild(job(clip_norm), described(), state, last, recovery, group, members)
+    rebuilt = rebuild(job(name, clip_norm), described(), state, last, recovery, group, members)
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt
@@ -163,12 +167,14 @@ def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_se
     expect_rebuilt(pool, "pipeline", lost, 13, bytes_per_second)
 
 
-@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "before members", "between members"])
+@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "tied", "before members", "between members"])
 def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
     expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)
 
 
-@pytest.mark.parametrize(("name", "lost"), [("pipeline", 0), ("pipeline", 2), ("before members", 0), ("zb-h1", 1)])
+@pytest.mark.parametrize(
+    ("name", "lost"), [("pipeline", 0), ("pipeline", 2), ("before members", 0), ("zb-h1", 1), ("tied", 0)]
+)
 def test_steps_whose_gradients_were_clipped_are_repeated_bit_for_bit(pool: Pool, name: str, lost: int) -> None:
     expect_rebuilt(pool, name, lost, 9, 12_000.0, CLIP_NORM)
 
@@ -224,7 +230,7 @@ def test_where_memory_is_short_nothing_is_mirrored() -> None:
 
 
 def test_a_stage_that_was_lost_with_its_copy_cannot_be_rebuilt() -> None:
-    report: dict[str, Any] = {"replicas": {"1": 4}, "log": 4}
+    report: dict[str, Any] = {"replicas": {"1": [4]}, "log": 4}
     assert rebuilds(PIPELINE, [6], {0: report, 2: report}) is not None
     assert rebuilds(PIPELINE, [6], {0: report}) is None  # a neighbour's messages are missing
     assert rebuilds(PIPELINE, [6], {0: report, 2: {"replicas": {}, "log": 4}}) is not None
@@ -252,7 +258,7 @@ def miss(
 ) -> tuple[dict[str, Tensor], bool]:
     """Train; in step 3 a rank loses the others as soon as `method` has returned there. All meet again and go on."""
     torch.set_num_threads(1)
-    batches, state = Batches(), fresh(clip_norm)
+    batches, state = Batches(), fresh("", clip_norm)
     group = Group(PrefixStore("first", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     prepared = False

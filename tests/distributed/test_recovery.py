@@ -238,11 +238,13 @@ def test_a_corrupt_image_ends_all_ranks_rather_than_coming_again_for_ever(
     assert "meeting the others again" not in "".join(outputs)
 
 
-@pytest.mark.parametrize("mirror", [True, False])
-def test_without_checkpoints_memory_is_all_there_is(folder: Path, start: Start, service: Service, mirror: bool) -> None:
+@pytest.mark.parametrize(("strategy", "mirror"), [("pipeline", True), ("pipeline", False), ("tensor", True)])
+def test_without_checkpoints_memory_is_all_there_is(
+    folder: Path, start: Start, service: Service, strategy: str, mirror: bool
+) -> None:
     ranks = [
         start(
-            "train", "job.yaml", "--set", "epochs=5000", "--set", "parallel={strategy: pipeline, workers: 2}",
+            "train", "job.yaml", "--set", "epochs=5000", "--set", f"parallel={{strategy: {strategy}, workers: 2}}",
             "--set", "checkpoint.enabled=false", "--set", f"recovery.mirror={str(mirror).lower()}",
             RANK=str(number), WORLD_SIZE="2", HORIZONML_RENDEZVOUS=service.address,
         )

@@ -369,6 +369,8 @@ def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all
         else:
             post(store, {"id": 1, "leave": "gone"})
         thread.start()
+        if formed:  # on a busy machine the service would read that this rank withdraws before it decides
+            wait_for(lambda: peek(store, "verdict/1") is not None, "the verdict")
         return True
 
     threads: list[threading.Thread] = []

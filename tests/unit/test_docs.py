@@ -67,6 +67,17 @@ def test_pictures_are_shown_and_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
 
 
+def test_every_kind_of_record_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    sources = [(ROOT / "horizonml" / "telemetry" / f"{name}.py").read_text() for name in ("record", "recorder")]
+    kinds = {kind for source in sources for kind in re.findall(r'"kind": "([a-z ]+)"', source)}
+    assert {"step", "recovery", "end"} <= kinds
+    for kind in kinds:
+        assert f"\n| `{kind}` | " in page, f"records of kind {kind!r} are missing"
+    for record in re.findall(r"^class (\w+)", sources[0], re.M):
+        assert f"::: horizonml.telemetry.record.{record}\n" in page, f"{record} is missing"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     site = (ROOT / "mkdocs.yml").read_text()
     for page in (ROOT / "docs").glob("*.md"):

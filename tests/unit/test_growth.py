@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from horizonml.rendezvous.crashes import Crashes
-from horizonml.rendezvous.messages import Ask, Departure, Farewell, Formed, Refused
+from horizonml.rendezvous.messages import Ask, Complete, Departure, Farewell, Formed, Refused
 from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
 from tests.unit.test_roster import (
@@ -209,3 +209,38 @@ def test_a_rank_that_is_no_part_of_the_running_group_is_refused_at_once_and_alon
     assert refused.joins == [9]
     assert "world size 6" in refused.reason
     assert roster.running() == [1, 2, 3]
+
+
+def test_who_was_on_the_way_when_the_job_ended_is_told_and_a_new_attempt_is_not() -> None:
+    end = Farewell("the job is complete", Departure.COMPLETE)
+    roster = Roster()
+    wide = {"max_world_size": 5}
+    first = formed(roster, rank(0, **wide), rank(1, **wide), rank(2, **wide))
+    assert first.generation == 1
+    roster.join(11, rank(3, up=4.0, **wide), 10.0)  # while they train
+    roster.join(12, rank(4, up=4.0, digest="d2", **wide), 10.0)  # another job
+    alive(roster, 1, 2, 3, 11, start=10.0, end=11.0)
+    assert roster.newcomers(11.0) == [3]
+    assert roster.leave(1, end, 11.0)
+    assert roster.decide(11.0) == [Complete([11])]
+    assert roster.leave(2, end, 11.1)
+    assert roster.leave(3, end, 11.2)
+    roster.join(13, rank(3, up=3.0, **wide), 14.0)  # was started at 11.0
+    assert Complete([13]) in roster.decide(14.0)
+    # The same job again, by processes that were started after its end.
+    again = [(21, rank(0, up=2.0, pid=200, **wide)), (22, rank(1, up=2.5, pid=200, **wide))]
+    for number, fingerprint in again:
+        roster.join(number, fingerprint, 14.0)
+    assert not [verdict for verdict in roster.decide(14.0) if isinstance(verdict, Complete)]
+    roster.join(23, rank(2, up=1.0, pid=200, **wide), 14.0)
+    assert any(isinstance(verdict, Formed) for verdict in roster.decide(14.0))
+
+
+def test_a_rank_that_stops_has_not_completed_the_job() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    roster.join(11, rank(0, pid=200), 1.0)
+    alive(roster, 1, 2, 3, 11, start=1.0, end=2.0)
+    for number in (1, 2, 3):
+        roster.leave(number, Farewell("done", Departure.DONE), 2.0)
+    assert roster.decide(2.0) == []

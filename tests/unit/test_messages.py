@@ -11,6 +11,7 @@ from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.messages import (
     Ask,
+    Complete,
     Departure,
     Ended,
     Event,
@@ -152,7 +153,9 @@ def test_a_rank_that_leaves_is_never_held_back_by_its_words(said: object) -> Non
     assert farewell.reason.isprintable()
 
 
-@pytest.mark.parametrize("verdict", [Formed(3, [9, 7], [rank(0), rank(1)]), Refused([7], "rank 1 is there twice")])
+@pytest.mark.parametrize(
+    "verdict", [Formed(3, [9, 7], [rank(0), rank(1)]), Refused([7], "rank 1 is there twice"), Complete([7])]
+)
 def test_a_verdict_survives_the_way_through_the_store(verdict: Verdict) -> None:
     assert read_verdict(json.dumps(verdict.to_json()).encode(), 7) == verdict
 

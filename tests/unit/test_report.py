@@ -13,9 +13,9 @@ from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.report import write_report
 from horizonml.bench.study import load_study
 from horizonml.errors import HorizonError
-from horizonml.report import charts, run_plots, style
+from horizonml.report import charts, history_plot, run_plots, style
 from horizonml.report.records import load_run
-from tests.runs import JOB, append, comparison, table, write_run, write_study
+from tests.runs import JOB, append, comparison, table, write_group, write_run, write_study
 
 
 def test_the_report_of_a_comparison(tmp_path: Path) -> None:
@@ -121,6 +121,77 @@ def test_a_run_of_one_epoch_is_drawn_with_whole_epochs_and_a_solid_line(tmp_path
         assert [line.get_linestyle() for line in axis.lines] == ["-"]
     for axis in figure.axes[1:]:
         assert all(float(tick).is_integer() for tick in axis.get_xticks())
+
+
+LOST_1 = {"lost": [1], "silent_seconds": 5.1, "steps_repeated": 1, "source": "disk"}
+
+
+def losing_run(folder: Path) -> None:
+    """Rank 1 is lost in step 5 at 104 s; the others step again at 107 s, from step 4, and it is back at 110 s."""
+    folder.mkdir(exist_ok=True)
+    write_group(folder, (0, 1, 2), 1, 100.0, range(1, 5))
+    write_group(folder, (0, 2), 2, 107.0, range(4, 6), "re-form", LOST_1)
+    write_group(folder, (0, 1, 2), 3, 110.0, range(6, 11), "complete")
+    append(
+        folder / "rank-1.jsonl",
+        {"kind": "recovery", "time": 111.0, "generation": 3, "seconds": 0.1, **LOST_1, "source": "memory"},
+    )
+
+
+def test_losses_and_joins_are_told_with_what_they_cost(tmp_path: Path) -> None:
+    losing_run(tmp_path / "mine")
+    found = load_run("x", tmp_path / "mine").history
+    loss, join = found.changes
+    assert (loss.step, loss.ranks, loss.lost, loss.left, loss.joined) == (4, 2, [1], [], [])
+    assert (loss.before, loss.after, loss.stopped, loss.steps_repeated) == (104, 107, 3, 1)
+    assert (loss.silent_seconds, loss.recovery_seconds, loss.source) == (5.1, 2.1, "disk")
+    assert (join.step, join.ranks, join.lost, join.joined, join.stopped, join.source) == (6, 3, [], [1], 1, None)
+    assert found.goodput == pytest.approx(1 - (3 + 1 + 1) / 15)
+    page = write_report(tmp_path / "mine")[0].read_text()
+    assert "1 loss and 1 join of ranks: no steps for 4.0 s, 1 step repeated, goodput 66.7%." in page
+    cells = ("rank 1 lost", "4", "2", "5.1 s", "2.1 s", "3.0 s", "checkpoint", "1")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    cells = ("rank 1 joined", "6", "3", "-", "-", "1.0 s", "-", "0")
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in page
+    assert (tmp_path / "mine" / "changes-mine.png").exists()
+    (row,) = table(tmp_path / "mine" / "runs.csv")
+    assert (row["losses"], row["joins"], row["steps_repeated"], row["stopped_seconds"]) == ("1", "1", "1", "4.0")
+
+
+def test_losses_and_joins_are_drawn_where_they_happened(tmp_path: Path) -> None:
+    losing_run(tmp_path)
+    run = load_run("x", tmp_path)
+    figure = history_plot.draw_changes("x", run)
+    figure.draw_without_rendering()
+    for axis in figure.axes:
+        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "--"] == [[4.0, 4.0]], "lost"
+        assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == ":"] == [[10.0, 10.0]], "back"
+        shades = [patch for patch in axis.patches if patch.get_height() == 1]
+        assert [(patch.get_x(), patch.get_width()) for patch in shades] == [(4.0, 3.0), (9.0, 1.0)], "no steps"
+    bars = [patch for patch in figure.axes[2].patches if patch.get_height() < 1]
+    assert sorted((round(bar.get_y()), bar.get_x(), bar.get_width()) for bar in bars)[3:5] == [(1, 0, 4), (1, 10, 5)]
+    loss = run_plots.draw_learning_curves({"x": run}).axes[0]
+    assert [line.get_xdata()[0] for line in loss.lines if line.get_linestyle() in ("--", ":")] == [3.5, 5.5]
+
+
+def test_the_picture_of_a_run_without_evaluations_says_so(tmp_path: Path) -> None:
+    losing_run(tmp_path)
+    figure = run_plots.draw_learning_curves({"x": load_run("x", tmp_path)})
+    figure.draw_without_rendering()
+    for axis in figure.axes[1:]:
+        assert [text.get_text() for text in axis.texts] == ["not measured"]
+        assert not axis.get_xticks().size
+        assert not axis.get_yticks().size
+
+
+def test_a_job_that_starts_again_and_a_better_plan_are_no_losses(tmp_path: Path) -> None:
+    write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5), "re-plan")
+    write_group(tmp_path, (0, 1), 1, 110.0, range(5, 7), "stopped")
+    write_group(tmp_path, (0, 1, 2), 1, 130.0, range(7, 9), "complete")
+    found = load_run("x", tmp_path).history
+    assert [[sorted(group.parts) for group in groups] for groups in found.attempts] == [[[0, 1]], [[0, 1, 2]]]
+    assert (found.changes, found.goodput) == ([], 1.0)
+    assert "lost" not in write_report(tmp_path)[0].read_text()
 
 
 def test_what_was_run_with_another_job_is_not_reported(tmp_path: Path) -> None:

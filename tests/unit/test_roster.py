@@ -288,6 +288,7 @@ def test_a_service_that_was_away_itself_takes_nobody_for_lost() -> None:
 @pytest.mark.parametrize(
     ("departure", "ends", "lost"),
     [
+        (Departure.COMPLETE, False, []),
         (Departure.DONE, False, []),
         (Departure.AGAIN, False, []),
         (Departure.LOST_PEER, True, []),

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.group import Work
 from horizonml.comm.tree import TreeSum
+from horizonml.comm.work import Work
 from horizonml.engine.sync.base import Members, float_and_other, trainable
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.state.parts import Part
@@ -123,7 +123,7 @@ class AllReduce:
         """See `GradientSync`."""
         self._armed, self._weight = True, weight
         if self._buckets[-1].extra:
-            first = float(self._members.place == 0)
+            first = float(self._members.leads)
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
             copied = [buffer.flatten().float() * first for buffer in self._copied]
             torch.cat(averaged + copied, out=self._buckets[-1].tail)

@@ -14,11 +14,11 @@ from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
 
 
-@dataclass(frozen=True)
+@dataclass
 class Members:
     """Describes the members of a stage from the point of view of one of them."""
 
-    stage: Stage
+    stage: Stage  # whose shares may change between two steps
     number: int  # the number of the stage in its plan
     group: Group
     clock: Clock
@@ -32,6 +32,11 @@ class Members:
     def place(self) -> int:
         """Return the position of this rank among the members."""
         return self.stage.ranks.index(self.group.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this is the first member that has a share; what cannot be averaged is taken from it."""
+        return self.place == next(place for place, share in enumerate(self.stage.shares) if share > 0)
 
 
 class GradientSync(Protocol):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.group import Work
 from horizonml.comm.tree import TreeSum
+from horizonml.comm.work import Work
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members
 from horizonml.plan.gradients import POWERSGD_RANK, POWERSGD_WORTH, powersgd_numbers
@@ -162,5 +162,5 @@ class PowerSgdAllReduce(_Compressed):
     def _run_hook(self, flat: Tensor, views: Sequence[Tensor]) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-        powerSGD_hook(self._state, _HookBucket(flat, views)).wait()  # type: ignore[arg-type]
+        self._group.follow(powerSGD_hook(self._state, _HookBucket(flat, views))).wait()  # type: ignore[arg-type]
         flat.mul_(len(self._members.ranks))

@@ -1,0 +1,144 @@
+"""Connects the ranks of a group with gloo, and breaks their connections.
+
+Ranks find each other through the rendezvous service's store. Its client waits for ever for a service that accepts
+connections but does not answer, and gloo notices nothing else while it connects. So both work in a thread, for which a
+rank waits no longer than it may take, and no longer than its group lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
+
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
+from horizonml.errors import PeerLost
+
+T = TypeVar("T")
+_ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
+_LOOK_SECONDS = 0.02  # between two looks at who has arrived
+_BROKEN_OFF = "the group was broken off before all of its ranks had connected"
+_MARGIN_SECONDS = 2.0  # in which gloo, or the store, says by itself that its time is up
+
+
+class Connections:
+    """Holds all of this rank's connections to the others of its group."""
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: float, over: threading.Event) -> None:
+        """Connect through `store`, within `timeout` seconds each time; give up when `over` is set."""
+        self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+        self._over = over
+        self._sockets: set[tuple[int, int]] = set()
+
+    def arrive(self) -> None:
+        """Check that all ranks are about to connect; gloo would wait for a lost rank as long as for a step.
+
+        Raises PeerLost.
+        """
+        if self._world_size == 1:
+            return
+        store, seconds = self._store, min(self._timeout, _ARRIVE_SECONDS)
+        assert store is not None
+        keys = [f"arrived/{rank}" for rank in range(self._world_size)]
+        until = time.monotonic() + seconds
+
+        def missing() -> list[str]:
+            """Return the ranks that have not come in time; in the thread."""
+            store.set(keys[self._rank], "")
+            while not store.check(keys) and not self._over.is_set():
+                if time.monotonic() > until:
+                    return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                time.sleep(_LOOK_SECONDS)
+            return []
+
+        try:
+            absent = self._soon(missing, seconds)
+        except GLOO_ERRORS as error:
+            raise PeerLost(f"the rendezvous service did not answer within {seconds:.0f} s ({short(error)})") from error
+        if absent:
+            raise PeerLost(f"rank {', '.join(absent)} did not answer within {seconds:.0f} s")
+        if self._over.is_set():
+            raise PeerLost(_BROKEN_OFF)
+
+    def connect(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """Return a process group of some ranks, all of which call this; None for a single one. Raises PeerLost."""
+        if len(ranks) == 1:
+            return None
+        assert self._store is not None
+        prefix = PrefixStore(name, self._store)
+        before = _open_sockets()
+        options = prefix, ranks.index(self._rank), len(ranks), timedelta(seconds=self._timeout)
+        try:
+            return self._soon(lambda: ProcessGroupGloo(*options), self._timeout)
+        except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
+            raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {short(error)}") from error
+        finally:
+            self._sockets |= _open_sockets() - before
+
+    def cut(self) -> None:
+        """Break every connection at once. Any thread may call this."""
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        service = getattr(store, "port", None)
+        while self._sockets:
+            descriptor, inode = self._sockets.pop()
+            # The descriptor may belong to another file by now; a socket that has lost its peer needs no shutdown.
+            with contextlib.suppress(OSError):
+                if os.fstat(descriptor).st_ino == inode:
+                    with socket.socket(fileno=os.dup(descriptor)) as connection:
+                        # This fails for a listening socket, which gloo still polls. Another thread may have connected
+                        # to the rendezvous service while the group connected; that socket does not belong to the group.
+                        if connection.getpeername()[1] != service:
+                            connection.shutdown(socket.SHUT_RDWR)
+
+    def _soon(self, action: Callable[[], T], seconds: float) -> T:
+        """Return what `action` returns, and raise what it raises.
+
+        Raises PeerLost as soon as the group is over, and RuntimeError if `action` takes longer than it may; the thread
+        is then left to itself.
+        """
+        done: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put((action(), None))
+            except Exception as error:  # noqa: BLE001 (it is raised below)
+                done.put((None, error))
+
+        threading.Thread(target=run, name="group-connect", daemon=True).start()
+        until = time.monotonic() + seconds + _MARGIN_SECONDS
+        while True:
+            try:
+                found, error = done.get(timeout=WAIT_SECONDS)
+                break
+            except Empty:
+                if self._over.is_set():
+                    raise PeerLost(_BROKEN_OFF) from None
+                if time.monotonic() > until:
+                    raise RuntimeError("no answer from the rendezvous service") from None
+        if error is not None:
+            raise error
+        return cast(T, found)
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return this process's sockets, each as its descriptor and inode."""
+
+    def sockets() -> Iterator[tuple[int, int]]:
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    yield int(name), status.st_ino
+
+    return set(sockets())

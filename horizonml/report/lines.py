@@ -1,0 +1,204 @@
+"""Describes and reads the lines of a rank's file, as far as reports use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from horizonml.engine.clock import Kind
+from horizonml.errors import HorizonError
+from horizonml.machine.host import MachineInfo
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.record import Source
+
+
+class _Facts(BaseModel):
+    """A part of a record; what this version does not know is kept, so that it is written and compared, too."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class ModelFacts(_Facts):
+    """The model of a recorded job."""
+
+    name: str
+
+
+class DataFacts(_Facts):
+    """The data set of a recorded job."""
+
+    name: str
+    image_size: int | None = None
+
+
+class JobFacts(_Facts):
+    """A recorded job, which may have been checked by another version."""
+
+    model: ModelFacts
+    data: DataFacts
+    batch_size: int
+    epochs: int = 1
+    seed: int = 0
+
+
+class StageFacts(_Facts):
+    """A stage of a recorded plan."""
+
+    start: int = 0  # its first layer
+    stop: int = 0  # the layer after its last one
+    ranks: list[int]
+
+
+class PlanFacts(_Facts):
+    """A recorded plan."""
+
+    stages: list[StageFacts] = []
+    micro_batches: int = 1
+    schedule: str = ""
+
+
+class RunRecord(BaseModel):
+    """A rank's description of the run, as its file holds it before the steps that it describes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float = 0.0
+    generation: int | None = None
+    world_size: int | None = None
+    rank: int = 0
+    started_as_rank: int | None = None
+    stage: int = 0
+    host: str = ""  # the host's name
+    node: str | None = None  # the host's identity, which older records lack
+    cores: float = 1.0
+    memory: float | None = None
+    threads: int | None = None
+    rss_idle_bytes: int = 0
+    forecast: float | None = None  # predicted seconds of a step
+    machine: MachineInfo | None = None
+    versions: dict[str, str] = {}
+    job: JobFacts | None = None
+    plan: PlanFacts = PlanFacts()
+
+    @property
+    def group(self) -> tuple[int | None, int | None]:
+        """Return what the descriptions of one group's ranks have in common."""
+        return self.generation, self.world_size
+
+    @property
+    def setting(self) -> tuple[int, int | None, PlanFacts]:
+        """Return what steps must share to be timed together."""
+        return self.rank, self.world_size, self.plan
+
+
+class StepLine(BaseModel):
+    """One step as one rank recorded it. Seconds, bytes and joules; shares and accuracies from 0 to 1."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    epoch: int
+    time: float = 0.0  # when it ended, Unix time
+    wall: float
+    compute: float
+    transfer: float
+    wait: float
+    batch: int
+    loss: float
+    accuracy: float | None = None
+    bytes_sent: int
+    links: dict[str, tuple[int, int]] = {}  # bytes sent and received, by direction
+    cpu_seconds: float
+    rss_bytes: int
+    joules: float | None = None
+    divergence: float | None = None
+    gradient_norm: float | None = None  # before clipping
+
+    def seconds(self, kind: Kind) -> float:
+        """Return the seconds that went to one kind of time."""
+        return {"compute": self.compute, "transfer": self.transfer, "wait": self.wait}[kind]
+
+
+class EvaluationLine(BaseModel):
+    """An evaluation on held-out data."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    epoch: int
+    time: float = 0.0  # when it ended, Unix time
+    loss: float
+    accuracy: float | None = None
+    within_epoch: bool = False
+    best: bool = False  # whether the checkpoint of this step is kept as the best one
+
+
+class RecoveryLine(BaseModel):
+    """How training went on after ranks were lost, as a rank that survived recorded it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    time: float
+    generation: int
+    lost: list[int]  # as they were started
+    silent_seconds: float | None = None
+    seconds: float
+    steps_repeated: int
+    source: Source
+
+
+class SpanLine(NamedTuple):
+    """What a rank did at a time, in seconds of its own clock."""
+
+    kind: Kind
+    what: str
+    micro: int  # the micro-batch, or -1
+    begin: float
+    end: float
+
+
+class TimelineLine(BaseModel):
+    """What a rank did when during one step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    spans: list[SpanLine]
+
+
+class EndLine(BaseModel):
+    """The end of what a rank recorded with one plan."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: str = ""
+
+
+Record = RunRecord | StepLine | EvaluationLine | TimelineLine | RecoveryLine | EndLine
+_KINDS: dict[str, type[Record]] = {
+    "run": RunRecord,
+    "step": StepLine,
+    "evaluation": EvaluationLine,
+    "timeline": TimelineLine,
+    "recovery": RecoveryLine,
+    "end": EndLine,
+}
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file whose kind is known. Raises HorizonError."""
+    for line in read_lines(path):
+        kind = _KINDS.get(str(line.get("kind")))
+        if kind is None:
+            continue
+        try:
+            yield kind.model_validate(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise HorizonError(
+                f"{path}: a record of kind {line['kind']} cannot be read: {where}: {first['msg']}"
+            ) from None

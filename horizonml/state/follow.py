@@ -1,0 +1,237 @@
+"""Brings newcomers the state of their stages while the others train.
+
+A newcomer is a member of the group from its first step on, as a follower: it works on no samples, and takes part in the
+sums of gradients. Other members of its stages send it their state as it was when the group began, beside the training,
+over connections of their own. The follower keeps the summed gradients until that state is complete, and then applies
+them in order. As an update treats each element by itself, it now holds what the others hold, bit for bit, and all ranks
+go on with the shares of the plan. Running statistics need nothing of this, for each step brings them to all members.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from horizonml.comm.group import Group
+from horizonml.errors import PeerLost
+from horizonml.plan.plan import Plan, Sync
+from horizonml.state.background import Background
+from horizonml.state.move import Moves, announce, by_layer, holders, senders
+from horizonml.state.train_state import TrainState
+
+_PIECE_BYTES = 256 << 10  # sent at a time, so that no message of a step waits long for one
+_LEAST_PART = 0.25  # of the time in which pieces travel, however busy the link is
+_LONGEST_REST = 0.5  # seconds between two pieces
+_LOOK_SECONDS = 1.0  # between two looks at whether the state has arrived, when all ranks wait for it
+
+# How the members of a stage may agree on gradients if one of them follows. These sums come out alike, bit for bit, on
+# all members, and one that contributes zeros changes nothing in them. PowerSGD instead has each member add up what its
+# compression has left out, also of a follower's zeros; Horovod does not overlap with a member that has no backward
+# pass; and members that split channels do not hold each other's state.
+_EXACT = {Sync.ALL_REDUCE, Sync.FP16}
+
+
+def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int]:
+    """Return the ranks that can follow, of those that receive layers: `held` says which, and from whom.
+
+    These are ranks that hold nothing (`present` are those that do) and whose stages all have another member that does
+    not follow. Where all members of a stage are newcomers, the first one gets its layers before training goes on.
+    """
+    ways = {number: stage.sync in _EXACT for number, stage in enumerate(plan.stages)}
+    found = {
+        rank
+        for rank in {receiver for _, _, receiver in held} - present
+        if all(ways[number] and len(plan.stages[number].ranks) > 1 for number in plan.stages_of(rank))
+    }
+    for stage in plan.stages:
+        if found.issuperset(stage.ranks):
+            found.discard(stage.ranks[0])
+    return frozenset(found)
+
+
+class Needs(NamedTuple):
+    """Tells how many bytes of memory following takes on a rank."""
+
+    copies: int  # of the state of layers, to send or on arrival
+    gradients: int  # of one step, which only followers keep
+
+
+def needs(state: TrainState, plan: Plan, following: frozenset[int], rank: int) -> Needs:
+    """Return what following takes on a rank; any rank can tell that of each other."""
+    moves = _moves(plan, following)
+    layers = {layer for layer, sender, receiver in moves if rank in (sender, receiver)}
+    copies = sum(tensor.nbytes for layer in layers for tensor in state.expected(layer).values())
+    kept = {layer for layer, _, receiver in moves if rank == receiver}
+    shapes = state.model.parameter_shapes()
+    return Needs(copies, sum(4 * torch.Size(shape).numel() for layer in kept for shape in shapes[layer]))
+
+
+def _moves(plan: Plan, following: frozenset[int]) -> Moves:
+    return senders(holders(plan.without(following)), plan)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Describes a part of a tensor on its way."""
+
+    part: Tensor
+    peer: int
+    tag: int
+    leaves: bool  # whether this rank sends it
+
+
+class Following:
+    """Runs the following of one group on one of its ranks."""
+
+    def __init__(self, state: TrainState, plan: Plan, group: Group, ranks: frozenset[int], room: float) -> None:
+        """Copy what is to be sent, and connect; all ranks of the group call this before the first step.
+
+        `ranks` are those that follow. `room` bytes is what this rank's queue of gradients may take. The state must
+        have its modules already. Raises PeerLost.
+        """
+        self.ranks = ranks
+        self.behind = group.rank in ranks  # whether this rank has not caught up yet
+        self.bytes = 0  # that this rank has received
+        self.waited = 0  # of these, those that came while all ranks waited for them
+        self._state, self._group, self._room = state, group, room
+        self._begun = state.step
+        self._received: dict[str, Tensor] = {}
+        self._queue: list[tuple[dict[str, Tensor], float, int]] = []  # gradients, learning rate, and step
+        self._sizes: Counter[int] = Counter()  # bytes of gradients, by the step that they belong to
+        self._lanes = self._prepare(_moves(plan, ranks))
+        self._part = _LEAST_PART  # of the time in which a receiver lets pieces travel
+        self._done = threading.Event()
+        self._started = False
+        self._background = Background(group, "follow", group.timeout)
+
+    def _prepare(self, moves: Moves) -> dict[tuple[int, int], list[_Piece]]:
+        """Return what this rank sends and receives, by the two ranks."""
+        held = by_layer(self._state)
+        offers = announce(held, moves, self._group)
+        copies: dict[str, Tensor] = {}
+        lanes: dict[tuple[int, int], list[_Piece]] = {}
+        for layer, sender, receiver in moves:
+            if self._group.rank not in (sender, receiver):
+                continue
+            leaves = self._group.rank == sender
+            expected = self._state.expected(layer)
+            lane = lanes.setdefault((sender, receiver), [])
+            for key in offers.get(layer, []):
+                if key not in expected:  # a peer decides neither shapes nor dtypes
+                    raise PeerLost(f"rank {sender} offers {key}, which layer {layer} does not have")
+                if key not in copies:
+                    own = held[layer][key].clone(memory_format=torch.contiguous_format) if leaves else None
+                    like = expected[key]
+                    copies[key] = own if own is not None else torch.empty(like.shape, dtype=like.dtype)
+                flat, peer = copies[key].view(-1), receiver if leaves else sender
+                for part in flat.split(_PIECE_BYTES // flat.element_size()) if flat.numel() else ():
+                    lane.append(_Piece(part, peer, self._group.channel("layers").tag(len(lane)), leaves))
+        if self.behind:
+            self._received = copies
+        return lanes
+
+    def start(self) -> None:
+        """Begin to send and to receive."""
+        self._started = True
+        self._background.start(self._transfer)
+
+    def _transfer(self) -> None:
+        """Send or receive everything. Raises PeerLost.
+
+        Nothing travels before the receiver asks for it, so it alone sets the pace, and all may be sent at once. A
+        receiver asks each of its senders for a piece, and rests between pieces: while the link is busy with sums, it
+        leaves most of it to them, since all ranks wait for these.
+        """
+        twin = self._background.group
+        pieces = [piece for lane in self._lanes.values() for piece in lane if piece.leaves]
+        sent = [(twin.send(piece.part, piece.peer, piece.tag), piece.peer) for piece in pieces]
+        arriving = [[piece for piece in lane if not piece.leaves] for lane in self._lanes.values()]
+        for few in itertools.zip_longest(*arriving):
+            began = time.monotonic()
+            works = [(twin.receive(one.part, one.peer, one.tag), one.peer) for one in few if one is not None]
+            for work, peer in works:
+                twin.wait(work, peer)
+            self.bytes += sum(one.part.nbytes for one in few if one is not None)
+            taken = time.monotonic() - began
+            time.sleep(min(taken * (1 / self._part - 1), _LONGEST_REST))
+        for work, peer in sent:
+            twin.wait(work, peer)
+        self._lanes = {}
+        self._done.set()
+
+    @property
+    def arrived(self) -> bool:
+        """Return whether all that this rank sends or receives has done so."""
+        return self._done.is_set()
+
+    @property
+    def early(self) -> int:
+        """Return the bytes that this rank has received while the others trained."""
+        return self.bytes - self.waited
+
+    @property
+    def hurry(self) -> bool:
+        """Return whether this rank has room for the gradients of no more than one step."""
+        return self.behind and sum(self._sizes.values()) + 2 * max(self._sizes.values(), default=0) > self._room
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps the others have made since the group began."""
+        return self._state.step - self._begun
+
+    def before_step(self) -> None:
+        """Catch up, if the state has arrived. Raises PeerLost if it cannot arrive any more."""
+        if self._started and not self._background.busy and not self.arrived:
+            raise PeerLost("the connections over which ranks send their state to a newcomer are lost")
+        if self.behind and self.arrived:
+            self._catch_up()
+
+    def after_step(self, transfer: float, wall: float) -> None:
+        """Adapt the pace to a step of `wall` seconds, of which this rank spent `transfer` in sums."""
+        self._part = max(_LEAST_PART, 1 - transfer / wall)
+
+    def keep(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
+        """Keep the gradients of a step instead of applying them."""
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        self._sizes[self._state.step] += sum(gradient.nbytes for gradient in gradients.values())
+        self._queue.append((gradients, learning_rate, self._state.step))
+
+    def _catch_up(self) -> None:
+        """Take over the state that has arrived, and apply the gradients that were kept. Raises PeerLost."""
+        state, received = self._state, self._received
+        newer = {name: buffer.clone() for name, buffer in state.buffers().items()} if self._queue else {}
+        try:
+            state.load(received.__getitem__, received)
+        except (KeyError, ValueError) as error:
+            raise PeerLost(f"the state that other ranks have sent is not complete: {error}") from error
+        now = state.buffers()
+        for name, buffer in newer.items():
+            now[name].copy_(buffer)
+        for gradients, learning_rate, step in self._queue:
+            state.apply(gradients, learning_rate, step)
+        self._queue, self._received = [], {}
+        self._sizes.clear()
+        state.valid, self.behind = True, False
+
+    def finish(self) -> None:
+        """Wait until all ranks hold their state; all ranks call this after the same step. Raises PeerLost."""
+        before = self.bytes
+        while any(self._group.gather_json(self._wait())):
+            pass
+        self.waited = self.bytes - before
+
+    def _wait(self) -> bool:
+        """Wait for the state for a moment, and return whether this rank is still behind."""
+        self._part = 1.0  # as the link has nothing else to do now
+        if self.behind:
+            self._done.wait(_LOOK_SECONDS)
+        self.before_step()
+        return self.behind

@@ -1,0 +1,143 @@
+"""Bad networks: packets are lost, links are slow or flap. Training takes longer, and its result is the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from horizonml.chaos.cluster import Cluster
+from tests.distributed.processes import ours, wait_for
+from tests.programs import need, need_networks
+
+RANKS, BITS = 3, 1_000_000
+JOB = f"""
+name: test
+epochs: 2
+batch_size: 24
+model: {{name: "tests.models:slow"}}
+data: {{name: digits, samples: 144}}
+optimizer: {{momentum: 0.9}}
+parallel:
+  threads: 1
+  micro_batches: 3
+  workers: {RANKS}
+  stages:
+    - {{ranks: [0], layers: [0, 12]}}
+    - {{ranks: [1, 2], layers: [13, 25]}}
+checkpoint: {{every_steps: 5, keep: 1}}
+rendezvous: {{timeout: 60, step_timeout: 60}}
+"""
+Fault = Callable[[Cluster], object]
+
+
+def steps(cluster: Cluster, rank: int) -> list[dict[str, Any]]:
+    return [record for record in cluster.records(rank) if "lr" in record]
+
+
+def groups(cluster: Cluster, rank: int) -> int:
+    """How many groups a rank has trained in."""
+    return sum(record["kind"] == "run" for record in cluster.records(rank))
+
+
+def train(folder: Path, name: str, fault: Fault, during: Fault = lambda cluster: None) -> Cluster:
+    """Run the job to its end on networks with a fault; look at it, or do more to it, `during` the training."""
+    job = folder / "job.yaml"
+    job.write_text(JOB)
+    (folder / "slow").write_text("0")  # a rank whose steps are long enough to be looked at
+    env = {"HORIZONML_TEST": str(folder), "HORIZONML_TEST_SLOW": str(folder / "slow")}
+    with Cluster(job, RANKS, folder / name, env, isolated=True) as cluster:
+        fault(cluster)
+        wait_for(lambda: not cluster.alive or len(steps(cluster, 0)) >= 2, "the first steps", 90)
+        during(cluster)
+        wait_for(lambda: not cluster.alive, "the end of the training", 120)
+        assert [cluster.exit_code(rank) for rank in range(RANKS)] == [0] * RANKS
+    assert "Traceback" not in "".join(cluster.log(rank).read_text() for rank in range(RANKS))
+    assert not ours(folder)
+    return cluster
+
+
+def result(cluster: Cluster) -> dict[str, Tensor]:
+    """The tensors of the last checkpoint, which must be complete."""
+    (last,) = cluster.run_folder.glob("checkpoints/step-*")
+    assert json.loads((last / "checkpoint.json").read_text())["complete"]
+    return {name: tensor for file in last.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def seconds(cluster: Cluster) -> float:
+    return sum(record["wall"] for record in steps(cluster, 0))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """The same job on networks to which nothing is done."""
+    need_networks()
+    return train(tmp_path_factory.mktemp("good"), "good", lambda cluster: None)
+
+
+def same_result(cluster: Cluster, good: Cluster) -> None:
+    plans = [[record["plan"] for record in one.records(0) if record["kind"] == "run"][-1] for one in (cluster, good)]
+    assert plans[0] == plans[1]
+    found, expected = result(cluster), result(good)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def again(cluster: Cluster, rank: int) -> int:
+    """How many segments the kernel of a rank's network has sent again."""
+    lines = Path(f"/proc/{cluster.process(rank).pid}/net/snmp").read_text().splitlines()
+    names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+    return int(values[names.index("RetransSegs")])
+
+
+def test_lost_packets_cost_time_and_nothing_else(tmp_path: Path, good: Cluster) -> None:
+    need("iptables", "iptables")
+    sent_again: list[int] = []
+    cluster = train(
+        tmp_path,
+        "lossy",
+        lambda cluster: cluster.networks.lose(0.05),
+        lambda cluster: sent_again.extend(again(cluster, rank) for rank in range(RANKS)),
+    )
+    assert min(sent_again) > 0, "no packet was lost"
+    same_result(cluster, good)
+    assert [groups(cluster, rank) for rank in range(RANKS)] == [1] * RANKS
+    assert seconds(cluster) > seconds(good)
+
+
+def test_a_slow_link_shows_in_bytes_and_step_time(tmp_path: Path, good: Cluster) -> None:
+    cluster = train(
+        tmp_path,
+        "narrow",
+        lambda cluster: [cluster.networks.slow_down(rank, BITS) for rank in range(RANKS)],
+    )
+    same_result(cluster, good)
+    assert [groups(cluster, rank) for rank in range(RANKS)] == [1] * RANKS
+    for rank in range(RANKS):
+        sent = sum(record["bytes_sent"] for record in steps(cluster, rank))
+        assert sent == sum(record["bytes_sent"] for record in steps(good, rank))
+        took = sum(record["wall"] for record in steps(cluster, rank))
+        assert sent * 8 / took < BITS, "the steps took less time than their bytes need on this link"
+    assert seconds(cluster) > seconds(good)
+
+
+def test_a_link_that_flaps_for_two_seconds_holds_training_up_for_as_long(tmp_path: Path, good: Cluster) -> None:
+    def flap(cluster: Cluster) -> None:
+        cluster.partition(2)
+        time.sleep(2)
+        cluster.heal(2)
+
+    cluster = train(tmp_path, "flapping", lambda cluster: None, flap)
+    same_result(cluster, good)
+    assert max(groups(cluster, rank) for rank in range(RANKS)) <= 2
+    longest = [
+        max(record.get("wall", record.get("seconds", 0.0)) for record in one.records(0)) for one in (cluster, good)
+    ]
+    assert longest[0] > longest[1] + 1, "no step and no evaluation was held up by the network"
