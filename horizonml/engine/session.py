@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -291,7 +290,7 @@ class Session:
         self.clock.pause()
         self._totals.post()
         found, samples = torch.zeros(2 + len(self.task.metrics), dtype=torch.float64), 0
-        with self.state.averaged() if self.state.evaluates_averages else nullcontext():
+        with self.state.judged():
             for batch in batches:
                 runs = self._begin(batch)
                 actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))

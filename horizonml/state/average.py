@@ -7,7 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,6 +31,19 @@ def decay_of(spec: Ema, step: int) -> float:
 def follow(averages: Sequence[Tensor], parameters: Sequence[Tensor], decay: float) -> None:
     """Move averages towards parameters, in place."""
     torch._foreach_lerp_(list(averages), list(parameters), 1 - decay)
+
+
+@contextmanager
+def swapped(averages: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Use averages in the place of their parameters while the context lasts."""
+    own = {parameter: parameter.data for parameter in averages}
+    try:
+        for parameter, average in averages.items():
+            parameter.data = average
+        yield
+    finally:
+        for parameter, value in own.items():
+            parameter.data = value
 
 
 def sources(names: Iterable[str], average: bool) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.models.zoo import Model
-from horizonml.state.average import AVERAGE
+from horizonml.state.average import AVERAGE, swapped
 from horizonml.state.best import Best
 from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part, name_of
@@ -181,24 +181,15 @@ class TrainState:
         """Update some parameters with their gradients of a step, counted from 0."""
         self.optimizer.step(parameters, self._optimizer, learning_rate, step)
 
-    @property
-    def evaluates_averages(self) -> bool:
-        """Return whether held-out data is judged with the averages of the parameters."""
-        return self.optimizer.ema is not None and self.optimizer.ema.evaluate
+    def judged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that are judged on held-out data.
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Use the averages of the parameters in their place, if there are any, while the context lasts."""
+        These are the averages, if there are any and the job does not want them to be left out.
+        """
+        if self.optimizer.ema is None or not self.optimizer.ema.evaluate:
+            return nullcontext()
         held = self._held
-        kept = {held[name]: entries[AVERAGE] for name, entries in self._optimizer.items() if AVERAGE in entries}
-        own = {parameter: parameter.data for parameter in kept}
-        try:
-            for parameter, average in kept.items():
-                parameter.data = average
-            yield
-        finally:
-            for parameter, value in own.items():
-                parameter.data = value
+        return swapped({held[name]: found[AVERAGE] for name, found in self._optimizer.items() if AVERAGE in found})
 
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
