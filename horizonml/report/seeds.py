@@ -66,8 +66,8 @@ def as_table(found: list[Spread]) -> Table:
 
 def as_rows(found: list[Spread]) -> list[dict[str, Value]]:
     """Return the spreads as rows for files."""
-    return [
-        {"metric": one.metric, "mean": one.mean, "deviation": one.deviation}
-        | {f"seed_{seed}": value for seed, value in one.values.items()}
-        for one in found
-    ]
+    rows: list[dict[str, Value]] = []
+    for one in found:
+        by_seed = {f"seed_{seed}": value for seed, value in one.values.items()}
+        rows.append({"metric": one.metric, "mean": one.mean, "deviation": one.deviation, **by_seed})
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,19 @@ from horizonml.tasks.task import Task
 
 _METHODS = ("loss", "judge", "units", "report", "input", "outputs")
 _ADVICE = "; horizonml.tasks.task.Task describes the interface, and BySample beside it has most of it"
+
+# What the engine reads from a task, in words, and whether a value is that.
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "unit": ("a text such as 'samples'", lambda value: isinstance(value, str)),
+    "units_per_sample": (
+        "an integer from 1, or None if samples differ",
+        lambda value: value is None or (type(value) is int and value > 0),
+    ),
+    "metrics": (
+        "a tuple of texts, the names of what judge sums",
+        lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
+    ),
+}
 
 
 def check_class(found: Any, name: str) -> None:
@@ -25,19 +39,7 @@ def check_class(found: Any, name: str) -> None:
 
 def check_made(task: Any, name: str) -> None:
     """Raise JobError unless an instance of a task has the values that the engine reads from it."""
-    for field, wanted, valid in (
-        ("unit", "a text such as 'samples'", lambda value: isinstance(value, str)),
-        (
-            "units_per_sample",
-            "an integer from 1, or None if samples differ",
-            lambda value: value is None or (type(value) is int and value > 0),
-        ),
-        (
-            "metrics",
-            "a tuple of texts, the names of what judge sums",
-            lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
-        ),
-    ):
+    for field, (wanted, valid) in _VALUES.items():
         if not hasattr(task, field):
             raise JobError(f"task.name: {name} has no {field!r}: {wanted}{_ADVICE}")
         if not valid(getattr(task, field)):
