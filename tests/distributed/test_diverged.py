@@ -50,6 +50,7 @@ CASES = {
         Shape(((50.0, 1.0),), Sync.FP16), value=1e9, multiplied=True, batch=2
     ),
     "tied copies in one stage": Case(Shape((ONE,), micro_batches=1), 0, LARGE, TIED),
+    "tied copies in one of two stages": Case(Shape((ONE, ONE), micro_batches=1), 0, LARGE, "tied_in_front"),
     "tied copies in two stages": Case(Shape((ONE, ONE), micro_batches=1), -1, LARGE, TIED),
     "tied copies in two stages, clipped": Case(Shape((ONE, ONE), micro_batches=1), -1, LARGE, TIED, clip_norm=1.0),
     "ddp, clipped": Case(Shape((TWO,)), 1, clip_norm=1.0),

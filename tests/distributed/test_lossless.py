@@ -53,6 +53,7 @@ PLANS = {
         3,
     ),
     "tied": Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, TIED_LAYERS, (2,), ONE)), micro_batches=2),
+    "tied before members": Plan((Stage(0, 5, (0,), ONE), Stage(5, TIED_LAYERS, (1, 2), (1.0, 1.0))), micro_batches=2),
     "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
     "between members": Plan(
         (Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 9, (2,), ONE), Stage(9, LAYERS, (3, 4), (2.0, 1.0))),
@@ -66,7 +67,7 @@ def job(name: str = "", clip_norm: float | None = None) -> Job:
     return Job.model_validate(
         {
             "batch_size": 24,
-            "model": {"name": "tests.models:LanguageModel" if name == "tied" else "tests.models:normed"},
+            "model": {"name": "tests.models:LanguageModel" if "tied" in name else "tests.models:normed"},
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
             "optimizer": {"momentum": 0.9, "lr": LR, "clip_norm": clip_norm},
             "lr_schedule": {"name": "constant"},
@@ -167,7 +168,9 @@ def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_se
     expect_rebuilt(pool, "pipeline", lost, 13, bytes_per_second)
 
 
-@pytest.mark.parametrize("name", ["int8", "zb-h1", "interleaved", "tied", "before members", "between members"])
+@pytest.mark.parametrize(
+    "name", ["int8", "zb-h1", "interleaved", "tied", "tied before members", "before members", "between members"]
+)
 def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
     expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)
 

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import Store
 
+from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.state.best import STOPPING, Best
 from horizonml.state.keeping import find_best
+from horizonml.state.recover import agree_on_state
 from horizonml.state.shards import export, read_metadata, step_of, steps
+from horizonml.state.spec import Sgd
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.test_training import HYBRID3, Kind, equal, run, whole
@@ -113,6 +122,27 @@ def test_the_best_checkpoint_of_an_interrupted_run_is_that_of_an_uninterrupted_o
         ((outcome, held, _),) = pool.run(1, run, single)
         assert outcome == "already complete"
         assert equal({key: value for key, value in state.items() if kept or "/average" not in key}, held)
+
+
+def told(rank: int, world_size: int, store: Store, done: list[int]) -> tuple[dict[str, Any], dict[str, Best], int]:
+    """What a rank knows of the evaluations when the ranks have met again; `done[r]` are the steps of rank r."""
+    group = Group(store, rank, world_size, 30.0)
+    state = TrainState(build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of((1, 8, 8))), Sgd())
+    state.take([(0, 10)])
+    state.step = done[rank]
+    if state.step:
+        state.metrics = {"step": 6, "held_out_loss": 0.5 + rank}
+        state.best = {STOPPING: Best(metric="held_out_loss", value=0.25 + rank, step=3, waited=1)}
+    found = agree_on_state(state, state.step > 0, group)
+    group.close()
+    assert found is not None
+    return state.metrics, state.best, found.step
+
+
+def test_ranks_that_meet_again_go_on_counting_where_the_others_were(pool: Pool) -> None:
+    best = {STOPPING: Best(metric="held_out_loss", value=1.25, step=3, waited=1)}
+    for result in pool.run(3, told, [0, 8, 7]):  # a newcomer, and one that is behind
+        assert result == ({"step": 6, "held_out_loss": 1.5}, best, 8)
 
 
 def test_without_a_best_checkpoint_or_averages_that_is_said(pool: Pool, tmp_path: Path) -> None:
