@@ -38,7 +38,7 @@ class _Followed:
 
 
 class Evaluations:
-    """Follows the metrics that a job names; all ranks come to the same decisions, for they record the same values."""
+    """Follows the metrics that a job names; all ranks come to the same decisions if they are given the same values."""
 
     def __init__(self, job: Job, task: Task) -> None:
         """Raise JobError if a task does not record a metric that the job names."""
@@ -52,6 +52,11 @@ class Evaluations:
         if kept.keep_best is not None:
             highest = _is_highest("checkpoint", kept.keep_best, kept.best_is, names, "keep_best")
             self._followed.append(_Followed(KEPT, kept.keep_best, highest))
+
+    @property
+    def follows(self) -> bool:
+        """Return whether the job names any metric."""
+        return bool(self._followed)
 
     def note(self, best: Mapping[str, Best], metrics: Mapping[str, float], step: int) -> dict[str, Best]:
         """Return the best evaluation for each purpose, now that `metrics` were measured after `step` steps."""

@@ -195,6 +195,8 @@ class _Loop:
         totals = self.session.evaluate(held_out_batches(self.job, self.data))
         metrics = {f"held_out_{metric_key(name)}": value for name, value in totals.metrics.items()}
         measured = {"held_out_loss": totals.loss, **metrics}
+        if self.evaluations.follows:  # processors differ in the last bit of what tasks compute, and all must agree
+            measured = dict(self.session.group.broadcast(measured))
         self.state.metrics = {"step": done, "epoch": epoch, **measured}
         self.state.best = best = self.evaluations.note(self.state.best, measured, done)
         kept = KEPT in best and best[KEPT].step == done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,15 @@ import torch
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
+from horizonml.data.dataset import Data
 from horizonml.errors import CheckpointError
+from horizonml.job.jobfile import parse
+from horizonml.machine.signals import StopRequest
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
+from horizonml.plan.plan import Plan, Stage
+from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.trainer import train
 from horizonml.state.best import STOPPING, Best
 from horizonml.state.keeping import find_best
 from horizonml.state.recover import agree_on_state
@@ -21,8 +29,13 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.progress import Silent
+from horizonml.telemetry.recorder import Recorder
 from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for
 from tests.distributed.test_training import HYBRID3, Kind, equal, run, whole
+from tests.records import image_info, run_info
+from tests.tasks import KINDS, WeightedRegression
 
 EVERY = {"evaluate": {"every_steps": 3}}
 
@@ -143,6 +156,38 @@ def test_ranks_that_meet_again_go_on_counting_where_the_others_were(pool: Pool) 
     best = {STOPPING: Best(metric="held_out_loss", value=1.25, step=3, waited=1)}
     for result in pool.run(3, told, [0, 8, 7]):  # a newcomer, and one that is behind
         assert result == ({"step": 6, "held_out_loss": 1.5}, best, 8)
+
+
+class Noisy(WeightedRegression):
+    """Reports another accuracy on every process."""
+
+    def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
+        return {**metrics, "accuracy": random.random()}
+
+
+def disagreeing(rank: int, world_size: int, store: Store, folder: Path) -> tuple[Outcome, int, dict[str, Best]]:
+    """Train with a task whose metrics differ from rank to rank, until its accuracy has not been better for a while."""
+    random.seed(rank)
+    kind, group = KINDS["integers"], Group(store, rank, world_size, 30.0)
+    stop = "early_stop: {patience: 2, metric: held_out_accuracy}"
+    job = parse(f"{{epochs: 50, batch_size: 24, {stop}}}", "job", [f"folder={folder}"])
+    plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 5, (1,), (1.0,))), micro_batches=2)
+    data = Data(image_info(2, (1, 1, 1), 61, 13), kind.samples(61), kind.samples(13))
+    recorder = Recorder(folder / f"rank-{rank}.jsonl", Silent(), run_info(job, plan, rank), 0)
+    try:
+        session = session_for(plan, kind.model(), group, Sgd(), job.batch_size, Noisy())
+        outcome = train(job, session, data, None, recorder, StopRequest())
+        return outcome, session.state.step, session.state.best
+    finally:
+        recorder.close("done")
+        group.close()
+
+
+def test_ranks_end_together_although_they_compute_differently(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, disagreeing, tmp_path)
+    assert first == second
+    assert first[0] is Outcome.COMPLETE
+    assert first[2][STOPPING].waited == 2
 
 
 def test_without_a_best_checkpoint_or_averages_that_is_said(pool: Pool, tmp_path: Path) -> None:
