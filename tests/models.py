@@ -142,6 +142,16 @@ class Tied(nn.Module):
         return self.after(value)
 
 
+def tied_in_front(num_classes: int = 10) -> nn.Sequential:
+    """Two layers near the beginning share a weight. Takes `[b, 1, 8, 8]`."""
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    second.weight = first.weight
+    return nn.Sequential(
+        nn.Flatten(), first, nn.Tanh(), second, nn.Tanh(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),
+        nn.Linear(16, num_classes),
+    )  # fmt: skip
+
+
 class LanguageModel(nn.Module):
     """Embeds pixels, taken for numbers of words, and shares the embedding with the output. Takes `[b, 1, 8, 8]`."""
 

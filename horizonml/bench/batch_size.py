@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from horizonml.bench.compare import strategy_changes
+from horizonml.bench.compare import MEASURED, strategy_changes
 from horizonml.bench.findings import failures, warnings, where
 from horizonml.bench.manifest import Factors
 from horizonml.bench.study import Case, Study
@@ -30,9 +30,10 @@ def cases(
                     "model.name": model,
                     "batch_size": size,
                     "epochs": 1,
+                    "steps": None,
                     "data.samples": size * steps,
                     "data.holdout": min(0.9, max(1e-6, 16 / (size * steps))),
-                    "checkpoint.enabled": False,
+                    **MEASURED,
                 }
                 factors = Factors(model=model, strategy=strategy, batch_size=size, repeat=repeat)
                 name = f"{model}-{size}" + (f"-repeat{repeat}" if repeats > 1 else "")

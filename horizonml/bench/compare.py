@@ -15,7 +15,7 @@ from horizonml.plan.limits import limits_of
 from horizonml.report import charts, run_plots, style
 from horizonml.report.section import Picture, Section, Table, rank_tables
 from horizonml.report.summary import Summary
-from horizonml.text import human_bytes, human_seconds, percent
+from horizonml.text import count, human_bytes, human_seconds, percent
 
 
 def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: int, repeats: int) -> list[Case]:
@@ -38,7 +38,7 @@ def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: 
                     **strategy_changes(strategy, workers),
                     "seed": job.seed + repeat,
                     "data.samples": size or job.data.samples,
-                    "checkpoint.enabled": False,
+                    **MEASURED,
                     "telemetry.timeline_every": 10,
                 }
                 factors = Factors(strategy=strategy, samples=size, repeat=repeat)
@@ -48,6 +48,10 @@ def cases(job: Job, strategies: Sequence[str], samples: Sequence[int], workers: 
                 work = float((size or 1) * job.epochs)
                 found.append(Case(name, changed(job, changes), factors, work))
     return found
+
+
+# A run that is measured goes to its end, and saves nothing.
+MEASURED: dict[str, object] = {"early_stop.patience": None, "checkpoint.enabled": False, "checkpoint.keep_best": None}
 
 
 def strategy_changes(strategy: str, workers: int) -> dict[str, object]:
@@ -72,8 +76,9 @@ def section(study: Study) -> Section:
     settings, job = study.settings, study.settings.job
     title = f"Ways of training {job.model.name} on {job.data.name}"
     repeats = f", {settings.repeats} repeats with seeds of their own" if settings.repeats > 1 else ""
+    length = count(job.epochs, "epoch") if job.steps is None else count(job.steps, "step")
     setting = (
-        f"Batch size {job.batch_size}, {job.epochs} epochs, {settings.workers} ranks{repeats}; every "
+        f"Batch size {job.batch_size}, {length}, {settings.workers} ranks{repeats}; every "
         f"strategy trains on the same samples in the same order, and makes the same number of updates. All ranks share "
         f"one machine: {where(study)}"
     )

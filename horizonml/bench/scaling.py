@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from horizonml.bench.compare import strategy_changes
+from horizonml.bench.compare import MEASURED, strategy_changes
 from horizonml.bench.findings import failures, typical, warnings, where
 from horizonml.bench.manifest import Factors, ScalingMode
 from horizonml.bench.study import Case, Result, Study
@@ -40,10 +40,11 @@ def cases(
                     **strategy_changes(strategy, count),
                     "batch_size": batch,
                     "epochs": 1,
+                    "steps": None,
                     "data.samples": batch * steps,
                     "data.holdout": min(0.9, max(1e-6, 64 / (batch * steps))),
                     "parallel.threads": 1,
-                    "checkpoint.enabled": False,
+                    **MEASURED,
                 }
                 factors = Factors(strategy=strategy, workers=count, repeat=repeat)
                 name = f"{strategy}-{count}" + (f"-repeat{repeat}" if repeats > 1 else "")

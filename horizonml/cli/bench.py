@@ -121,7 +121,12 @@ def compare(
     from horizonml.bench import compare as study
     from horizonml.bench.manifest import StudySettings
 
-    job = _job(job_file, data, data_folder, [*(overrides or []), *([] if epochs is None else [f"epochs={epochs}"])])
+    job = _job(
+        job_file,
+        data,
+        data_folder,
+        [*(overrides or []), *([] if epochs is None else [f"epochs={epochs}", "steps=null"])],
+    )
     chosen = _strategies(strategies, ("single", "ddp", "pipeline", "hybrid"))
     sizes = samples or ([] if job_file is not None or data == "digits" else [1000, 10000, 50000])
     settings = StudySettings(workers=workers, repeats=repeats, job=StudySettings.facts(job))

@@ -14,7 +14,7 @@ from horizonml.machine.extras import require
 if TYPE_CHECKING:
     from horizonml.chaos.campaign import Result, Settings
 
-_FOREVER = 1_000_000  # epochs
+_ENDLESS = ("epochs=1000000", "steps=null", "early_stop.patience=null")  # what a campaign changes in a job
 
 
 def chaos(
@@ -119,7 +119,7 @@ def _settings(
         seed=seed,
         restart_after=duration(restart_after, "--restart-after", -1.0),
         deadline=duration(deadline, "--deadline"),
-        options=(*(word for one in overrides or [] for word in ("--set", one)), "--set", f"epochs={_FOREVER}"),
+        options=tuple(word for one in [*(overrides or []), *_ENDLESS] for word in ("--set", one)),
     )
 
 

@@ -40,6 +40,12 @@ def export(
     card: Annotated[
         bool, typer.Option("--card/--no-card", help="Whether to write a model card beside the file, OUTPUT.md.")
     ] = True,
+    best: Annotated[
+        bool, typer.Option("--best", help="Take the best checkpoint of the run (see checkpoint.keep_best).")
+    ] = False,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write the LoRA adapters alone, as a folder in peft's format.")
+    ] = False,
     average: Annotated[
         bool, typer.Option("--average", help="Take the moving averages of the parameters (see ema.decay).")
     ] = False,
@@ -59,8 +65,15 @@ def export(
     too; for these the model is built by the code that the checkpoint's job names, and the batch may have any size.
     """
     from horizonml.exports.export import export as export_checkpoint
+    from horizonml.state.adapters import export_adapters
+    from horizonml.state.keeping import find_best
     from horizonml.telemetry.record import metric_text
 
+    if best:
+        checkpoint = find_best(checkpoint)[0]
+    if adapters:
+        print(f"wrote {output}, LoRA adapters in peft's format (step {export_adapters(checkpoint, output).step})")
+        return
     done = export_checkpoint(checkpoint, output, format, verify, card, overrides or (), average)
     held_out = [
         f", held-out {name.removeprefix('held_out_')} {metric_text(name.removeprefix('held_out_'), value)}"

@@ -53,6 +53,15 @@ def train(
             show_default=False,
         ),
     ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SEED,SEED,...",
+            help="Train once for each of these seeds, one after the other on this machine, and show the mean and the "
+            "deviation of what they reach. The runs are in folders of their own inside the job's.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a job.
 
@@ -69,6 +78,15 @@ def train(
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
     metrics_at = _metrics_address(metrics)
+    if seeds is not None:
+        from horizonml.cli.seeds import parse_seeds, train_seeds
+        from horizonml.errors import JobError
+
+        if identity is not None:
+            raise JobError("--seeds: several seeds are trained on this machine; start one run per seed with a launcher")
+        if not train_seeds(job, parse_seeds(seeds), fresh, metrics_at):
+            sys.exit(130)
+        return
     if identity is None:
         from horizonml.runtime.launch import train_here
 

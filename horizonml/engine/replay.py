@@ -53,16 +53,17 @@ def replay(
     plan: Plan,
     rank: int,
     state: TrainState,
-    steps: Iterator[tuple[Messages, Batch, float]],
+    steps: Iterator[tuple[Messages, Batch, float, float]],
     task: Task,
     batch_size: int,
 ) -> None:
     """Bring the state of a lost rank's stages to the present.
 
     `state` holds the stages' layers as they were before the first of the `steps`, each of which is given by what the
-    rank received in it, the global batch and the learning rate. Raises PeerLost if a message is missing.
+    rank received in it, the global batch, the learning rate, and the factor by which the gradients were multiplied.
+    Raises PeerLost if a message is missing.
     """
     group = _Recorded(rank, plan.world_size)
     with closing(Session(plan, state, group, task, batch_size)) as session:
-        for group.messages, batch, learning_rate in steps:
-            session.replay(batch, learning_rate)
+        for group.messages, batch, learning_rate, scale in steps:
+            session.replay(batch, learning_rate, scale)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,18 +21,15 @@ from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.step import Step, Totals, Way
 from horizonml.engine.tied import TiedGradients, Ties
-from horizonml.errors import Diverged, PeerLost
+from horizonml.engine.verdict import GradientCheck
+from horizonml.errors import PeerLost
 from horizonml.plan.actions import Action, Kind
-from horizonml.plan.plan import Plan, Sync
+from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
 
 _FLAGS = 5  # that ranks raise in the agreement on a step
-_UNCHANGED = (
-    "Parameters are as they were before this step; lower optimizer.lr, add lr_schedule.warmup_steps, or look at "
-    "the data"
-)
 
 
 class Session:
@@ -66,18 +62,13 @@ class Session:
         except BaseException:
             self.close()  # the parameters must not keep the hooks of a session that has never begun
             raise
-        totals, finite = (group.channel(name).tag() for name in ("totals", "finite"))
-        everyone = range(group.world_size)
-        size = 3 + _FLAGS + len(task.metrics)
-        self._totals = TreeSum(group, everyone, totals, torch.zeros(size, dtype=torch.float64))
+        size, tag = 3 + _FLAGS + len(task.metrics), group.channel("totals").tag()
+        self._totals = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
         ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
         self._tied = TiedGradients(ties, plan, group, self.clock, held_here)
-        # Members of one stage see the same sums; other stages must be told if a sum is not finite.
-        self._finite = None
-        summing = [stage for stage in plan.stages if len(stage.ranks) > 1]
-        if ties.span(plan) or any(stage.splits_channels for stage in summing) or (len(plan.stages) > 1 and summing):
-            self._finite = TreeSum(group, everyone, finite, torch.zeros(1))
+        clip_norm = state.optimizer.spec.clip_norm
+        self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm)
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._prepared = False  # whether only the others' consent is missing to update
 
@@ -148,13 +139,14 @@ class Session:
             before |= stage.before
         self.state.prepared = Prepared(gradients, before, learning_rate)
 
-    def replay(self, batch: Batch, learning_rate: float) -> None:
+    def replay(self, batch: Batch, learning_rate: float, scale: float) -> None:
         """Repeat a step that the other ranks have done already, from the messages that they sent in it.
 
-        The session's group has these messages; this rank must be the only member of each of its stages.
+        The session's group has these messages; this rank must be the only member of each of its stages. `scale` is the
+        factor by which all ranks have multiplied the step's gradients.
         """
         self._reduce(self._pass(batch, False)[0])
-        self._commit(list(self.stages), learning_rate)
+        self._commit(list(self.stages), learning_rate, scale)
         for stage in self.stages.values():
             stage.flush()
 
@@ -179,31 +171,32 @@ class Session:
     def _step(self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool) -> Step:
         self.clock.restart()
         self._totals.post()
-        if self._finite is not None:
-            self._finite.post()
+        self._check.post()
         actions, runs = self._pass(batch, measure_divergence)
         # Where a stage has several members, its gradients may already be travelling between them.
-        alone = [stage for stage in self.stages.values() if len(stage.stage.ranks) == 1]
-        finite = all(stage.not_finite() is None for stage in alone)
+        finite = self._check.before_sums()
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
-        self._prepared = self._finite is None and all(len(stage.ranks) == 1 for stage in self.plan.stages)
-        totals = self._agree(self._found(runs), batch.size, stop, newcomers, finite)
+        self._prepared = not self._check.has_round and all(len(stage.ranks) == 1 for stage in self.plan.stages)
+        found = self._found(runs)
+        totals = self._agree(found, batch.size, stop, newcomers, finite)
         if not math.isfinite(totals.loss):
-            raise Diverged(f"step {self.state.step}: the loss is {totals.loss}. {_UNCHANGED}")
+            self._check.refuse_loss(self.state.step, totals.loss, float(found[0]))
         if not totals.finite:
-            self._tell_diverged()
+            self._check.refuse(self.state.step)
         self.clock.switch("compute", "update")
         divergences = self._reduce(actions)
-        self._prepared = self._prepared or self._finite is not None
-        if not self._sums_finite():
-            self._tell_diverged()
+        self._prepared = self._prepared or self._check.has_round
+        verdict = self._check.after_sums()
+        if not verdict.finite:
+            self._check.refuse(self.state.step)
         self._prepared = False
-        self._commit([action.stage for action in actions if action.kind is Kind.UPDATE], learning_rate)
+        updated = [action.stage for action in actions if action.kind is Kind.UPDATE]
+        self._commit(updated, learning_rate, verdict.scale)
         self.clock.switch("transfer", "send")
         for stage in self.stages.values():
             stage.flush()
-        return self._report(totals, divergences)
+        return self._report(totals, divergences, verdict.norm)
 
     def _micro_batches(self, batch: Batch) -> int:
         return len(self.plan.micro_sizes(batch.size, self._batch_size))
@@ -266,42 +259,21 @@ class Session:
             loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
         )
 
-    def _sums_finite(self) -> bool:
-        """Return whether the gradients that are about to be applied are finite on all ranks."""
-        if self._finite is None:
-            summed = [stage for stage in self.stages.values() if self._tied.any or len(stage.stage.ranks) > 1]
-            return all(stage.not_finite() is None for stage in summed)
-        finite = all(stage.not_finite() is None for stage in self.stages.values())
-        self.clock.switch("wait", "others")
-        total = self._finite.sum(torch.tensor([float(not finite)]))
-        self.clock.switch("compute", "update")
-        return float(total) == 0
-
-    def _tell_diverged(self) -> NoReturn:
-        """Raise Diverged, naming a gradient that is not finite; all ranks call this."""
-        own = [(number, name) for number, stage in self.stages.items() if (name := stage.not_finite()) is not None]
-        everyone = self.group.gather_json(own[:1])
-        rank, (number, name) = next((rank, found[0]) for rank, found in enumerate(everyone) if found)
-        compressed = {Sync.FP16, Sync.POWERSGD, Sync.HOROVOD_FP16}
-        lossy = any(stage.sync in compressed for stage in self.plan.stages)
-        hint = ", or set parallel.gradient_compression: none" if lossy else ""
-        raise Diverged(
-            f"step {self.state.step}: the gradient of {name} (stage {number}, rank {rank}) is not finite. "
-            f"{_UNCHANGED}{hint}"
-        )
-
-    def _commit(self, stages: Sequence[int], learning_rate: float) -> None:
-        """Apply all gradients at once; no other part of a step changes the state."""
+    def _commit(self, stages: Sequence[int], learning_rate: float, scale: float) -> None:
+        """Apply all gradients at once, multiplied by `scale`; no other part of a step changes the state."""
+        self._check.scale(scale)
+        if self.state.optimizer.spec.clip_norm is not None:
+            self.state.scales.note(self.state.step, scale)
         for number in stages:
             if self.following is not None and self.following.behind:
                 self.following.keep(self.stages[number].parameters, learning_rate)
             else:
-                self.state.update(self.stages[number].parameters, learning_rate)
+                self.state.update(self.stages[number].parameters, learning_rate, self.state.step)
         self.state.step += 1
         for stage in self.stages.values():
             stage.commit()
 
-    def _report(self, totals: Totals, divergences: Sequence[float | None]) -> Step:
+    def _report(self, totals: Totals, divergences: Sequence[float | None], norm: float | None) -> Step:
         """Return the step as this rank saw it."""
         wall = self.clock.finish()
         traffic: dict[Way, tuple[int, int]] = {}
@@ -320,22 +292,29 @@ class Session:
             divergence=max((value for value in divergences if value is not None), default=None),
             spans=self.clock.spans,
             load=self.clock.load,
+            gradient_norm=norm,
         )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Totals:
-        """Return the loss and the metrics on held-out batches, which take the same stages. Raises PeerLost."""
+        """Return the loss and the metrics on held-out batches, which take the same stages.
+
+        Raises PeerLost; raises Diverged on every rank if the loss is not finite.
+        """
         self.clock.pause()
         self._totals.post()
         found, samples = torch.zeros(2 + len(self.task.metrics), dtype=torch.float64), 0
-        for batch in batches:
-            runs = self._begin(batch)
-            actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
-            run_passes(self._with_rows(actions, runs), self.stages, self.clock)
-            found, samples = found + self._found(runs), samples + batch.size
+        with self.state.judged():
+            for batch in batches:
+                runs = self._begin(batch)
+                actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
+                run_passes(self._with_rows(actions, runs), self.stages, self.clock)
+                found, samples = found + self._found(runs), samples + batch.size
         for stage in self.stages.values():
             stage.flush()
-        return self._agree(found, samples)
+        totals = self._agree(found, samples)
+        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
+        return totals
 
     def try_smallest(self, size: int) -> str | None:
         """Return why this rank cannot train on a batch of `size`, or None if it can.

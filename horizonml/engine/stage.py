@@ -22,6 +22,7 @@ from horizonml.engine.sync.base import Members, trainable
 from horizonml.models.boundary import Boundary, Values, values_of
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan, Route, routes
+from horizonml.tasks.checks import check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
 
 
@@ -63,12 +64,15 @@ class StageStep:
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
+        training = torch.is_grad_enabled()
         with torch.no_grad():
-            self.sums += self._task.judge(detached(outputs), targets)
-        loss = self._task.loss(outputs, targets, training=torch.is_grad_enabled())
+            sums = self._task.judge(detached(outputs), targets)
+        loss = self._task.loss(outputs, targets, training=training)
+        check_results(self._task, loss, sums, training)
+        self.sums += sums
         self.loss += float(loss.detach())
         self.units += self._task.units(targets)
-        return loss / max(1, self._batch_units()) if torch.is_grad_enabled() else loss
+        return loss / max(1, self._batch_units()) if training else loss
 
     def _batch_units(self) -> int:
         """Return the units of the global batch."""

@@ -41,6 +41,7 @@ class Step:
     divergence: float | None
     spans: list[Span]
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
+    gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
 
     @property
     def bytes_sent(self) -> int:

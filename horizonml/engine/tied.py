@@ -96,7 +96,8 @@ class TiedGradients:
         """Send a stage's gradient to the ranks that hold other copies, as the stage's first member."""
         if self._plan.stages[stage].ranks[0] != self._group.rank:
             return []
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # the log may keep it beyond this step
+        # A copy where it lies in the memory of a sum, which the next step overwrites: messages may be kept.
+        gradient = gradient.contiguous() if len(self._plan.stages[stage].ranks) == 1 else gradient.clone()
         others = {rank for other in stages if other != stage for rank in self._plan.stages[other].ranks}
         tag = self._tag(number, stage)
         receivers = sorted(others - set(self._plan.stages[stage].ranks))

@@ -17,8 +17,9 @@ from horizonml.data.spec import DataSpec
 from horizonml.models.spec import ModelSpec
 from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
+from horizonml.runtime.spec import EarlyStopSpec, EvaluateSpec
 from horizonml.spec.base import PlainName, Spec
-from horizonml.state.spec import Adam, CheckpointSpec, LrSchedule, RecoverySpec, Sgd
+from horizonml.state.spec import Adam, CheckpointSpec, Ema, LrSchedule, RecoverySpec, Sgd
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
 
@@ -36,6 +37,11 @@ class Job(Spec):
     folder: str | None = Field(None, description="Where records and checkpoints go (default: runs/NAME).")
     seed: int = Field(0, ge=0, description="Seed of initial parameters, order of samples, and dropout.")
     epochs: int = Field(8, ge=1, description="Passes over the training data.")
+    steps: int | None = Field(
+        None,
+        ge=1,
+        description="Parameter updates to train for; if given, `epochs` does not count (default: by epochs).",
+    )
     batch_size: int = Field(64, ge=1, description="Samples per parameter update, over all ranks together.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Label smoothing of the cross-entropy loss.")
     task: TaskSpec = Field(default_factory=TaskSpec)
@@ -43,6 +49,9 @@ class Job(Spec):
     data: DataSpec = Field(default_factory=DataSpec)
     optimizer: Annotated[Sgd | Adam, Field(discriminator="name")] = Field(default_factory=Sgd)
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
+    ema: Ema = Field(default_factory=Ema)
+    evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
+    early_stop: EarlyStopSpec = Field(default_factory=EarlyStopSpec)
     parallel: Parallel = Field(default_factory=Parallel)
     rendezvous: RendezvousSpec = Field(default_factory=RendezvousSpec)
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
@@ -73,6 +82,14 @@ class Job(Spec):
         if self.data.samples is not None and self.data.samples < self.batch_size:
             raise ValueError(f"batch_size: {self.batch_size} is more than data.samples ({self.data.samples}); lower it")
         return self
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the number of steps of the whole run, unless it ends early."""
+        return self.steps if self.steps is not None else self.epochs * steps_per_epoch
+
+    def total_epochs(self, steps_per_epoch: int) -> int:
+        """Return the number of epochs of the whole run; the last one may be a part of an epoch."""
+        return -(-self.total_steps(steps_per_epoch) // steps_per_epoch)
 
     @property
     def run_folder(self) -> Path:

@@ -116,6 +116,7 @@ class StepLine(BaseModel):
     rss_bytes: int
     joules: float | None = None
     divergence: float | None = None
+    gradient_norm: float | None = None  # before clipping
 
     def seconds(self, kind: Kind) -> float:
         """Return the seconds that went to one kind of time."""
@@ -132,6 +133,8 @@ class EvaluationLine(BaseModel):
     time: float = 0.0  # when it ended, Unix time
     loss: float
     accuracy: float | None = None
+    within_epoch: bool = False
+    best: bool = False  # whether the checkpoint of this step is kept as the best one
 
 
 class RecoveryLine(BaseModel):

@@ -33,7 +33,7 @@ _LEAST = 0.003  # of the picture's width, so that nothing is too short to be see
 
 
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
-    """Draw training loss per step, and held-out loss and accuracy per epoch, and return the path.
+    """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path.
 
     Where there is only one run, its loss shows at which steps ranks were lost and joined.
     """
@@ -44,19 +44,21 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     """Draw what `learning_curves` saves."""
     figure = Figure(figsize=(12, 4.1), layout="constrained")
     loss, held_out, accuracy = figure.subplots(1, 3)
+    within = any(one.within_epoch for run in runs.values() for one in run.evaluations)
     for name, own_style in series_styles(runs).items():
         steps, evaluations = runs[name].steps, runs[name].evaluations
         style: dict[str, str | float] = {"color": own_style.colour, "linestyle": own_style.line}
         loss.plot([s.step for s in steps], _smooth([s.loss for s in steps]), label=name, **style)
-        epochs = [e.epoch for e in evaluations]
-        if len(epochs) <= _MARKERS:
+        when = [e.step if within else e.epoch for e in evaluations]
+        if len(when) <= _MARKERS:
             style |= {"marker": own_style.marker, "markersize": 4}
-        held_out.plot(epochs, [e.loss for e in evaluations], **style)
-        judged = [(e.epoch, e.accuracy) for e in evaluations if e.accuracy is not None]
-        accuracy.plot([epoch for epoch, _ in judged], [value for _, value in judged], **style)
+        held_out.plot(when, [e.loss for e in evaluations], **style)
+        judged = [(place, e.accuracy) for place, e in zip(when, evaluations, strict=True) if e.accuracy is not None]
+        accuracy.plot([place for place, _ in judged], [value for _, value in judged], **style)
     loss.set(title="Training loss (cross-entropy)", xlabel="step", yscale="log")
-    held_out.set(title="Held-out loss (cross-entropy)", xlabel="epoch", yscale="log")
-    accuracy.set(title="Held-out accuracy (%)", xlabel="epoch")
+    unit = "step" if within else "epoch"
+    held_out.set(title="Held-out loss (cross-entropy)", xlabel=unit, yscale="log")
+    accuracy.set(title="Held-out accuracy (%)", xlabel=unit)
     percent_axis(accuracy)
     for axis in (held_out, accuracy):
         if not any(len(line.get_xydata()) for line in axis.lines):

@@ -67,6 +67,8 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "CPU cores in use": lambda s: f"{s.cpu_cores:.2f} ({percent(s.cpu_utilisation)})",
     "memory, mean rank": lambda s: human_bytes(s.rss_mean_bytes),
     "memory, peak rank": lambda s: human_bytes(s.rss_peak_bytes),
+    "best checkpoint": lambda s: "-" if s.best_step is None else f"step {s.best_step}",
+    "gradient norm, median": lambda s: "-" if s.gradient_norm is None else f"{s.gradient_norm:.3g}",
     "gradient divergence": lambda s: "-" if s.divergence is None else f"{s.divergence:.2f}",
     "sent per step": lambda s: human_bytes(s.bytes_per_step),
     "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
@@ -83,9 +85,10 @@ _CHANGES: dict[str, Callable[[Summary], str]] = {  # for runs whose group has ch
 }
 NOTE = (
     "Compute, transfer and wait are shares of all ranks' time and add up to it; CPU, bytes and energy are of all ranks "
-    "together; gradient divergence is the distance of a member's gradient from the mean before the reduction, relative "
-    "to the mean. The parts of a run are its epochs, or fifths of its steps where it has fewer than three; the time of "
-    "an epoch is that of its samples at the median speed."
+    "together; the gradient norm is that before clipping, which is measured only where gradients are clipped; gradient "
+    "divergence is the distance of a member's gradient from the mean before the reduction, relative to the mean. The "
+    "parts of a run are its epochs, or fifths of its steps where it has fewer than three; the time of an epoch is that "
+    "of its samples at the median speed."
 )
 
 SOURCES = {

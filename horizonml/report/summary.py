@@ -41,6 +41,8 @@ class Summary:
     rss_mean_bytes: float  # per rank, over steps
     rss_peak_bytes: int  # of the largest rank
     idle_rss_bytes: int  # of a process that has only imported torch
+    best_step: int | None  # of the best checkpoint, if one was to be kept
+    gradient_norm: float | None  # the median over steps, before clipping; None if gradients were not clipped
     divergence: float | None  # |g_i - g| / |g|, mean over members and measured steps; None if never measured
     bytes_per_step: float  # sent by all ranks together
     bytes_per_second: float
@@ -76,6 +78,7 @@ def summarise(run: Run) -> Summary:
     hosts = {rank.run.node or rank.run.host: rank.run.cores for rank in run.ranks}
     sent = sum(step.bytes_sent for step in everyone)
     divergences = [step.divergence for step in everyone if step.divergence is not None]
+    norms = [step.gradient_norm for step in run.steps if step.gradient_norm is not None]
     joules = [step.joules for step in everyone if step.joules is not None]
     last = epochs[max(epochs)]
     accuracies = [(step.accuracy, step.batch) for step in last if step.accuracy is not None]
@@ -105,6 +108,8 @@ def summarise(run: Run) -> Summary:
         rss_mean_bytes=statistics.mean(step.rss_bytes for step in everyone),
         rss_peak_bytes=max(step.rss_bytes for rank in run.ranks for step in rank.steps),
         idle_rss_bytes=max(rank.run.rss_idle_bytes for rank in run.ranks),
+        best_step=max((one.step for one in run.evaluations if one.best), default=None),
+        gradient_norm=statistics.median(norms) if norms else None,
         divergence=statistics.mean(divergences) if divergences else None,
         bytes_per_step=sent / len(lead.settled),
         bytes_per_second=sent / sum(step.wall for step in lead.settled),

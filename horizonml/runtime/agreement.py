@@ -266,7 +266,8 @@ def powersgd_bytes(model: Model) -> list[int]:
 
 
 def optimizer_copies(job: Job) -> int:
-    """Return how many numbers the optimizer keeps per parameter."""
+    """Return how many numbers the optimizer keeps per parameter, moving averages included."""
+    average = int(job.ema.decay is not None)
     if isinstance(job.optimizer, Sgd):
-        return int(job.optimizer.momentum > 0)
-    return 2
+        return int(job.optimizer.momentum > 0) + average
+    return 2 + average

@@ -69,7 +69,7 @@ class Generation:
         known = life.state.model if life.state is not None and info == life.info else None
         model, notes = agree_on_model(job, info, group, known)
         if life.state is None or model is not known:
-            life.state, life.info = TrainState(model, job.optimizer), info
+            life.state, life.info = TrainState(model, job.optimizer, job.ema), info
         for note in notes if not life.begun else ():
             self.say(note)
         found = agree_on_state(life.state, life.begun, group)
@@ -321,8 +321,9 @@ class Generation:
         """Return what takes down all that happens from now on, by this plan."""
         life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
         assert life.info is not None
-        steps = job.epochs * -(-life.info.train // job.batch_size)
-        display = display_for(about.rank, job.epochs, steps, done, life.observer)
+        per_epoch = -(-life.info.train // job.batch_size)
+        steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
+        display = display_for(about.rank, epochs, steps, done, life.observer)
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
@@ -332,7 +333,7 @@ class Generation:
         feeds = life.feeds if about.rank == 0 else None
         every = job.telemetry.timeline_every
         recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds)
-        life.metrics.started(about, job.epochs, steps, done)
+        life.metrics.started(about, epochs, steps, done)
         if 0 < done < steps:
             recorder.message(f"{source} from step {done} of {steps}")
         if about.rank:

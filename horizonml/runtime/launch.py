@@ -191,7 +191,8 @@ def _split_address(text: str, name: str) -> tuple[str, int]:
 def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     """Return the last message of a run; `step` is that of the newest checkpoint, if there is one."""
     if outcome is Outcome.ALREADY_COMPLETE:
-        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set epochs=N goes on"
+        length = "epochs" if job.steps is None else "steps"
+        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set {length}=N goes on"
     if outcome is Outcome.COMPLETE_WITHOUT:
         return (
             "the job is complete: the other ranks have trained it to the end, and their disks have its checkpoints; "

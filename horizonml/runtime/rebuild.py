@@ -145,7 +145,7 @@ class _Part:
     ) -> None:
         """Repeat the lost owners' work since their copies, and take over their layers. Raises HorizonError."""
         plan, rank = self._alone(mirror.plan)
-        theirs = TrainState(state.model, job.optimizer)
+        theirs = TrainState(state.model, job.optimizer, job.ema)
         theirs.put(self._copied(theirs, mirror, received))
         theirs.step = self.how.step
         stages = plan.stages_of(rank)
@@ -153,11 +153,14 @@ class _Part:
         data = load(job.data, info, cache_folder() / "data", inputs=0 in stages, targets=len(plan.stages) - 1 in stages)
         sampler = sampler_for(info, job.batch_size, job.seed)
 
-        def steps() -> Iterator[tuple[Messages, Batch, float]]:
+        def steps() -> Iterator[tuple[Messages, Batch, float, float]]:
             for step in range(self.how.step, self.until):
                 batch = training_batch(job, data, sampler, *divmod(step, sampler.steps_per_epoch))
-                rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, sampler.steps_per_epoch, job.epochs)
-                yield messages.get(step, {}), batch, rate
+                per_epoch = sampler.steps_per_epoch
+                total = job.total_steps(per_epoch)
+                rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, per_epoch, total)
+                scale = state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
+                yield messages.get(step, {}), batch, rate, scale
 
         replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size)
         if mirror.parts:

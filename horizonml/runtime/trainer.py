@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -24,12 +24,15 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.joining import tell
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
+from horizonml.runtime.stopping import Evaluations
 from horizonml.runtime.stragglers import StragglerDetector
+from horizonml.state.best import KEPT, STOPPING, Best
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
+from horizonml.text import count
 
 
 def train(
@@ -73,9 +76,10 @@ class _Loop:
     def __post_init__(self) -> None:
         self.sampler = sampler_for(self.data.info, self.job.batch_size, self.job.seed)
         self.per_epoch = self.sampler.steps_per_epoch
-        self.total = self.per_epoch * self.job.epochs
+        self.total = self.job.total_steps(self.per_epoch)
         self.every = self.job.checkpoint.every_steps or self.per_epoch
         self.state = self.session.state
+        self.evaluations = Evaluations(self.job, self.session.task)
 
         session, cache = self.session, cache_folder() / "data"
         self.workers = workers_for(self.job.data, self.data, cache, session.is_first, session.is_last)
@@ -103,43 +107,57 @@ class _Loop:
         caught_up = self._catch_up()
         if self.session.following is None:
             self.mirror = self.make_mirror()
-        if self.state.step >= self.total:
+        if self.ended:
             return Outcome.COMPLETE if caught_up else Outcome.ALREADY_COMPLETE
-        while self.state.step < self.total:
+        while not self.ended:
             step = self._step()
             done = self.state.step
             self._note_saved(self.checkpoints)
-            if done % self.per_epoch == 0:
-                self._evaluate(done)
-            stopping = (step.totals.stop or step.totals.newcomers) and done < self.total
-            following = not self._all_have_caught_up(step, ends=stopping or done == self.total)
-            replan = not following and self._has_better_plan(step, done) and done < self.total
+            best = self._evaluate(done) if self._is_evaluated(done) else False
+            ended = self.ended
+            stopping = (step.totals.stop or step.totals.newcomers) and not ended
+            following = not self._all_have_caught_up(step, ends=stopping or ended, best=best)
+            replan = not following and self._has_better_plan(step, done) and not ended
             saving = stopping and step.totals.stop
-            due = (done % self.every == 0 or self.overdue) and not (stopping and not saving)
+            due = (done % self.every == 0 or best or self.overdue) and not (stopping and not saving)
             self.overdue, due = due and following, due and not following
-            if self.checkpoints is not None and (due or done == self.total or saving or replan):
-                self._save(self.checkpoints, done, stopping)
+            if self.checkpoints is not None and (due or ended or saving or replan):
+                self._save(self.checkpoints, done, stopping, best)
             if stopping:
                 return Outcome.STOPPED if self.stop.wanted else Outcome.RE_FORM
             if replan:
                 return Outcome.RE_PLAN
         return Outcome.COMPLETE
 
+    @property
+    def ended(self) -> bool:
+        """Whether the training is at its end, or has ended early."""
+        return self.state.step >= self.total or self.evaluations.ends(self.state.best)
+
+    def _is_evaluated(self, done: int) -> bool:
+        """Return whether the model is evaluated after so many steps."""
+        spec = self.job.evaluate
+        return done >= self.total or done % (spec.every_steps or spec.every_epochs * self.per_epoch) == 0
+
+    def _epoch(self, done: int) -> int:
+        """Return the epoch, counted from 1, of which the last of so many steps was a part."""
+        return -(-done // self.per_epoch)
+
     def _catch_up(self) -> bool:
         """Do what an earlier group has left undone after its last step; return whether there was anything.
 
         The state may have outlived a group that was lost while it evaluated, or saved the last checkpoint.
         """
-        done = self.state.step
-        epoch, within = divmod(done, self.per_epoch)
-        evaluating = done > 0 and within == 0 and self.state.metrics.get("epoch") != epoch
-        saving = done == self.total and self.checkpoints is not None and self.checkpoints.newest != done
-        if evaluating:
-            self._evaluate(done)
+        done, metrics = self.state.step, self.state.metrics
+        # Version 0.1.0 evaluated at the end of each epoch, and did not save at which step.
+        evaluated = metrics.get("step", metrics.get("epoch", 0) * self.per_epoch)
+        evaluating = done > 0 and self._is_evaluated(done) and evaluated != done
+        best = self._evaluate(done) if evaluating else False
+        saving = (self.ended or best) and self.checkpoints is not None and self.checkpoints.newest != done
         if saving and self.checkpoints is not None:
             if self.session.following is not None:
                 self._end_following(wait=True)
-            self._save(self.checkpoints, done, stopping=False)
+            self._save(self.checkpoints, done, stopping=False, best=best)
         return evaluating or saving
 
     def _step(self) -> Step:
@@ -147,7 +165,7 @@ class _Loop:
         done = self.state.step
         epoch = done // self.per_epoch
         batch = self.batches.take(done)
-        lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.job.epochs)
+        lr = learning_rate(self.job.lr_schedule, self.job.optimizer.lr, done, self.per_epoch, self.total)
         every = self.job.telemetry.divergence_every
         following = self.session.following
         if following is not None:
@@ -171,14 +189,15 @@ class _Loop:
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr, batch.skipped)
         return step
 
-    def _all_have_caught_up(self, step: Step, ends: bool) -> bool:
+    def _all_have_caught_up(self, step: Step, ends: bool, best: bool) -> bool:
         """Return whether all ranks hold their state now; wait for that if none may follow any longer. Raises PeerLost.
 
-        That is so if a follower has no room for more gradients, and if training `ends`: all take part in a checkpoint.
+        That is so if a follower has no room for more gradients, and if training `ends` or this is the `best` step: all
+        take part in a checkpoint.
         """
         if self.session.following is None:
             return True
-        wait = step.totals.behind and (step.totals.hurry or (ends and self.checkpoints is not None))
+        wait = step.totals.behind and (step.totals.hurry or ((ends or best) and self.checkpoints is not None))
         if step.totals.behind and not wait:
             return False
         self._end_following(wait)
@@ -197,16 +216,39 @@ class _Loop:
         self.session.end_following()
         tell(following, self.session.group, self.recorder, self.state.step)
 
-    def _evaluate(self, done: int) -> None:
-        """Evaluate the model on the held-out data at the end of an epoch."""
-        epoch, started = done // self.per_epoch, time.perf_counter()
+    def _evaluate(self, done: int) -> bool:
+        """Evaluate the model on the held-out data; return whether its checkpoint is to be kept as the best one."""
+        epoch, started = self._epoch(done), time.perf_counter()
         batches = held_out_batches(self.job, self.data)
         with closing(self._ahead(batches.__getitem__, len(batches), training=False)) as ahead:
             totals = self.session.evaluate(ahead)
-        self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started)
-        self.recorder.skip()
         metrics = {f"held_out_{metric_key(name)}": value for name, value in totals.metrics.items()}
-        self.state.metrics = {"epoch": epoch, "held_out_loss": totals.loss, **metrics}
+        measured = {"held_out_loss": totals.loss, **metrics}
+        if self.evaluations.follows:  # processors differ in the last bit of what tasks compute, and all must agree
+            measured = dict(self.session.group.broadcast(measured))
+        self.state.metrics = {"step": done, "epoch": epoch, **measured}
+        self.state.best = best = self.evaluations.note(self.state.best, measured, done)
+        kept = KEPT in best and best[KEPT].step == done
+        within = done % self.per_epoch != 0
+        self.recorder.evaluation(totals, done, epoch, time.perf_counter() - started, within_epoch=within, best=kept)
+        if self.ended:
+            self._tell_end(best, done)
+        self.recorder.skip()
+        return kept
+
+    def _tell_end(self, best: Mapping[str, Best], done: int) -> None:
+        """Tell the user why training ends here if that is early, and which checkpoint is the best."""
+        if done < self.total:
+            found = best[STOPPING]
+            self.recorder.message(
+                f"step {done}: training ends early, because {found.metric} has not been better in "
+                f"{count(found.waited, 'evaluation')} than {found.value:.4f}, which it was after step {found.step}"
+            )
+        if KEPT in best and self.checkpoints is not None:
+            found = best[KEPT]
+            self.recorder.message(
+                f"the best checkpoint is that of step {found.step}, with {found.metric} {found.value:.4f}"
+            )
 
     def _has_better_plan(self, step: Step, done: int) -> bool:
         """Return whether there is a better plan, if the detector watches the steps."""
@@ -219,18 +261,21 @@ class _Loop:
         self.recorder.skip()
         return better
 
-    def _save(self, checkpoints: Checkpoints, done: int, stopping: bool) -> None:
+    def _save(self, checkpoints: Checkpoints, done: int, stopping: bool, best: bool) -> None:
         """Save a checkpoint: the last one while all wait, others while training goes on, and never two at once.
 
-        Raises CheckpointError if it is not saved and no later one will be.
+        If one is still being written, that of the `best` evaluation waits for it, and another one is left out. Raises
+        CheckpointError if it is not saved and no later one will be.
         """
-        complete, due = done == self.total, done % self.every == 0
-        details = {"epochs": self.job.epochs, "complete": complete, "metrics": self.state.metrics}
+        complete, due = self.ended, done % self.every == 0 or best
+        details = {"epochs": self.job.total_epochs(self.per_epoch), "complete": complete, "metrics": self.state.metrics}
         details = {"job": self.job.model_dump(), "data": self.data.info.to_json(), **details}
+        if self.state.best:
+            details["best"] = {purpose: one.model_dump() for purpose, one in self.state.best.items()}
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
             skipped = checkpoints.skipped
-            checkpoints.begin(self.state, self.session.plan, details)
+            checkpoints.begin(self.state, self.session.plan, details, must=best)
             if checkpoints.skipped > skipped:
                 self.recorder.checkpoint_skipped(done)
         else:

@@ -103,7 +103,7 @@ class Worker:
             return Outcome.ALREADY_COMPLETE
         prepared = prepare(job)
         if prepared is not None:
-            life.info, life.state = prepared[0], TrainState(prepared[1], job.optimizer)
+            life.info, life.state = prepared[0], TrainState(prepared[1], job.optimizer, job.ema)
         if self._address is None:
             return self._train(life, None)
         membership, fruitless = None, 0

@@ -105,15 +105,17 @@ class Checkpoints:
         self._note(Saved(state.step, problems, time.perf_counter() - started))
         return problems
 
-    def begin(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> None:
+    def begin(self, state: TrainState, plan: Plan, details: dict[str, Any], *, must: bool = False) -> None:
         """Copy the state, and write a checkpoint of it while training goes on; all ranks call this after the same step.
 
-        If the previous checkpoint is still being written, there will be none of this step. `finished` tells what became
-        of each.
+        If the previous checkpoint is still being written, there will be none of this step, unless there `must` be one:
+        then training waits. `finished` tells what became of each.
         """
         started = time.perf_counter()
         ready = self._prepare(state, plan)
-        if any(busy for busy, _ in ready):
+        if must and any(busy for busy, _ in ready):
+            self.save(state, plan, details)
+        elif any(busy for busy, _ in ready):
             self._skip(state.step, [rank for rank, (busy, _) in enumerate(ready) if busy])
         elif any(broken for _, broken in ready):
             if not self._broken_told:
@@ -223,7 +225,7 @@ class Checkpoints:
         if metadata is not None:
             self.newest = state.step = metadata.step
             state.valid = True
-            state.metrics = dict(metadata.metrics)
+            state.metrics, state.best = dict(metadata.metrics), dict(metadata.best)
         return metadata
 
 

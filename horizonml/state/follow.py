@@ -105,7 +105,7 @@ class Following:
         self._state, self._group, self._room = state, group, room
         self._begun = state.step
         self._received: dict[str, Tensor] = {}
-        self._queue: list[tuple[dict[str, Tensor], float]] = []
+        self._queue: list[tuple[dict[str, Tensor], float, int]] = []  # gradients, learning rate, and step
         self._sizes: Counter[int] = Counter()  # bytes of gradients, by the step that they belong to
         self._lanes = self._prepare(_moves(plan, ranks))
         self._part = _LEAST_PART  # of the time in which a receiver lets pieces travel
@@ -203,7 +203,7 @@ class Following:
         """Keep the gradients of a step instead of applying them."""
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         self._sizes[self._state.step] += sum(gradient.nbytes for gradient in gradients.values())
-        self._queue.append((gradients, learning_rate))
+        self._queue.append((gradients, learning_rate, self._state.step))
 
     def _catch_up(self) -> None:
         """Take over the state that has arrived, and apply the gradients that were kept. Raises PeerLost."""
@@ -216,8 +216,8 @@ class Following:
         now = state.buffers()
         for name, buffer in newer.items():
             now[name].copy_(buffer)
-        for gradients, learning_rate in self._queue:
-            state.apply(gradients, learning_rate)
+        for gradients, learning_rate, step in self._queue:
+            state.apply(gradients, learning_rate, step)
         self._queue, self._received = [], {}
         self._sizes.clear()
         state.valid, self.behind = True, False

@@ -15,21 +15,28 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from horizonml.state.spec import Adam, LrSchedule, Sgd
+from horizonml.state.average import AVERAGE, decay_of, follow
+from horizonml.state.spec import Adam, Ema, LrSchedule, Sgd
 
 
 class Optimizer:
     """Updates parameters by name with SGD with momentum, Adam or AdamW; the state itself is kept by `TrainState`.
 
     `state[name][key]` are tensors: `momentum_buffer`, or `exp_avg`, `exp_avg_sq` and `step`. They are the same as those
-    of torch.optim's optimizers with these names.
+    of torch.optim's optimizers with these names. `average` is the moving average of the parameter, if there is to be
+    one.
     """
 
-    def __init__(self, spec: Sgd | Adam) -> None:
+    def __init__(self, spec: Sgd | Adam, ema: Ema | None = None) -> None:
         self.spec = spec
+        self.ema = ema if ema is not None and ema.decay is not None else None
 
     def initial(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of a parameter before its first update, on the parameter's device."""
+        average = {AVERAGE: _copy(parameter)} if self.ema is not None else {}
+        return self._initial(parameter) | average
+
+    def _initial(self, parameter: Tensor) -> dict[str, Tensor]:
         if isinstance(self.spec, Sgd):
             return {"momentum_buffer": _zeros_like(parameter)} if self.spec.momentum else {}
         return {
@@ -44,9 +51,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(
-        self, parameters: Mapping[str, nn.Parameter], state: dict[str, dict[str, Tensor]], learning_rate: float
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        state: dict[str, dict[str, Tensor]],
+        learning_rate: float,
+        number: int = 0,
     ) -> None:
-        """Update the parameters that have a gradient, and their entries of `state`, in place."""
+        """Update the parameters that have a gradient, and their entries of `state`, in place.
+
+        `number` is the number of steps done before.
+        """
         names = [name for name, parameter in parameters.items() if parameter.grad is not None]
         if not names:  # for example, in a stage of pooling layers only
             return
@@ -60,6 +74,8 @@ class Optimizer:
             self._sgd(self.spec, tensors, gradients, kept, learning_rate)
         else:
             self._adam(self.spec, tensors, gradients, kept, learning_rate)
+        if self.ema is not None:
+            follow([entries[AVERAGE] for entries in kept], tensors, decay_of(self.ema, number))
 
     @staticmethod
     def _sgd(
@@ -114,15 +130,20 @@ def _zeros_like(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter)
 
 
-def learning_rate(spec: LrSchedule, peak: float, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """Return the learning rate of a step, counted from 0 over the whole run."""
+def _copy(parameter: Tensor) -> Tensor:
+    """Return a copy of a parameter, which takes no memory if the parameter takes none."""
+    return _zeros_like(parameter) if parameter.is_meta else parameter.detach().clone()
+
+
+def learning_rate(spec: LrSchedule, peak: float, step: int, steps_per_epoch: int, total: int) -> float:
+    """Return the learning rate of a step, counted from 0 over the whole run of `total` steps."""
     if step < spec.warmup_steps:
         return peak * (step + 1) / spec.warmup_steps
     if spec.name == "constant":
         return peak
     if spec.name == "step":
-        return peak * spec.factor ** (step // (spec.every_epochs * steps_per_epoch))
-    last = max(1, steps_per_epoch * epochs - spec.warmup_steps)
+        return peak * spec.factor ** (step // (spec.every_steps or spec.every_epochs * steps_per_epoch))
+    last = max(1, total - spec.warmup_steps)
     progress = min(1.0, (step - spec.warmup_steps) / last)
     shape = 1 - progress if spec.name == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return peak * (spec.final + (1 - spec.final) * shape)

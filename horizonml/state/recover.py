@@ -13,6 +13,7 @@ from typing import Any
 
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
+from horizonml.state.best import best_from
 from horizonml.state.train_state import TrainState
 
 
@@ -85,23 +86,33 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     if not state.valid:
         state.drop()
     own = Held.of(state).to_json() if begun and state.valid else None
-    answers = group.gather_json([own, state.metrics])
+    scale = state.scales.get(state.step - 1)
+    best = {purpose: one.model_dump() for purpose, one in state.best.items()}
+    answers = group.gather_json([own, state.metrics, scale, best])
     reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
     stateful = state.stateful()
     found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
     if found is not None:
-        _adopt(state, found.step)
+        # How the newest step's gradients were clipped is known to those who have applied them.
+        there = [rank for rank, report in enumerate(reports) if report is not None and report.step == found.step]
+        scales = [answers[rank][2] for rank in there if isinstance(answers[rank][2], float)]
+        _adopt(state, found.step, scales[0] if scales else None)
         able = (rank for rank, report in enumerate(reports) if report is not None and report.reaches(found.step))
-        metrics = answers[next(able)][1]
+        _, metrics, _, best = answers[next(able)]
         state.metrics = dict(metrics) if isinstance(metrics, dict) else {}
+        state.best = best_from(best)
     return found
 
 
-def _adopt(state: TrainState, step: int) -> None:
-    """Bring a state in memory to a step that other ranks have reached, or drop it if that is not possible."""
+def _adopt(state: TrainState, step: int, scale: float | None) -> None:
+    """Bring a state in memory to a step that other ranks have reached, or drop it if that is not possible.
+
+    `scale` is the factor by which the gradients of the step before were multiplied, None if nobody knows one.
+    """
+    clips = state.optimizer.spec.clip_norm is not None
     if state.step == step:
         state.settle(apply=False)
-    elif state.step == step - 1 and state.prepared is not None:
-        state.settle(apply=True)
+    elif state.step == step - 1 and state.prepared is not None and (scale is not None or not clips):
+        state.settle(apply=True, scale=scale if clips else None)
     else:
         state.drop()

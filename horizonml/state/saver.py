@@ -23,16 +23,16 @@ from horizonml import __version__
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
+from horizonml.state.best import KEPT
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.fence import Fence
+from horizonml.state.keeping import superfluous
 from horizonml.state.shards import (
     FORMAT,
     Shard,
     describe,
     folder_name,
     shard_name,
-    step_of,
-    steps,
     verify_shard,
     write_metadata,
 )
@@ -69,7 +69,8 @@ class Saver:
             if not saved and self.disks.is_lead:
                 shutil.rmtree(hidden, ignore_errors=True)
         if saved and self.disks.is_lead:
-            for old in [path for path in steps(self.folder) if step_of(path) <= snapshot.step][self.keep :]:
+            keeps_best = KEPT in snapshot.details.get("best", {})
+            for old in superfluous(self.folder, snapshot.step, self.keep, keeps_best):
                 shutil.rmtree(old, ignore_errors=True)
         return problems
 

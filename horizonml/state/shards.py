@@ -31,6 +31,7 @@ from horizonml import __version__
 from horizonml.errors import CheckpointError
 from horizonml.files import write_atomically
 from horizonml.job.schema import Job
+from horizonml.state.best import Best
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Metadata(_Strict):
     restarts: int = Field(0, ge=0)  # how often the count of generations had begun again (see `fence`)
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
+    best: dict[str, Best] = {}  # the best evaluation so far, for each purpose
     job: dict[str, Any] = {}
     compatible: dict[str, Any]
     plan: Cuts

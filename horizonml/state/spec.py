@@ -8,6 +8,11 @@ from pydantic import Field, model_validator
 
 from horizonml.spec.base import Spec
 
+_CLIP_NORM = (
+    "Clip gradients: where their norm over all layers is larger than this, all of them are multiplied by one factor "
+    "that makes it so (default: not clipped). The norm of every step is recorded."
+)
+
 
 class Sgd(Spec):
     """Configures stochastic gradient descent with momentum."""
@@ -17,6 +22,7 @@ class Sgd(Spec):
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum.")
     nesterov: bool = Field(False, description="Use Nesterov momentum.")
     weight_decay: float = Field(5e-4, ge=0, description="L2 penalty.")
+    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False, description=_CLIP_NORM)
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> Sgd:
@@ -34,6 +40,7 @@ class Adam(Spec):
         [0.9, 0.999], description="Decay rates of the two moments, each in [0, 1)."
     )
     weight_decay: float = Field(0.0, ge=0, description="Weight decay.")
+    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False, description=_CLIP_NORM)
 
     @model_validator(mode="after")
     def _betas_in_range(self) -> Adam:
@@ -42,8 +49,21 @@ class Adam(Spec):
         return self
 
 
+class Ema(Spec):
+    """Configures an exponential moving average of the parameters, which often generalises better than the last ones."""
+
+    decay: float | None = Field(
+        None, gt=0, lt=1, description="Share of the average that every step keeps, for example 0.999 (default: off)."
+    )
+    warmup: bool = Field(
+        True,
+        description="Keep less in the first steps: at most (1 + step) / (10 + step), so that short runs gain, too.",
+    )
+    evaluate: bool = Field(True, description="Evaluate the averages on held-out data instead of the parameters.")
+
+
 class LrSchedule(Spec):
-    """Configures how the learning rate changes over the run."""
+    """Configures how the learning rate changes over the run, which is the same for every plan."""
 
     name: Literal["constant", "cosine", "linear", "step"] = Field(
         "cosine", description="Shape of the decay after the warm-up."
@@ -51,6 +71,9 @@ class LrSchedule(Spec):
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly to its peak.")
     final: float = Field(0.0, ge=0, le=1, description="Share of the peak at the end (cosine, linear).")
     every_epochs: int = Field(30, ge=1, description="Epochs between two drops (step).")
+    every_steps: int | None = Field(
+        None, ge=1, description="Steps between two drops (step), instead of epochs (default: by epochs)."
+    )
     factor: float = Field(0.1, gt=0, le=1, description="Factor of each drop (step).")
 
 
@@ -58,12 +81,26 @@ class CheckpointSpec(Spec):
     """Configures when the state of the training is saved."""
 
     every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
-    keep: int = Field(2, ge=1, description="How many checkpoints to keep.")
+    keep: int = Field(2, ge=1, description="How many checkpoints to keep: the newest ones.")
+    keep_best: str | None = Field(
+        None,
+        description="Also keep the checkpoint that is best by this metric, for example held_out_loss; one is saved "
+        "after each evaluation that is better than all before (default: none).",
+    )
+    best_is: Literal["auto", "lowest", "highest"] = Field(
+        "auto", description="Which value of that metric is best; auto knows it for the metrics of the built-in tasks."
+    )
     resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
     enabled: bool = Field(True, description="Whether to save checkpoints at all.")
     background: bool = Field(
         True, description="Write them while training goes on, from a copy in memory; false waits and needs no copy."
     )
+
+    @model_validator(mode="after")
+    def _best_is_saved(self) -> CheckpointSpec:
+        if self.keep_best is not None and not self.enabled:
+            raise ValueError("keep_best: nothing is saved with enabled: false; set one of them otherwise")
+        return self
 
 
 class RecoverySpec(Spec):

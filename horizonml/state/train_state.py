@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.models.zoo import Model
+from horizonml.state.average import AVERAGE, swapped
+from horizonml.state.best import Best
 from horizonml.state.optim import Optimizer
 from horizonml.state.parts import Part, name_of
-from horizonml.state.spec import Adam, Sgd
+from horizonml.state.scales import Scales
+from horizonml.state.spec import Adam, Ema, Sgd
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,13 @@ class TrainState:
     between ranks: `model/NAME` with the name in the original model, and `optimizer/NAME/KEY`.
     """
 
-    def __init__(self, model: Model, optimizer: Sgd | Adam) -> None:
-        self.model, self.optimizer = model, Optimizer(optimizer)
+    def __init__(self, model: Model, optimizer: Sgd | Adam, ema: Ema | None = None) -> None:
+        self.model, self.optimizer = model, Optimizer(optimizer, ema)
         self.step = 0  # the number of steps done
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
+        self.best: dict[str, Best] = {}  # the best evaluation for each purpose
         self.prepared: Prepared | None = None
+        self.scales = Scales()
         self.valid = (
             True  # false while layers have initial values, or some of a checkpoint's, and the step says otherwise
         )
@@ -124,26 +130,33 @@ class TrainState:
         self.keep([])
         self.valid = False
 
-    def settle(self, apply: bool) -> None:
-        """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`."""
+    def settle(self, apply: bool, scale: float | None = None) -> None:
+        """Apply the gradients that are prepared, because another rank has, or undo the step; see `Prepared`.
+
+        `scale` is the factor by which that rank has multiplied its gradients, where gradients are clipped.
+        """
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
         if apply:
-            self.apply(prepared.gradients, prepared.learning_rate)
+            gradients = prepared.gradients
+            if scale is not None:
+                gradients = {name: gradient * scale for name, gradient in gradients.items()}
+                self.scales.note(self.step, scale)
+            self.apply(gradients, prepared.learning_rate, self.step)
             self.step += 1
             return
         held = self._held
         for name, value in prepared.before.items():
             held[name].detach().copy_(value)
 
-    def apply(self, gradients: Mapping[str, Tensor], learning_rate: float) -> None:
-        """Update parameters with gradients that were kept, by name; afterwards no parameter has a gradient."""
+    def apply(self, gradients: Mapping[str, Tensor], learning_rate: float, step: int) -> None:
+        """Update parameters with gradients that were kept of a step, by name; then no parameter has a gradient."""
         held = self._held
         parameters = {name: cast(nn.Parameter, held[name]) for name in gradients}
         for name, parameter in parameters.items():
             parameter.grad = gradients[name]
-        self.update(parameters, learning_rate)
+        self.update(parameters, learning_rate, step)
         for parameter in parameters.values():
             parameter.grad = None
 
@@ -154,7 +167,7 @@ class TrainState:
     def restart(self) -> None:
         """Go back to step 0 and the initial values."""
         self.prepared, self.valid = None, True
-        self.step, self.metrics, self._optimizer = 0, {}, {}
+        self.step, self.metrics, self.best, self._optimizer = 0, {}, {}, {}
         self._set_to_initial(self._held)
 
     def _set_to_initial(self, tensors: Mapping[str, Tensor]) -> None:
@@ -165,9 +178,19 @@ class TrainState:
                 if name in tensors:
                     tensors[name].detach().copy_(self._own(name, value.detach()))
 
-    def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float) -> None:
-        """Update some parameters with their gradients."""
-        self.optimizer.step(parameters, self._optimizer, learning_rate)
+    def update(self, parameters: Mapping[str, nn.Parameter], learning_rate: float, step: int) -> None:
+        """Update some parameters with their gradients of a step, counted from 0."""
+        self.optimizer.step(parameters, self._optimizer, learning_rate, step)
+
+    def judged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters that are judged on held-out data.
+
+        These are the averages, if there are any and the job does not want them to be left out.
+        """
+        if self.optimizer.ema is None or not self.optimizer.ema.evaluate:
+            return nullcontext()
+        held = self._held
+        return swapped({held[name]: found[AVERAGE] for name, found in self._optimizer.items() if AVERAGE in found})
 
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
         """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
@@ -264,11 +287,15 @@ class TrainState:
         self._optimizer = {}
         for name, tensor in held.items():
             expected = self.optimizer.expected(tensor) if isinstance(tensor, nn.Parameter) else {}
+            if f"optimizer/{name}/{AVERAGE}" not in available:
+                expected.pop(AVERAGE, None)  # it begins with this step
             if any(f"optimizer/{name}/{key}" in available for key in expected):
                 self._optimizer[name] = {
                     key: _like(like, self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
                     for key, like in expected.items()
                 }
+                if self.optimizer.ema is not None:
+                    self._optimizer[name].setdefault(AVERAGE, tensor.detach().clone())
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
         part = self.parts.get(name)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.code import find
 from horizonml.models.spec import TORCHVISION_MODELS
+from horizonml.tasks.checks import check_class, check_made
 from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.language_model import LanguageModel
 from horizonml.tasks.regression import Regression
 from horizonml.tasks.segmentation import Segmentation
 from horizonml.tasks.task import Task
-
-_METHODS = ("loss", "judge", "units", "report", "input", "outputs")
 
 
 def task_for(job: Job, info: DataInfo) -> Task:
@@ -35,9 +34,11 @@ def task_for(job: Job, info: DataInfo) -> Task:
     }
     constructor = build.get(name) or _own(name)
     try:
-        return constructor(**options)
+        task = constructor(**options)
     except TypeError as error:
         raise JobError(f"task.options: {name} cannot be made with {options}: {error}") from error
+    check_made(task, name)
+    return task
 
 
 def channels_for(job: Job) -> int | None:
@@ -48,8 +49,5 @@ def channels_for(job: Job) -> int | None:
 def _own(name: str) -> Callable[..., Task]:
     """Return the user's own task. Raises JobError if it lacks what a task needs."""
     found: Any = find(name, "task.name", JobError)
-    if not isinstance(found, type):
-        raise JobError(f"task.name: {name} is not a class; name a class that implements horizonml.tasks.task.Task")
-    if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
-        raise JobError(f"task.name: {name} has no method {missing[0]!r}, which horizonml.tasks.task.Task describes")
-    return found
+    check_class(found, name)
+    return cast(Callable[..., Task], found)

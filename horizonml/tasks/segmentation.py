@@ -70,8 +70,12 @@ class Segmentation:
         return torch.cat([right.new_tensor([len(right)]), intersection, ours + theirs - intersection]).double()
 
     def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the pixel accuracy and the mean intersection over union of the classes that occur."""
-        pairs = [(metrics[f"intersection_{n}"], metrics[f"union_{n}"]) for n in range(self.classes) if n != self.ignore]
+        """Return the pixel accuracy and the mean intersection over union of the classes that occur.
+
+        A class that occurs nowhere, neither in truth nor in predictions, has none.
+        """
+        counted = [n for n in range(self.classes) if n != self.ignore]
+        pairs = [(metrics[f"intersection_{n}"], metrics[f"union_{n}"]) for n in counted]
         ratios = [intersection / union for intersection, union in pairs if union > 0]
         return {"accuracy": metrics["accuracy"], "mean_iou": sum(ratios) / len(ratios) if ratios else 0.0}
 

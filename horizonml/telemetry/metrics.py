@@ -162,6 +162,8 @@ class Metrics(Collector):
     def step(self, record: StepRecord, step: Step) -> None:
         """Count a step in a few microseconds; what only the newest step decides is set when Prometheus asks."""
         self._know(record.metrics)
+        if self._newest is None or self._newest.epoch != record.epoch:
+            self._epoch_so_far = 0.0
         self._newest = record
         self._goodput.step(record.step, record.wall, self._clock())
         self._counter("samples").inc(step.entered)
@@ -194,6 +196,8 @@ class Metrics(Collector):
             self._put("training_loss", record.loss)
             self._put_means("training", record.metrics)
             self._put("learning_rate", record.lr)
+            if record.gradient_norm is not None:
+                self._put("gradient_norm", record.gradient_norm)
             self._put("bubble_ratio", record.wait / record.wall if record.wall else 0.0)
         self._collect_goodput(self._clock())
         return iter(())
@@ -208,14 +212,14 @@ class Metrics(Collector):
             self._counted[cause] = max(seconds, self._counted[cause])
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Note the results of an epoch's evaluation."""
+        """Note the results of an evaluation."""
         self._goodput.got_on(self._clock())
         self._know(record.metrics)
         self._put("held_out_loss", record.loss)
         self._put_means("held_out", record.metrics)
         self._put("evaluation_duration_seconds", record.seconds)
-        self._put("epoch_duration_seconds", self._epoch_so_far)
-        self._epoch_so_far = 0.0
+        if not record.within_epoch:
+            self._put("epoch_duration_seconds", self._epoch_so_far)
 
     def checkpoint(self, step: int, saved: bool, seconds: float) -> None:
         """Note that a checkpoint was saved, or that saving it failed."""

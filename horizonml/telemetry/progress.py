@@ -25,7 +25,7 @@ class Display(Protocol):
         """Show a completed step."""
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Show the results of an epoch's evaluation."""
+        """Show the results of an evaluation."""
 
     def close(self) -> None:
         """End the display."""
@@ -73,7 +73,8 @@ class _Window:
 
 
 def _evaluated(record: EvaluationRecord, epochs: int) -> str:
-    return f"epoch {record.epoch}/{epochs}: held-out {_judged(record)} ({record.samples} samples)"
+    step = f", step {record.step}" if record.within_epoch else ""
+    return f"epoch {record.epoch}/{epochs}{step}: held-out {_judged(record)} ({record.samples} samples)"
 
 
 def _judged(record: StepRecord | EvaluationRecord) -> str:

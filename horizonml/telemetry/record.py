@@ -90,6 +90,7 @@ class StepRecord:
     skipped: int = 0  # samples of the global batch that could not be read and were replaced
     unit: str = "samples"  # what the loss is a mean over
     units: int = 0  # in the global batch
+    gradient_norm: float | None = None  # of the whole gradient before clipping; None if gradients are not clipped
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""
@@ -98,7 +99,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Holds the loss and the task's metrics on held-out data after an epoch."""
+    """Holds the loss and the task's metrics on held-out data after an epoch, or within one."""
 
     step: int
     epoch: int
@@ -107,6 +108,8 @@ class EvaluationRecord:
     loss: float
     metrics: Mapping[str, float]
     samples: int
+    within_epoch: bool = False  # whether the epoch was not at its end
+    best: bool = False  # whether the checkpoint of this step is kept as the best one
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""

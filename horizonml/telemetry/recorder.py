@@ -96,6 +96,7 @@ class Recorder:
             skipped=skipped,
             unit=step.totals.unit,
             units=step.totals.units,
+            gradient_norm=step.gradient_norm,
         )
         self._cpu = cpu
         self._write(record.to_json())
@@ -111,9 +112,23 @@ class Recorder:
             self._lifeline.beat(number, record.rss_bytes)
         self.steps += 1
 
-    def evaluation(self, totals: Totals, number: int, epoch: int, seconds: float) -> None:
-        """Record an evaluation on held-out data after step `number`."""
-        record = EvaluationRecord(number, epoch, time.time(), seconds, totals.loss, totals.metrics, totals.samples)
+    def evaluation(
+        self,
+        totals: Totals,
+        number: int,
+        epoch: int,
+        seconds: float,
+        *,
+        within_epoch: bool = False,
+        best: bool = False,
+    ) -> None:
+        """Record an evaluation on held-out data after step `number`, which may be within an epoch.
+
+        `best` says that its checkpoint is kept as the best one.
+        """
+        record = EvaluationRecord(
+            number, epoch, time.time(), seconds, totals.loss, totals.metrics, totals.samples, within_epoch, best
+        )
         self._write(record.to_json())
         self._display.evaluation(record)
         if self._metrics is not None:

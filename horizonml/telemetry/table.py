@@ -74,9 +74,10 @@ TABLE: Sequence[MetricSpec] = (
     _counter("rank_samples", "Samples that went through this rank's stage here."),
     _gauge("training_loss", "Loss of the newest global batch."),
     _gauge("training_accuracy_ratio", "Accuracy on the newest global batch."),
-    _gauge("held_out_loss", "Loss on held-out data after the newest epoch."),
-    _gauge("held_out_accuracy_ratio", "Accuracy on held-out data after the newest epoch."),
+    _gauge("held_out_loss", "Loss on held-out data in the newest evaluation."),
+    _gauge("held_out_accuracy_ratio", "Accuracy on held-out data in the newest evaluation."),
     _gauge("learning_rate", "Learning rate of the newest step."),
+    _gauge("gradient_norm", "Norm of the newest step's whole gradient before clipping, where gradients are clipped."),
     _gauge("epoch_duration_seconds", "Time of the newest epoch's training steps."),
     _gauge("evaluation_duration_seconds", "Time of the newest evaluation."),
     # Where the time goes.

@@ -139,6 +139,14 @@ PANELS = [
         without="No stage has several members whose gradients could differ",
     ),
     curves(
+        "Gradient norm",
+        "How large is the gradient? The norm of the whole gradient before it is clipped to optimizer.clip_norm.",
+        "none",
+        [(most("horizonml_gradient_norm"), "gradient norm")],
+        width=6,
+        without="Gradients are not clipped: optimizer.clip_norm is not set",
+    ),
+    curves(
         "Learning rate",
         "What is the learning rate? That of the newest step.",
         "none",
@@ -156,7 +164,7 @@ PANELS = [
             (most("horizonml_generation"), "generation"),
             (most("horizonml_peers_lost_total"), "losses"),
         ],
-        width=8,
+        width=6,
     ),
     curves(
         "Missing ranks",
@@ -167,7 +175,7 @@ PANELS = [
             (f"sum by (peer) (horizonml_waiting_for_rank{{{JOB}}})", "waiting for rank {{peer}}"),
         ],
         soft=4,
-        width=8,
+        width=6,
     ),
     curves(
         "Checkpoints",
@@ -177,7 +185,7 @@ PANELS = [
             (most("horizonml_checkpoints_total"), "saved"),
             (most("horizonml_checkpoint_failures_total"), "failed"),
         ],
-        width=8,
+        width=6,
         colours={"saved": GREEN, "failed": RED},
     ),
     Panel(

@@ -8,17 +8,23 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
-from horizonml.state.spec import Adam, Sgd
+from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import Task
 
 
 def session_for(
-    plan: Plan, model: Model, group: Group, optimizer: Sgd | Adam, batch_size: int, task: Task | None = None
+    plan: Plan,
+    model: Model,
+    group: Group,
+    optimizer: Sgd | Adam,
+    batch_size: int,
+    task: Task | None = None,
+    ema: Ema | None = None,
 ) -> Session:
     """A session on a new state."""
-    return Session(plan, TrainState(model, optimizer), group, task or Classification(), batch_size)
+    return Session(plan, TrainState(model, optimizer, ema), group, task or Classification(), batch_size)
 
 
 def state_of(session: Session) -> dict[str, Tensor]:

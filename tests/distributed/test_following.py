@@ -19,7 +19,7 @@ from horizonml.runtime.recovery import hand_over
 from horizonml.state.follow import Following, followers
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
-from horizonml.state.spec import Adam, Sgd
+from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
@@ -42,11 +42,11 @@ class Case:
     newcomer: int
     model: str = "normed"
     optimizer: Sgd | Adam = field(default_factory=lambda: Sgd(momentum=0.9, weight_decay=1e-3))
+    ema: Ema | None = None
 
     def state(self) -> TrainState:
-        return TrainState(
-            build(ModelSpec(name=f"tests.models:{self.model}"), 0, 10, InputSpec.of(SHAPE)), self.optimizer
-        )
+        model = build(ModelSpec(name=f"tests.models:{self.model}"), 0, 10, InputSpec.of(SHAPE))
+        return TrainState(model, self.optimizer, self.ema)
 
     def others(self) -> tuple[list[int], Plan]:
         """The ranks that are there before, and the plan by their numbers then."""
@@ -70,6 +70,7 @@ CASES = [
     Case("ddp, sums of 16-bit floats", ddp(15, 1.0, 1.0, 1.0, sync=Sync.FP16), 1),
     Case("hybrid", HYBRID, 2),
     Case("hybrid, the first member is new", HYBRID, 1),
+    Case("hybrid, clipped and averaged", HYBRID, 1, optimizer=Sgd(momentum=0.9, clip_norm=0.5), ema=Ema(decay=0.9)),
 ]
 
 

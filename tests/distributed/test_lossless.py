@@ -36,6 +36,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
 
 ONE, LAYERS, LR = (1.0,), 15, 0.1
+CLIP_NORM = 0.5  # less than the norm of most steps
 TIED_LAYERS = 14  # of a model whose first and last layer share a parameter
 BOUNDS = [(0, 5), (5, 9), (9, LAYERS)]
 PIPELINE = Plan(tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate(BOUNDS)), micro_batches=3)
@@ -53,6 +54,7 @@ PLANS = {
     ),
     "tied": Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, TIED_LAYERS, (2,), ONE)), micro_batches=2),
     "modules": Plan((Stage(0, 2, (0,), ONE), Stage(2, 4, (1,), ONE), Stage(4, 6, (2,), ONE)), micro_batches=2),
+    "tied before members": Plan((Stage(0, 5, (0,), ONE), Stage(5, TIED_LAYERS, (1, 2), (1.0, 1.0))), micro_batches=2),
     "before members": Plan((Stage(0, 6, (0,), ONE), Stage(6, LAYERS, (1, 2), (1.0, 1.0))), micro_batches=3),
     "between members": Plan(
         (Stage(0, 6, (0, 1), (1.0, 1.0)), Stage(6, 9, (2,), ONE), Stage(9, LAYERS, (3, 4), (2.0, 1.0))),
@@ -61,17 +63,20 @@ PLANS = {
 }
 
 
-MODELS = {"tied": "LanguageModel", "modules": "StubbornUNet"}  # the second is cut by its modules
+# Models other than the usual one; the last is cut by its modules.
+MODELS = {"tied": "LanguageModel", "tied before members": "LanguageModel", "modules": "StubbornUNet"}
 
 
-def job(name: str = "") -> Job:
+def job(name: str = "", clip_norm: float | None = None) -> Job:
+    """A job; where gradients are clipped, parameters are averaged, too."""
     return Job.model_validate(
         {
             "batch_size": 24,
             "model": {"name": f"tests.models:{MODELS.get(name, 'normed')}"},
             "data": {"name": "digits", "samples": 85},  # the last batch of an epoch is smaller
-            "optimizer": {"momentum": 0.9, "lr": LR},
+            "optimizer": {"momentum": 0.9, "lr": LR, "clip_norm": clip_norm},
             "lr_schedule": {"name": "constant"},
+            "ema": {"decay": None if clip_norm is None else 0.9},
         }
     )
 
@@ -98,16 +103,24 @@ def session_on(plan: Plan, state: TrainState, group: Group) -> Session:
     return Session(plan, state, group, task_for(job(), described()), job().batch_size)
 
 
-def fresh(name: str = "") -> TrainState:
-    return TrainState(model_for(job(name), described()), job().optimizer)
+def fresh(name: str = "", clip_norm: float | None = None) -> TrainState:
+    own = job(name, clip_norm)
+    return TrainState(model_for(own, described()), own.optimizer, own.ema)
 
 
 def lose(
-    rank: int, world_size: int, store: Store, name: str, lost: int, steps: int, bytes_per_second: float
+    rank: int,
+    world_size: int,
+    store: Store,
+    name: str,
+    lost: int,
+    steps: int,
+    bytes_per_second: float,
+    clip_norm: float | None,
 ) -> dict[str, Tensor] | str:
     """Train with a mirror; without the lost rank, rebuild what it held. Return its state, and the one rebuilt."""
     torch.set_num_threads(1)
-    plan, batches, state = PLANS[name], Batches(), fresh(name)
+    plan, batches, state = PLANS[name], Batches(), fresh(name, clip_norm)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     mirror = Mirror(plan, state, group, lambda _: bytes_per_second, 1.0, 1 << 30)
@@ -129,7 +142,8 @@ def lose(
     gone = [layer for stage in plan.stages if stage.ranks == (lost,) for layer in range(stage.start, stage.stop)]
     stateful = set(state.model.parameter_names().values())
     assert recovery.missing == [layer for layer in gone if layer in stateful]
-    rebuilt = rebuild(job(name), described(), state, Last(1, list(range(world_size)), mirror), recovery, group, members)
+    last = Last(1, list(range(world_size)), mirror)
+    rebuilt = rebuild(job(name, clip_norm), described(), state, last, recovery, group, members)
     group.close()
     if isinstance(rebuilt, str):
         return rebuilt
@@ -139,13 +153,16 @@ def lose(
     return own if group.rank in builder else {}
 
 
-def expect_rebuilt(pool: Pool, name: str, lost: int, steps: int, bytes_per_second: float) -> None:
+def expect_rebuilt(
+    pool: Pool, name: str, lost: int, steps: int, bytes_per_second: float, clip_norm: float | None = None
+) -> None:
     plan = PLANS[name]
-    results = pool.run(plan.world_size, lose, name, lost, steps, bytes_per_second)
+    results = pool.run(plan.world_size, lose, name, lost, steps, bytes_per_second, clip_norm)
     (rebuilt,) = [found for rank, found in enumerate(results) if rank != lost and found]
     assert not isinstance(rebuilt, str), rebuilt
     assert rebuilt.keys() == results[lost].keys()
     assert any(key.startswith("optimizer/") for key in rebuilt)
+    assert any(key.endswith("/average") for key in rebuilt) == (clip_norm is not None)
     different = [key for key in rebuilt if not torch.equal(rebuilt[key], results[lost][key])]
     assert different == []
 
@@ -157,10 +174,18 @@ def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_se
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "zb-h1", "interleaved", "tied", "modules", "before members", "between members"]
+    "name",
+    ["int8", "zb-h1", "interleaved", "tied", "tied before members", "modules", "before members", "between members"],
 )
 def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
     expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"), [("pipeline", 0), ("pipeline", 2), ("before members", 0), ("zb-h1", 1), ("tied", 0)]
+)
+def test_steps_whose_gradients_were_clipped_are_repeated_bit_for_bit(pool: Pool, name: str, lost: int) -> None:
+    expect_rebuilt(pool, name, lost, 9, 12_000.0, CLIP_NORM)
 
 
 def test_before_the_first_copy_a_stage_is_rebuilt_from_its_initial_values(pool: Pool) -> None:
@@ -168,7 +193,7 @@ def test_before_the_first_copy_a_stage_is_rebuilt_from_its_initial_values(pool: 
 
 
 def test_over_a_link_that_is_too_slow_nothing_is_mirrored(pool: Pool) -> None:
-    results = pool.run(3, lose, "pipeline", 1, 5, 1.0)
+    results = pool.run(3, lose, "pipeline", 1, 5, 1.0, None)
     assert isinstance(results[1], dict)
     assert {results[0], results[2]} == {
         "a rank and the copy of its state were lost together, or the copy cannot be used"
@@ -238,24 +263,25 @@ def test_the_newest_step_counts_and_who_is_prepared_for_it_has_it() -> None:
 
 
 def miss(
-    rank: int, world_size: int, store: Store, plan: Plan, method: str, missing: int | None
+    rank: int, world_size: int, store: Store, plan: Plan, method: str, missing: int | None, clip_norm: float | None
 ) -> tuple[dict[str, Tensor], bool]:
     """Train; in step 3 a rank loses the others as soon as `method` has returned there. All meet again and go on."""
     torch.set_num_threads(1)
-    batches, state = Batches(), fresh()
+    batches, state = Batches(), fresh("", clip_norm)
     group = Group(PrefixStore("first", store), rank, world_size, 30.0)
     session = session_on(plan, state, group)
     prepared = False
     for step in range(3):
         session.step(batches[step], LR)
     if rank == missing:
-        broken: Callable[..., Any] = getattr(session, method)
+        owner = session._check if method == "after_sums" else session
+        broken: Callable[..., Any] = getattr(owner, method)
 
         def once_more(*arguments: Any) -> None:
             broken(*arguments)
             raise PeerLost("a peer closed its connection")
 
-        setattr(session, method, once_more)
+        setattr(owner, method, once_more)
         with pytest.raises(PeerLost):
             session.step(batches[3], LR)
         prepared = state.prepared is not None
@@ -280,20 +306,24 @@ def miss(
 
 
 DDP = Plan((Stage(0, LAYERS, (0, 1, 2), (1.0, 1.0, 1.0)),))
-MISSED = [  # a plan, what the agreement ends with, and whether only the agreement is missing then
-    (DDP, "_reduce", False),  # a member that has no sums receives the state of the others
-    (PIPELINE, "_agree", True),
-    (PLANS["before members"], "_sums_finite", True),
+MISSED = [  # a plan, what the agreement ends with, whether only the agreement is missing then, and the clipping
+    (DDP, "_reduce", False, None),  # a member that has no sums receives the state of the others
+    (PIPELINE, "_agree", True, None),
+    (PLANS["before members"], "after_sums", True, None),
+    (DDP, "after_sums", True, CLIP_NORM),
+    (PIPELINE, "after_sums", True, CLIP_NORM),
+    (PLANS["before members"], "after_sums", True, CLIP_NORM),
 ]
+IDS = ["ddp", "pipeline", "hybrid", "ddp, clipped", "pipeline, clipped", "hybrid, clipped"]
 
 
-@pytest.mark.parametrize(("plan", "method", "prepared"), MISSED, ids=["ddp", "pipeline", "hybrid"])
+@pytest.mark.parametrize(("plan", "method", "prepared", "clip_norm"), MISSED, ids=IDS)
 @pytest.mark.parametrize("missing", [0, 2])
 def test_who_misses_the_agreement_learns_of_it(
-    pool: Pool, plan: Plan, method: str, prepared: bool, missing: int
+    pool: Pool, plan: Plan, method: str, prepared: bool, clip_norm: float | None, missing: int
 ) -> None:
-    straight = pool.run(3, miss, plan, method, None)
-    results = pool.run(3, miss, plan, method, missing)
+    straight = pool.run(3, miss, plan, method, None, clip_norm)
+    results = pool.run(3, miss, plan, method, missing, clip_norm)
     assert results[missing][1] == prepared
     for (state, _), (expected, _) in zip(results, straight, strict=True):
         assert state.keys() == expected.keys()

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
+from horizonml.engine.verdict import Verdict
 from horizonml.errors import PeerLost
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -29,7 +30,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Source
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
-from tests.distributed.test_lossless import LAYERS, LR, Batches, described, fresh, job, session_on
+from tests.distributed.test_lossless import CLIP_NORM, LAYERS, LR, Batches, described, fresh, job, session_on
 
 FAST, SLOW = 1e9, 6_000.0  # bytes per second: a copy with every step, or one in several
 STEPS, TOTAL = 9, 12  # until the loss, and in all
@@ -51,6 +52,7 @@ class Scene:
     behind: int | None = None  # the rank that misses the agreement on the last step
     handed_over: bool = False  # to rank 0 alone: the group breaks before the others have their layers
     leaves: bool = False  # whether those that are `lost` hand over what they have
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,13 @@ class End:
 
 def miss_the_agreement(session: Session, batch: Batch) -> None:
     """Do all work of a step, and lose the others before it is known that all have."""
-    agree = session._sums_finite
+    agree = session._check.after_sums
 
-    def once_more() -> bool:
+    def once_more() -> Verdict:
         agree()
         raise PeerLost("a peer closed its connection")
 
-    session._sums_finite = once_more  # type: ignore[method-assign]
+    session._check.after_sums = once_more  # type: ignore[method-assign]
     with pytest.raises(PeerLost):
         session.step(batch, LR)
 
@@ -80,7 +82,7 @@ def miss_the_agreement(session: Session, batch: Batch) -> None:
 def train(rank: int, world_size: int, store: Store, folder: str, scene: Scene) -> End:
     """Train with a mirror; then the group breaks, and the ranks that are left go on to `TOTAL`."""
     torch.set_num_threads(1)
-    batches, state = Batches(), fresh()
+    batches, state = Batches(), fresh("", scene.clip_norm)
     group = Group(PrefixStore("all", store), rank, world_size, 30.0)
     session = session_on(scene.plan, state, group)
     mirror = Mirror(scene.plan, state, group, lambda _: scene.bytes_per_second, 1.0, 1 << 30)
@@ -117,7 +119,9 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     members = [other for other in range(world_size) if other not in scene.lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
     place = RunFolder(folder / str(rank), rank, "test", False)
-    life = Life(job(), rank, world_size, Metrics(rank), StopRequest(), place, False, Lifeline(folder, rank))
+    life = Life(
+        job("", scene.clip_norm), rank, world_size, Metrics(rank), StopRequest(), place, False, Lifeline(folder, rank)
+    )
     life.state, life.last = state, last
     found = agree_on_state(state, True, group)
     assert found is not None
@@ -135,10 +139,12 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     return end
 
 
-def straight(rank: int, world_size: int, store: Store, plan: Plan, total: int) -> dict[str, Tensor]:
+def straight(
+    rank: int, world_size: int, store: Store, plan: Plan, total: int, clip_norm: float | None = None
+) -> dict[str, Tensor]:
     """Train without a fault."""
     torch.set_num_threads(1)
-    batches, state = Batches(), fresh()
+    batches, state = Batches(), fresh("", clip_norm)
     group = Group(store, rank, world_size, 30.0)
     session = session_on(plan, state, group)
     for step in range(total):
@@ -152,7 +158,7 @@ def straight(rank: int, world_size: int, store: Store, plan: Plan, total: int) -
 def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: Source) -> list[End]:
     world_size = scene.plan.world_size
     ends = pool.run(world_size, train, str(folder), scene)
-    expected = pool.run(world_size, straight, scene.plan, TOTAL)[0]
+    expected = pool.run(world_size, straight, scene.plan, TOTAL, scene.clip_norm)[0]
     left = [end for rank, end in enumerate(ends) if rank not in scene.lost]
     for end in left:
         assert (end.source, end.step, end.said) == (source, scene.steps, [])
@@ -168,6 +174,15 @@ def expect_nothing_lost(pool: Pool, folder: Path, scene: Scene, source: Source) 
 def test_what_a_lost_member_held_is_rebuilt(pool: Pool, tmp_path: Path, lost: int, bytes_per_second: float) -> None:
     scene = Scene(split(1.0, 2.0, 1.0), split(1.0, 1.0), (lost,), bytes_per_second=bytes_per_second)
     expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+
+
+@pytest.mark.parametrize("behind", [None, 0, 2])
+def test_steps_whose_gradients_were_clipped_are_repeated_alike(pool: Pool, tmp_path: Path, behind: int | None) -> None:
+    scene = Scene(
+        split(1.0, 2.0, 1.0), split(1.0, 1.0), (1,), bytes_per_second=SLOW, behind=behind, clip_norm=CLIP_NORM
+    )
+    (first, _) = expect_nothing_lost(pool, tmp_path, scene, Source.REPLICA)
+    assert any(key.endswith("/average") for key in first.state)
 
 
 @pytest.mark.parametrize(

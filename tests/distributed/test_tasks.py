@@ -132,7 +132,7 @@ def run(rank: int, world_size: int, store: Store, name: str, folder: Path) -> tu
 def test_the_training_loop_records_and_saves_the_metrics_of_any_task(pool: Pool, tmp_path: Path) -> None:
     for outcome, metrics in pool.run(2, run, "integers", tmp_path):
         assert outcome is Outcome.COMPLETE
-        assert set(metrics) == {"epoch", "held_out_loss", "held_out_mean_absolute_error", "held_out_accuracy"}
+        assert set(metrics) == {"step", "epoch", "held_out_loss", "held_out_mean_absolute_error", "held_out_accuracy"}
     lines = list(read_lines(tmp_path / "rank-1.jsonl"))
     steps, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("step", "evaluation"))
     assert (len(steps), len(evaluations)) == (6, 2)

@@ -57,7 +57,7 @@ def job(folder: Path, stages: list[dict[str, Any]] | None = None, workers: int =
     if stages is not None:
         values["parallel"] = {"stages": stages, "micro_batches": 4}
     for key, value in changes.items():
-        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     return parse(json.dumps(values), "job")
 
 
@@ -88,7 +88,7 @@ def run(
     assert info is not None
     model = build(job.model, job.seed, info.outputs, InputSpec(info.inputs))
     plan = fixed_plan(job, len(model.chain), world_size)
-    session = session_for(plan, model, group, job.optimizer, job.batch_size)
+    session = session_for(plan, model, group, job.optimizer, job.batch_size, ema=job.ema)
     data = load(job.data, info, Path("unused"), inputs=session.is_first, targets=session.is_last)
     if "{rank}" in str(job.run_folder):  # every rank is a machine with a disk of its own
         job = job.model_copy(update={"folder": str(job.run_folder).format(rank=rank)})

@@ -245,6 +245,34 @@ def test_people_see_shares_in_percent_and_other_metrics_as_they_are(capsys: pyte
     assert capsys.readouterr().out == "epoch 2/8: held-out loss 0.0231, accuracy 99.16% (359 samples)\n"
 
 
+def test_an_evaluation_within_an_epoch_says_so_and_ends_no_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    within = EvaluationRecord(5, 1, 0.0, 0.3, 0.5, {}, 10, within_epoch=True, best=True)
+    Lines(8).evaluation(within)
+    assert capsys.readouterr().out == "epoch 1/8, step 5: held-out loss 0.5000 (10 samples)\n"
+    assert {key: within.to_json()[key] for key in ("within_epoch", "best")} == {"within_epoch": True, "best": True}
+    metrics = Metrics(3)
+    metrics.started(INFO, epochs=4, steps=40, done=0)
+    for number in (1, 2, 3):
+        metrics.step(record(number), STEP)
+        if number == 2:
+            metrics.evaluation(within)
+            assert "horizonml_epoch_duration_seconds" not in values(metrics)
+    metrics.evaluation(replace(within, within_epoch=False))
+    assert values(metrics)["horizonml_epoch_duration_seconds"] == pytest.approx(0.6)
+    metrics.step(replace(record(4), epoch=2), STEP)
+    metrics.evaluation(replace(within, within_epoch=False))
+    assert values(metrics)["horizonml_epoch_duration_seconds"] == pytest.approx(0.2)
+
+
+def test_the_norm_of_clipped_gradients_is_shown() -> None:
+    metrics = Metrics(3)
+    metrics.started(INFO, epochs=4, steps=40, done=0)
+    metrics.step(record(1), STEP)
+    assert "horizonml_gradient_norm" not in values(metrics)
+    metrics.step(replace(record(2), gradient_norm=1.5), STEP)
+    assert values(metrics)["horizonml_gradient_norm"] == 1.5
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_container_is_read_from_its_cgroup(tmp_path: Path, version: int) -> None:
     files = {

@@ -26,7 +26,7 @@ def step(state: TrainState, module: torch.nn.Module) -> None:
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
-    state.update(parameters, 0.1)
+    state.update(parameters, 0.1, 0)
 
 
 def same(content: Tensor, state: TrainState) -> bool:

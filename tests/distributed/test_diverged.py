@@ -1,0 +1,167 @@
+"""Values that are not finite: wherever they arise, no rank commits the step, and all tell the same step and rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.errors import Diverged
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.plan.plan import Sync
+from horizonml.state.spec import Sgd
+from horizonml.tasks.task import InputSpec
+from tests.distributed.plans import ONE, TWO, Shape
+from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+
+NAN, LARGE = float("nan"), 3e38  # the sum of two such values is more than a 32-bit float can hold
+
+
+@dataclass(frozen=True)
+class Case:
+    """What breaks on which rank: every gradient of the last stage there becomes `value`, or is multiplied by it."""
+
+    shape: Shape
+    rank: int = 0  # -1 stands for all
+    value: float = NAN
+    model: str = "plain"
+    clip_norm: float | None = None
+    multiplied: bool = False
+    batch: int = 1
+
+
+TIED = "LanguageModel"
+CASES = {
+    "ddp, 16-bit sums": Case(Shape((TWO,), Sync.FP16), 1, 1e9, multiplied=True),
+    "hybrid, 16-bit sums": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, multiplied=True),
+    "hybrid, 16-bit sums, clipped": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, clip_norm=1.0, multiplied=True),
+    "beside a member without rows": Case(Shape(((50.0, 1.0),)), batch=2),
+    "beside a member without rows, 16-bit sums": Case(
+        Shape(((50.0, 1.0),), Sync.FP16), value=1e9, multiplied=True, batch=2
+    ),
+    "tied copies in one stage": Case(Shape((ONE,), micro_batches=1), 0, LARGE, TIED),
+    "tied copies in one of two stages": Case(Shape((ONE, ONE), micro_batches=1), 0, LARGE, "tied_in_front"),
+    "tied copies in two stages": Case(Shape((ONE, ONE), micro_batches=1), -1, LARGE, TIED),
+    "tied copies in two stages, clipped": Case(Shape((ONE, ONE), micro_batches=1), -1, LARGE, TIED, clip_norm=1.0),
+    "ddp, clipped": Case(Shape((TWO,)), 1, clip_norm=1.0),
+    "pipeline, clipped": Case(Shape((ONE, ONE)), 1, clip_norm=1.0),
+    "hybrid, clipped": Case(Shape((TWO, ONE)), 0, float("inf"), clip_norm=1.0),
+    "channels, clipped": Case(Shape((TWO,), Sync.CHANNELS), 1, clip_norm=1.0),
+}
+
+
+def start(store: Store, rank: int, world_size: int, case: Case) -> Session:
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    group = Group(store, rank, world_size, 30.0)
+    return session_for(case.shape.plan(len(model.chain)), model, group, Sgd(clip_norm=case.clip_norm), FULL)
+
+
+def breaking(session: Session, case: Case) -> None:
+    """Change the gradients of this rank's last stage as the case says."""
+
+    def changed(gradient: Tensor) -> Tensor:
+        return gradient * case.value if case.multiplied else torch.full_like(gradient, case.value)
+
+    for parameter in session.stages[max(session.stages)].parameters.values():
+        parameter.register_hook(changed)
+
+
+def outcome(session: Session, act: Callable[[], object]) -> tuple[str, bool]:
+    """What a rank says when it acts, and whether its state is unchanged."""
+    before, step = state_of(session), session.state.step
+    try:
+        act()
+    except Diverged as error:
+        after = state_of(session)
+        same = step == session.state.step and all(torch.equal(value, before[key]) for key, value in after.items())
+        return str(error), same
+    finally:
+        session.close()
+        session.group.close()
+    return "nothing", False
+
+
+def broken(rank: int, world_size: int, store: Store, case: Case) -> tuple[str, bool]:
+    session = start(store, rank, world_size, case)
+    session.step(RandomBatch(0), LR)
+    if case.rank in (rank, -1):
+        breaking(session, case)
+    return outcome(session, lambda: session.step(RandomBatch(case.batch), LR))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_rank_commits_a_step_whose_gradients_are_not_finite(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    results = pool.run(case.shape.world_size, broken, case)
+    assert len({message for message, _ in results}) == 1, results
+    assert re.match(r"step 1: the gradient of \S+ \(stage \d, rank \d\) is not finite", results[0][0]), results[0][0]
+    assert all(unchanged for _, unchanged in results)
+
+
+def spoiled(rank: int, world_size: int, store: Store, case: Case, evaluating: bool) -> tuple[str, bool]:
+    """Train or evaluate on a batch with a bad row, which only the last member of the first stage reads."""
+    session = start(store, rank, world_size, case)
+    session.step(RandomBatch(0), LR)
+    good, bad = RandomBatch(0), RandomBatch(1)
+    bad._inputs[-1] = NAN
+    return outcome(session, lambda: session.evaluate([good, bad]) if evaluating else session.step(bad, LR))
+
+
+SPOILED = {  # the plan, and the rank that judges the bad row
+    "single": (Shape((ONE,)), 0),
+    "ddp": (Shape((TWO,)), 1),
+    "hybrid": (Shape((ONE, TWO)), 2),
+    "channels": (Shape((TWO,), Sync.CHANNELS), 0),  # the first member speaks for all
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_loss_that_is_not_finite_is_told_with_step_and_rank(pool: Pool, name: str, clip_norm: float | None) -> None:
+    shape, rank = SPOILED[name]
+    results = pool.run(shape.world_size, spoiled, Case(shape, clip_norm=clip_norm), False)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith(f"step 1: the loss is nan (rank {rank}). Parameters are as they were")
+    assert all(unchanged for _, unchanged in results)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_held_out_loss_that_is_not_finite_is_told_with_step_and_rank(pool: Pool, name: str) -> None:
+    shape, rank = SPOILED[name]
+    results = pool.run(shape.world_size, spoiled, Case(shape), True)
+    assert len({message for message, _ in results}) == 1
+    assert results[0][0].startswith(f"after step 1: the loss on held-out data is nan (rank {rank}).")
+    assert all(unchanged for _, unchanged in results)
+
+
+def huge(rank: int, world_size: int, store: Store, case: Case) -> tuple[float, float]:
+    """The norm of huge gradients on the last rank, and how far the parameters have moved there."""
+    session = start(store, rank, world_size, case)
+    before = state_of(session)
+    if rank == case.rank:
+        breaking(session, case)
+    norm = session.step(RandomBatch(0), LR).gradient_norm
+    after = state_of(session)
+    session.close()
+    session.group.close()
+    assert norm is not None
+    moved = [float((after[key] - before[key]).abs().max()) for key in before if key.startswith("model/")]
+    return norm, max(moved)
+
+
+def test_huge_gradients_whose_squares_no_32_bit_float_holds_are_clipped(pool: Pool) -> None:
+    case = Case(Shape((ONE, ONE)), 1, 1e30, clip_norm=1.0)
+    (norm, _), (other, moved) = pool.run(2, huge, case)
+    assert norm == other
+    assert 1e31 < norm < 1e33
+    assert 0 < moved <= LR
