@@ -23,6 +23,7 @@ from horizonml.models.boundary import Boundary
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls
 from horizonml.models.module_slice import ModuleSlice, Part
 from horizonml.tasks.task import InputSpec
+from horizonml.text import count
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 8  # a piece with more than one in so many of the model's parameters is cut further
@@ -63,8 +64,8 @@ class Structure:
         part = Part(self._calls, self._input.names, first, last, tuple(entering), leaving)
         return ModuleSlice(self._model, part, self._units, kept)
 
-    def skip(self, index: int) -> tuple[str, str, int] | None:
-        """Return what prevents cuts within a layer, as `Chain.skip` does: two modules, and how many are between."""
+    def bond(self, index: int) -> str | None:
+        """Return what keeps a layer from being cut, as `Chain.bond` does."""
         first, last = self._start(index), self._stops[index]
         calls = self._calls.calls
         spans = [
@@ -74,7 +75,7 @@ class Structure:
             if isinstance(source, tuple) and source[0] >= first
         ]
         skipped, start, end = max(spans, default=(0, "", ""))
-        return (start, end, skipped) if skipped else None
+        return f"the connection from {start} to {end} skips {count(skipped, 'module')}" if skipped else None
 
     def report(self) -> str:
         """Return a sentence about what could not be cut, or an empty one."""

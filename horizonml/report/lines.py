@@ -41,6 +41,7 @@ class JobFacts(_Facts):
     data: DataFacts
     batch_size: int
     epochs: int = 1
+    steps: int | None = None
     seed: int = 0
 
 
