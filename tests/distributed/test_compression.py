@@ -135,6 +135,8 @@ def test_a_member_that_is_lost_is_noticed_in_the_middle_of_a_compressed_sum(pool
 def unanswered(rank: int, world_size: int, store: Store) -> str:
     """Wait for a chain of sums that never ends, while the group is broken off."""
     group = Group(store, rank, world_size, 300.0)
+    store.set(f"connected/{rank}", "")
+    store.wait([f"connected/{peer}" for peer in range(world_size)])  # before one of them breaks off
     endless: Future[Any] = Future()
     work = group.follow(endless)
     group.abort()
