@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -221,3 +223,19 @@ def test_slices_by_modules_hold_only_what_is_theirs_and_repeat() -> None:
     for stage in stages:
         values = values_of(stage.eval()(*values))
     torch.testing.assert_close(values[0], whole, rtol=0, atol=0)
+
+
+LIGHT = """
+import sys
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec
+
+build(ModelSpec(name="tests.models:StubbornUNet"), 0, 10, InputSpec.of((1, 8, 8))).stage(0, 2)
+print({"torch._dynamo", "transformers", "timm", "tokenizers"} & set(sys.modules))
+"""
+
+
+def test_cutting_by_modules_loads_nothing_heavy() -> None:
+    result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
