@@ -119,6 +119,7 @@ def export(
     samples: int = 16,
     *,
     model: ModelLike = None,
+    average: bool | None = None,
 ) -> Path:
     """Write a trained model to a file for other programs, with a model card beside it, and return the file's path.
 
@@ -128,6 +129,7 @@ def export(
         format: "state-dict", "safetensors", "onnx" or "torch-export"; "auto" goes by the file's ending.
         samples: How many held-out samples the file is compared on with the model before it is kept; 0 for none.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
+        average: Whether parameters are their moving averages; by default if the run evaluated those.
 
     Raises HorizonError.
     """
@@ -135,7 +137,7 @@ def export(
 
     folder, job = _place(checkpoint, model)
     overrides = [f"model.name={job.model.name}"] if job is not None else []
-    return write(folder, Path(output), format, samples, overrides=overrides).output
+    return write(folder, Path(output), format, samples, overrides=overrides, average=average).output
 
 
 def trained(checkpoint: CheckpointLike, model: ModelLike = None, task: TaskLike = None) -> Trained:

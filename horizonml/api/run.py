@@ -78,27 +78,23 @@ class Run:
         last = self.evaluations[-1]
         return {"loss": last.loss, **last.metrics}
 
-    def model(self, best: bool = False) -> nn.Module:
+    def model(self, best: bool = False, average: bool | None = None) -> nn.Module:
         """Return the model with the trained values, as an ordinary module in evaluation mode.
 
         The values are those of the newest checkpoint, or with `best` those of the best one (see `checkpoint.keep_best`
-        in the job). Raises HorizonError.
+        in the job). With `average`, parameters are their moving averages; without a choice, they are if the run
+        evaluated those (see `ema.evaluate`). Raises HorizonError.
         """
         from horizonml.exports.trained import load_trained
 
-        return load_trained(self.checkpoint(best), job=self.installed()).module
+        return load_trained(self.checkpoint(best), job=self.installed(), average=average).module
 
     def checkpoint(self, best: bool = False) -> Path:
         """Return the folder of the newest intact checkpoint, or of the best one. Raises HorizonError."""
-        from horizonml.state.shards import find, folder_name
+        from horizonml.state.keeping import find_best
+        from horizonml.state.shards import find
 
-        path, metadata = find(self.folder)
-        if not best:
-            return path
-        kept = metadata.model_dump().get("best", {}).get("keep_best")
-        if kept is None:
-            raise HorizonError(f"{self.folder} has no best checkpoint: train with checkpoint.keep_best: held_out_loss")
-        return path.with_name(folder_name(kept["step"]))
+        return (find_best if best else find)(self.folder)[0]
 
     def report(self, page: str | os.PathLike[str] | None = None) -> Path:
         """Write the report of `horizonml report` on one HTML page, by default into the run's folder; return its path.

@@ -47,8 +47,14 @@ def export(
         bool, typer.Option("--adapters", help="Write the LoRA adapters alone, as a folder in peft's format.")
     ] = False,
     average: Annotated[
-        bool, typer.Option("--average", help="Take the moving averages of the parameters (see ema.decay).")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--average/--no-average",
+            help="Whether to take the moving averages of the parameters (see ema.decay); by default if the run "
+            "evaluated them.",
+            show_default=False,
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(

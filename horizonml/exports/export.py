@@ -42,14 +42,15 @@ def export(
     verify: int = VERIFY,
     card: bool = True,
     overrides: Sequence[str] = (),
-    average: bool = False,
+    average: bool | None = None,
 ) -> Exported:
     """Export the model of a checkpoint, or of the newest intact one in a run's folder.
 
     `format` is "state-dict", "safetensors", "onnx" or "torch-export"; with "auto" the ending of `output` says it. The
     file is compared with the model on `verify` held-out samples, or on noise where this machine does not have the data;
     0 leaves the comparison out. With `card`, a model card is written beside it. `overrides` change fields of the
-    checkpoint's job, such as `data.folder=/mnt/data`. With `average`, the parameters are their moving averages.
+    checkpoint's job, such as `data.folder=/mnt/data`. With `average`, the parameters are their moving averages;
+    without a choice, they are if the run evaluated those.
 
     A file that fails the comparison is deleted, and what was there before stays. Raises HorizonError.
     """
@@ -80,7 +81,9 @@ def card_of(output: Path) -> Path:
 class _Weights:
     """Goes from shard to file, without building the model or running any of its code."""
 
-    def __init__(self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool) -> None:
+    def __init__(
+        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+    ) -> None:
         self._format, self._verify, self._average = format, verify, average
         self._path, self._metadata = find(source)
         self._job: Job | None = None
@@ -96,7 +99,7 @@ class _Weights:
     def write(self, draft: Path) -> Subject:
         """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
         check, is_dict = "not verified", self._format is Format.STATE_DICT
-        weights = mapped_weights(self._path, self._metadata, self._average)
+        weights, averaged = mapped_weights(self._path, self._metadata, self._average)
         if is_dict:
             state_dict.write(weights, draft)
         else:
@@ -104,16 +107,16 @@ class _Weights:
         if self._verify:
             check = (state_dict if is_dict else safetensors).verify(weights, draft)
         values = sum(tensor.numel() for tensor in weights.values())
-        return Subject(
-            draft, self._format, self._path, self._metadata, self._job, self._info, values, check, self._average
-        )
+        return Subject(draft, self._format, self._path, self._metadata, self._job, self._info, values, check, averaged)
 
 
 class _Graph:
     """Builds the model, records its computation, and compares."""
 
-    def __init__(self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool) -> None:
-        self._format, self._verify, self._average = format, verify, average
+    def __init__(
+        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+    ) -> None:
+        self._format, self._verify = format, verify
         self._trained = load_trained(source, overrides, average=average)
 
     def write(self, draft: Path) -> Subject:
@@ -129,5 +132,13 @@ class _Graph:
             check = f"{samples.words}: {kind.verify(trained, samples, draft).words()}"
         values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
         return Subject(
-            draft, self._format, trained.path, trained.metadata, trained.job, trained.info, values, check, self._average
+            draft,
+            self._format,
+            trained.path,
+            trained.metadata,
+            trained.job,
+            trained.info,
+            values,
+            check,
+            trained.averaged,
         )

@@ -38,6 +38,7 @@ class Trained:
     input: InputSpec
     path: Path  # of the checkpoint
     metadata: Metadata
+    averaged: bool = False  # whether the parameters are their moving averages
 
     def arguments(self, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """Return the positional and the named arguments of the module for these inputs."""
@@ -62,12 +63,14 @@ def flat_tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
-def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = None, average: bool = False) -> Trained:
+def load_trained(
+    source: Path, overrides: Sequence[str] = (), job: Job | None = None, average: bool | None = None
+) -> Trained:
     """Return the model of a checkpoint, or of the newest intact one of a run's folder, in memory and in eval mode.
 
     The model is built by the code that the checkpoint's job names, as in training; `overrides` change fields of that
     job, such as `data.folder=/mnt/data`, and `job` takes its place. With `average`, the parameters are their moving
-    averages. Raises HorizonError.
+    averages; without a choice, they are if the run evaluated those. Raises HorizonError.
     """
     path, metadata = find(source)
     job = job or job_of(path, metadata, overrides)
@@ -77,14 +80,15 @@ def load_trained(source: Path, overrides: Sequence[str] = (), job: Job | None = 
     module = construct(job.model, job.seed, task.outputs(info), input)
     try:
         # What has no part in the forward pass is in no checkpoint, and stays as it was built.
-        missing, unexpected = module.load_state_dict(mapped_weights(path, metadata, average), strict=False)
+        weights, averaged = mapped_weights(path, metadata, average)
+        missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise CheckpointError(_unfit(path, job, " ".join(str(error).split())[:300])) from error
     if unexpected:
         raise CheckpointError(_unfit(path, job, f"the model has no {unexpected[0]}"))
     if missing:
         _log.warning("%s has no values for %s, which stay as they were built", path, ", ".join(missing))
-    return Trained(module.eval(), job, info, task, input, path, metadata)
+    return Trained(module.eval(), job, info, task, input, path, metadata, averaged)
 
 
 def _unfit(path: Path, job: Job, problem: str) -> str:

@@ -7,25 +7,29 @@ from pathlib import Path
 from torch import Tensor
 
 from horizonml.errors import CheckpointError
+from horizonml.state.average import AVERAGE, sources
 from horizonml.state.shards import Metadata, opened
 
-_PREFIX = "model/"  # of parameters and buffers; the optimizer's state is not exported
 
+def mapped_weights(path: Path, metadata: Metadata, average: bool | None = None) -> tuple[dict[str, Tensor], bool]:
+    """Return a checkpoint's parameters and buffers by their names in the original model, and whether they are averages.
 
-def mapped_weights(path: Path, metadata: Metadata, average: bool = False) -> dict[str, Tensor]:
-    """Return a checkpoint's parameters and buffers by their names in the original model.
-
-    With `average`, parameters that have a moving average are taken from it. The shards are mapped: a tensor is read
-    from disk when it is used, and the system can take its memory back. Raises CheckpointError.
+    With `average`, parameters that have a moving average are taken from it; without a choice, they are if the run's own
+    evaluations did so (`ema.evaluate`), and the weights are those that the recorded metrics belong to. The shards are
+    mapped: a tensor is read from disk when it is used, and the system can take its memory back. Raises CheckpointError.
     """
     with opened(path, metadata.shards) as (names, read):
-        own = [name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)]
-        available = set(names)
-        averages = {name: f"optimizer/{name}/average" for name in own} if average else {}
-        averages = {name: other for name, other in averages.items() if other in available}
-        weights = {name: read(averages.get(name, f"{_PREFIX}{name}")) for name in own}
+        found = sources(names, _evaluated(metadata) if average is None else average)
+        weights = {name: read(source) for name, source in found.items()}
     if not weights:
         raise CheckpointError(f"{path} has no parameters")
-    if average and not averages:
+    averaged = any(source == f"optimizer/{name}/{AVERAGE}" for name, source in found.items())
+    if average and not averaged:
         raise CheckpointError(f"{path} has no averages of the parameters: train with ema.decay, for example 0.999")
-    return weights
+    return weights, averaged
+
+
+def _evaluated(metadata: Metadata) -> bool:
+    """Tell whether the run evaluated the averages of its parameters, as far as its checkpoint says."""
+    ema = (metadata.job or {}).get("ema") or {}
+    return bool(ema.get("decay")) and bool(ema.get("evaluate", True))

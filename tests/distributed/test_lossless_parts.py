@@ -28,6 +28,7 @@ from horizonml.tasks.task import Batch
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Source
+from horizonml.telemetry.sinks import Feeds
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import state_of
 from tests.distributed.test_lossless import CLIP_NORM, LAYERS, LR, Batches, described, fresh, job, session_on
@@ -119,9 +120,9 @@ def go_on(rank: int, world_size: int, store: Store, folder: Path, scene: Scene, 
     members = [other for other in range(world_size) if other not in scene.lost]
     group = Group(PrefixStore("left", store), members.index(rank), len(members), 30.0)
     place = RunFolder(folder / str(rank), rank, "test", False)
-    life = Life(
-        job("", scene.clip_norm), rank, world_size, Metrics(rank), StopRequest(), place, False, Lifeline(folder, rank)
-    )
+    about, lifeline = job("", scene.clip_norm), Lifeline(folder, rank)
+    feeds = Feeds(about.telemetry, folder)
+    life = Life(about, rank, world_size, Metrics(rank), StopRequest(), place, False, lifeline, feeds)
     life.state, life.last = state, last
     found = agree_on_state(state, True, group)
     assert found is not None
