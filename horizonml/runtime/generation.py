@@ -329,7 +329,11 @@ class Generation:
         steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
         display = display_for(about.rank, epochs, steps, done, life.observer)
         forecast = detector.forecast if detector is not None else None
-        expected = (life.taken or life.idle) + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
+        expected = (
+            (life.taken or life.idle) + forecast.memory[about.rank]
+            if forecast is not None and forecast.memory
+            else None
+        )
         life.lifeline.expected(expected)
         seconds = forecast.seconds if forecast is not None else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
