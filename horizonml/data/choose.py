@@ -65,7 +65,7 @@ def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
 def _nowhere(spec: DataSpec) -> str:
     """Return in words what no rank has."""
     if spec.name == "folder":
-        return f"data.folder: {spec.folder} is not a directory on any rank"
+        return f"data.folder: {spec.folder} is not a directory on any rank, seen from where the command was run"
     if not spec.is_own:
         return f"data.path: {spec.path} is not there on any rank"
     try:

@@ -44,7 +44,11 @@ def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Sa
     except (HorizonError, OSError) as error:
         return noise(info, number, f"the held-out data is not here: {error}")
     inputs = (found,) if isinstance(found, Tensor) else tuple(found)
-    return Samples(inputs, f"{count(len(inputs[0]), 'held-out sample')} of {spec.name}", True)
+    return Samples(
+        inputs,
+        f"{count(len(inputs[0]), 'held-out sample')} of {spec.folder if spec.name == 'folder' else spec.name}",
+        True,
+    )
 
 
 def noise(info: DataInfo, number: int, why: str) -> Samples:

@@ -23,6 +23,8 @@ TORCHVISION_MODELS = (
 VISION_MODELS = ("digits_cnn", *TORCHVISION_MODELS)
 MODELS = (*VISION_MODELS, "gpt")
 
+_OWN = "; name a class or function of your own as module:callable, such as my_model:build"
+
 Pattern = Annotated[str, Field(min_length=1)]
 
 
@@ -110,7 +112,7 @@ class ModelSpec(Spec):
     @model_validator(mode="after")
     def _known(self) -> ModelSpec:
         if self.name not in MODELS and not re.fullmatch(r"[\w.]+:[\w.]+", self.name):
-            raise ValueError(f"name: {self.name!r} is not a known model{nearest(self.name, MODELS)}")
+            raise ValueError(f"name: {self.name!r} is not a known model{nearest(self.name, MODELS) or _OWN}")
         return self
 
     @model_validator(mode="after")

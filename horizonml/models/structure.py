@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.machine.code import where
 from horizonml.models.boundary import Boundary
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls
 from horizonml.models.module_slice import ModuleSlice, Part
@@ -110,7 +111,7 @@ class Structure:
             if is_out_of_memory(error):
                 raise
             raise ModelError(
-                f"{name} cannot be cut by its modules for inputs of shape {shapes}: {error}. "
+                f"{name} cannot be cut by its modules for inputs of shape {shapes}: {where(error)}. "
                 f"{self._input.advice}".rstrip()
             ) from error
 

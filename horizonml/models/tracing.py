@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.machine.code import where
 
 
 class Untraceable(ModelError):
@@ -91,8 +92,8 @@ def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) ->
         stack = list(tracer.module_stack.values())
         if not stack or stack[-1][0] in leaves:
             raise Untraceable(
-                f"{type(model).__name__} cannot be cut into layers: {error}. Its forward must take one tensor and "
-                "not branch on its values; parts that do can be moved into a submodule."
+                f"{type(model).__name__} cannot be cut into layers: {where(error)}. Its forward must take one tensor "
+                "and not branch on its values; parts that do can be moved into a submodule."
             ) from error
         leaves.add(stack[-1][0])
         return None

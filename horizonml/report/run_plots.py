@@ -32,6 +32,14 @@ _MARKERS = 40  # points of a line, above which their markers would hide it
 _LEAST = 0.003  # of the picture's width, so that nothing is too short to be seen
 
 
+class _Plain(LogFormatter):
+    """Labels the same minor ticks as matplotlib does, as 0.3 and not as 3e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        """Return the label of a tick, which may be empty."""
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
     """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path.
 
@@ -71,7 +79,7 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
         if axis.get_yscale() != "log":
             continue
         plain_axis(axis)
-        axis.yaxis.set_minor_formatter(LogFormatter())  # 0.3, not 3x10^-1
+        axis.yaxis.set_minor_formatter(_Plain())
     marks = mark_steps(loss, next(iter(runs.values())).history.changes) if len(runs) == 1 else []
     handles = [*loss.get_legend_handles_labels()[0], *marks]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)))

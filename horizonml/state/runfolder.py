@@ -51,6 +51,11 @@ def _content(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != "lost+found"]
 
 
+def _holds_files(path: Path) -> bool:
+    """Return whether a path is a file, or a folder with a file somewhere in it."""
+    return path.is_file() or any(inner.is_file() for inner in path.rglob("*"))
+
+
 def _previous(path: Path) -> Path:
     path = path.absolute()  # "." has no name
     return path.with_name(path.name + ".previous")
@@ -103,21 +108,24 @@ class RunFolder:
     def set_aside(self) -> str | None:
         """Move the folder's content to NAME.previous; return why this cannot be done, or None.
 
-        Earlier content under that name is deleted. Neither folder is touched unless it belongs to a run.
+        Earlier content under that name is deleted, unless there is nothing to move in its place. Neither folder is
+        touched unless it belongs to a run.
         """
         problem = foreign(self.path)
         if problem is not None:
             return problem
+        # The ranks of this run have their places here, and print into their logs.
+        earlier = [path for path in _content(self.path) if path.name not in (MARK, _PLACES) and path.suffix != ".log"]
+        if not any(_holds_files(path) for path in earlier):
+            return None  # an attempt that never trained must not cost the run before it
         previous = _previous(self.path)
         try:
             if previous.exists():
                 shutil.rmtree(previous)
             previous.mkdir()
             (previous / MARK).write_text(_TEXT)
-            for path in _content(self.path):
-                # The ranks of this run have their places here, and print into their logs.
-                if path.name not in (MARK, _PLACES) and path.suffix != ".log":
-                    path.rename(previous / path.name)
+            for path in earlier:
+                path.rename(previous / path.name)
         except OSError as error:
             return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
         return None

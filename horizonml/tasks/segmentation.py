@@ -81,7 +81,7 @@ class Segmentation:
 
     def input(self, info: DataInfo) -> InputSpec:
         """Return what the model takes."""
-        return InputSpec(info.inputs, info.names, "Set data.image_size to a size the model accepts.")
+        return InputSpec(info.inputs, info.names, "Change the model, or set data.image_size to a size that it accepts.")
 
     def outputs(self, info: DataInfo) -> OutputSpec:
         """Return what the model must return: a logit for each class and pixel."""

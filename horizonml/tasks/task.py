@@ -114,8 +114,8 @@ class BySample:
 
     def input(self, info: DataInfo) -> InputSpec:
         """Return what the model takes."""
-        advice = "Set data.image_size to a size the model accepts." if len(info.inputs[0].shape) == 3 else ""
-        return InputSpec(info.inputs, info.names, advice)
+        advice = "Change the model, or set data.image_size to a size that it accepts."
+        return InputSpec(info.inputs, info.names, advice if len(info.inputs[0].shape) == 3 else "")
 
 
 def only_tensor(tree: Tree) -> Tensor:

@@ -57,6 +57,11 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     assert place.set_aside() is None
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
 
+    # An attempt that failed before its first step leaves empty folders and logs, and no run to keep.
+    (run / "rank-0.log").write_text("error: there is no module my_netwrk")
+    assert place.set_aside() is None
+    assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+
     # A folder of somebody's own that happens to have the name under which the run before is kept.
     (tmp_path / "run.previous" / MARK).unlink()
     assert "run.previous is none" in str(place.set_aside())
@@ -84,7 +89,9 @@ def test_checkpoints_that_can_never_be_written_are_told_at_once(tmp_path: Path) 
 def test_the_working_directory_may_be_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "lost+found").mkdir(parents=True)  # a volume of its own
     monkeypatch.chdir(tmp_path / "run")
-    assert RunFolder(Path(), 0, "digits", True).set_aside() is None
+    place = RunFolder(Path(), 0, "digits", True)
+    Path("rank-0.jsonl").write_text("first")
+    assert place.set_aside() is None
     assert (tmp_path / "run.previous" / MARK).exists()
 
 
