@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from horizonml.errors import MissingPackage
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
@@ -94,7 +94,11 @@ class Table(Sequence[Row], Generic[Row]):
         return [_cell(row, name) for row in self._rows]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a `pandas.DataFrame` with the same columns; pandas has to be installed."""
+        """Return a `pandas.DataFrame` with the same columns. Raises MissingPackage without pandas."""
+        from importlib.util import find_spec
+
+        if find_spec("pandas") is None:
+            raise MissingPackage("to_pandas needs pandas, which is not installed: pip install pandas")
         import pandas
 
         return pandas.DataFrame({name: self.column(name) for name in self.columns})
@@ -161,12 +165,6 @@ def read_records(folder: Path) -> tuple[dict[str, Any] | None, Table[Step], Tabl
         Table([steps[number] for number in sorted(steps)], Step),
         Table([evaluations[number] for number in sorted(evaluations)], Evaluation),
     )
-
-
-def parse_record(line: str) -> Step | None:
-    """Return the step that a line of records describes, or None if it describes something else."""
-    record = json.loads(line)
-    return Step.from_record(record) if record.get("kind") == "step" else None
 
 
 def _metrics(record: Mapping[str, Any], kind: type[StepRecord] | type[EvaluationRecord]) -> dict[str, float]:

@@ -27,8 +27,8 @@ JobLike = Job | Mapping[str, Any] | str | os.PathLike[str] | None
 """The path of a job file, the name of a ready job, a mapping of a job's fields, or a `Job`; None for the defaults."""
 
 DataLike = Any
-"""A map-style `Dataset`, a pair of them (train, held out), a function that returns either, a name, a folder of images,
-or the fields of the job's section."""
+"""A map-style `Dataset`, tensors or arrays (inputs, targets), a pair of either (train, held out), a function that
+returns one of these, a name, a folder of images, or the fields of the job's section."""
 
 
 def make_job(
@@ -51,7 +51,7 @@ def make_job(
     values = merged(values, fields or {})
     if workers is not None:
         values = merged(values, {"parallel": {"workers": workers}})
-        if workers > 1 and not {"strategy", "stages"} & values["parallel"].keys():
+        if isinstance(workers, int) and workers > 1 and not {"strategy", "stages"} & values["parallel"].keys():
             values["parallel"]["strategy"] = "auto"
     return from_values(values, source), given
 
@@ -71,7 +71,7 @@ def _values(job: JobLike) -> tuple[dict[str, Any], str]:
 
 def _section(section: str, thing: Any, given: Given) -> Mapping[str, Any]:
     """Return the fields of a job's section for what was given for it."""
-    if isinstance(thing, Mapping):
+    if isinstance(thing, Mapping) and not (section == "data" and set(thing) == {"inputs", "targets"}):
         return thing
     if section == "data" and isinstance(thing, str | os.PathLike):
         return data_section(os.fspath(thing))

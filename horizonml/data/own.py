@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.data.arrays import as_parts
 from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
 from horizonml.data.holdout import divide, hold_out, subset
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
@@ -111,7 +112,10 @@ def open_own(spec: DataSpec) -> Opened:
             raise
         given = f" with data.options {spec.options}" if spec.options else ""
         raise DataError(f"data.name: {spec.name}{given} failed: {where(error)}") from error
-    parts = made if isinstance(made, tuple) else (made, None)
+    try:
+        parts = as_parts(made)
+    except DataError as error:
+        raise DataError(f"data.name: {spec.name}: {error}") from None
     if len(parts) != 2:
         raise DataError(f"data.name: {spec.name} returned {len(parts)} things; return a data set, or (train, held_out)")
     for part in parts:
