@@ -132,14 +132,9 @@ def _inputs_for(found: Trained, inputs: tuple[Any, ...]) -> list[Tensor]:
     tensors, known = [tensor_of(one, "inputs") for one in inputs], found.info.inputs
     dimensions = [one.dim() for one in tensors] == [len(spec.shape) + 1 for spec in known]
     if not dimensions or len({len(one) for one in tensors}) > 1:
-        shapes = [
-            " and ".join(str(shape) for shape in found)
-            for found in (
-                [list(one.shape) for one in tensors],
-                [["samples", *spec.shape] for spec in known],
-            )
-        ]
-        raise DataError(f"inputs: they have the shape {shapes[0]}, but the model takes {shapes[1]}")
+        given = " and ".join(str(list(one.shape)) for one in tensors)
+        taken = " and ".join(f"[{', '.join(map(str, ('samples', *spec.shape)))}]" for spec in known)
+        raise DataError(f"inputs: {given} is their shape, but the model takes {taken}")
     return tensors
 
 

@@ -39,6 +39,10 @@ class Arrays:
         """Return the targets of a sample."""
         return _row(self._targets, index)
 
+    def count_classes(self) -> int:
+        """Return the number of classes, if the targets are their numbers from 0 on."""
+        return int(self._targets.max()) + 1
+
 
 def as_parts(made: Any) -> tuple[Any, ...]:
     """Return the parts of what a user gives as data: a data set alone, or one to train on and one to hold out.

@@ -17,6 +17,8 @@ from tests.distributed.processes import environment, horizonml, ours, steps, wai
 
 CLASSES = """
 import os
+import warnings
+import numpy
 import torch
 from torch import nn
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -82,6 +84,20 @@ horizonml.export(run, "exported.pt")
 outputs = horizonml.predict(run, torch.zeros(5, 8))
 assert torch.equal(outputs, model(torch.zeros(5, 8)).detach())
 assert outputs.shape == horizonml.predict(run, Curves(5)).shape
+assert torch.equal(outputs, torch.from_numpy(horizonml.predict(run, numpy.zeros((5, 8))).numpy()))
+found["as tensors"] = horizonml.evaluate(run, (Curves(50).inputs, Curves(50).targets))
+try:
+    horizonml.predict(run, torch.zeros(8))
+except horizonml.HorizonError as error:
+    found["refused"] = str(error)
+with warnings.catch_warnings(record=True) as found_warnings:
+    warnings.simplefilter("always")
+    again = horizonml.train(
+        {"name": "test", "epochs": 2, "batch_size": 32, "parallel": {"strategy": "pipeline"}},
+        model=MyNet, data=Curves(), task="regression", workers=3, on_step=seen.append, progress=False,
+    )
+found["again"] = [(one.category.__name__, str(one.message), one.filename) for one in found_warnings]
+assert len(again.history) == len(run.history) == len(seen)
 print(repr(run))
 print("RESULT " + json.dumps(found))
 """
@@ -125,6 +141,11 @@ def test_a_script_trains_a_model_and_data_that_only_it_defines(script: Path) -> 
     assert found["metrics"].keys() == found["evaluated"].keys() == found["all"].keys()
     assert found["evaluated"] == pytest.approx(found["metrics"], rel=1e-5)
     assert found["all"]["loss"] != pytest.approx(found["metrics"]["loss"], rel=1e-3)
+    assert found["as tensors"] == found["all"]
+    assert found["refused"] == "inputs: [8] is their shape, but the model takes [samples, 8]"
+    ((category, message, filename),) = found["again"]
+    assert (category, filename) == ("UserWarning", str(script))
+    assert message.startswith("runs/test had been trained to the end before")
     states = [
         torch.load(script.parent / name, weights_only=True) for name in ("from-run.pt", "loaded.pt", "exported.pt")
     ]

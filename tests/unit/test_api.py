@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import horizonml
-from horizonml.api.given import Given
+from horizonml.api.given import Given, in_plain_words, in_this_process
 from horizonml.api.history import Evaluation, Step, Table
 from horizonml.api.jobs import make_job
 from horizonml.api.transfer import packed, unpack
 from horizonml.errors import DataError, HorizonError, JobError, ModelError
 from horizonml.machine.code import find
+from horizonml.runtime.launch import check_memory, run_ranks
 from horizonml.tasks.regression import Regression
 
 NAMES = {
@@ -118,6 +119,10 @@ def test_sections_are_named_by_texts_and_folders(tmp_path: Path) -> None:
         (lambda: make_job(3), "job: give the path of a job file"),  # type: ignore[arg-type]
         (lambda: make_job("digitz"), "did you mean 'digits'?"),
         (lambda: make_job(None, model="resnet19"), "did you mean"),
+        (lambda: make_job(None, workers="2"), "parallel.workers: '2'"),  # type: ignore[arg-type]
+        (lambda: horizonml.train(on_step=3), "on_step: give a function"),  # type: ignore[arg-type]
+        (lambda: horizonml.evaluate("runs", batch_size=0), "batch_size: 0 is not a number of samples"),
+        (lambda: horizonml.predict("runs", Net, batch_size=0), "batch_size: 0 is not a number of samples"),
     ],
 )
 def test_mistakes_in_jobs_name_the_field(call: Any, words: str) -> None:
@@ -222,3 +227,34 @@ def find_model_of(given: Given, thing: nn.Module, find_model: Any) -> nn.Module:
     given.install()
     built: nn.Module = find_model(name)()
     return built
+
+
+def test_tables_become_data_frames() -> None:
+    frame = Table([row(1, accuracy=0.5), row(2, accuracy=0.75)], Step).to_pandas()
+    assert list(frame["accuracy"]) == [0.5, 0.75]
+    assert list(frame.columns) == ["step", "epoch", "loss", "accuracy", "seconds", "samples", "learning_rate"]
+
+
+def test_errors_name_objects_as_their_makers_did() -> None:
+    with pytest.raises(HorizonError, match=r"^Inner returned an object of type NoneType"), in_plain_words():
+        raise ModelError("horizonml.api.given:Inner returned an object of type NoneType")
+
+
+def test_models_are_used_as_the_ranks_do_whatever_the_script_has_chosen() -> None:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with in_this_process():
+            assert (torch.zeros(1).device.type, torch.zeros(1).dtype) == ("cpu", torch.float32)
+        assert (torch.zeros(1).device.type, torch.zeros(1).dtype) == ("meta", torch.float64)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_more_ranks_than_fit_into_memory_are_refused_before_any_is_started() -> None:
+    check_memory(4, 1000, 250)
+    with pytest.raises(JobError, match=r"parallel\.workers: 5 ranks .* need at least 1\.2 KiB of memory.* at most 4"):
+        check_memory(5, 1000, 250)
+    with pytest.raises(JobError, match="10,000 ranks on this machine need at least"):
+        run_ranks(make_job({"parallel": {"strategy": "ddp", "workers": 10_000}})[0], ["false"], False, {})
