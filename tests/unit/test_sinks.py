@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from horizonml.machine import extras
 from horizonml.report.lead import lead_records
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import Source, StepRecord
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.scalars import Point, Scalars
 from horizonml.telemetry.sinks import Feed, Feeds
@@ -184,6 +184,18 @@ def test_every_step_counts_once_whichever_process_was_rank_0(tmp_path: Path) -> 
     assert sum(record["loss"] == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
     with pytest.raises(HorizonError, match="has no steps of a run"):
         lead_records(tmp_path / "elsewhere")
+
+
+def test_whatever_is_a_number_in_a_step_s_record_is_shown() -> None:
+    """A field that is added to the records is either shown or named here."""
+    numbers = {field.name: 2.0 for field in fields(StepRecord) if field.name not in ("links", "metrics", "unit")}
+    left_out = {"step", "time", "samples", "batch", "units"}
+    point = Scalars().point({"kind": "step", **numbers, "unit": "tokens"})
+    assert point is not None
+    of_its_own = {"time/samples_per_second", "time/tokens_per_second"}
+    assert len(set(point.values) - of_its_own) == len(set(numbers) - left_out)
+    assert point.values.keys() >= {*of_its_own, "train/gradient_norm", "train/skipped_samples", "time/loading_seconds"}
+    assert point.values["time/tokens_per_second"] == 1.0
 
 
 def test_a_metric_of_any_task_and_values_that_are_no_numbers() -> None:
