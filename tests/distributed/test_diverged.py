@@ -114,9 +114,18 @@ def test_no_rank_commits_a_step_whose_gradients_are_not_finite(pool: Pool, name:
     case = CASES[name]
     results = pool.run(case.shape.world_size, broken, case)
     assert len({message for message, _ in results}) == 1, results
-    told = rf"step {case.steps}: the gradient of \S+ \(stage \d, rank \d\) is not finite"
-    assert re.match(told, results[0][0]), results[0][0]
+    told = rf"step {case.steps}: the gradient of \S+ \(stage (\d), rank (\d)\) is not finite"
+    found = re.match(told, results[0][0])
+    assert found is not None, results[0][0]
+    stage, rank = map(int, found.groups())
+    assert rank in members(case)[stage]
+    assert case.rank < 0 or case.rank in members(case)[stage]  # all members have the sum
     assert all(unchanged for _, unchanged in results)
+
+
+def members(case: Case) -> list[tuple[int, ...]]:
+    """The ranks of each stage."""
+    return [stage.ranks for stage in case.shape.plan(10).stages]
 
 
 def spoiled(rank: int, world_size: int, store: Store, case: Case, evaluating: bool) -> tuple[str, bool]:
