@@ -65,6 +65,11 @@ def test_a_training_of_so_many_steps_is_evaluated_every_few_of_them_and_after_th
     assert (metadata.step, metadata.complete, metadata.metrics["step"]) == (10, True, 10)
 
 
+def test_a_model_is_evaluated_after_every_other_epoch_and_after_the_last_step(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, run, Kind("single", 1).job(tmp_path, evaluate={"every_epochs": 2}))  # of three epochs
+    assert [(line["step"], line["epoch"]) for line in records(tmp_path, "evaluation")] == [(14, 2), (21, 3)]
+
+
 def test_a_training_that_gets_no_better_ends_early_and_its_best_checkpoint_stays(pool: Pool, tmp_path: Path) -> None:
     kind = Kind("ddp 2", 2)
     changes = {
