@@ -219,21 +219,24 @@ def test_an_error_of_on_step_ends_the_run_and_is_raised_as_it_is(script: Path) -
     process = begin(
         script,
         """
+calls = []
+
 def stop(step):
+    calls.append(step.step)
     if step.step == 3:
         raise RuntimeError("enough")
 
 try:
     horizonml.train({"name": "test", "epochs": 10000}, model=MyNet, data=Curves(), workers=2, on_step=stop)
 except RuntimeError as error:
-    print("CAUGHT", error)
+    print("CAUGHT", error, calls)
 import psutil
 print("LEFT", [child.name() for child in psutil.Process().children(recursive=True)])
 """,
     )
     output = finish(process)
     assert process.returncode == 0, output
-    assert "CAUGHT enough" in output
+    assert "CAUGHT enough [1, 2, 3]" in output  # and never again
     assert "LEFT []" in output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import pickle
 import subprocess
 import sys
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 
 import horizonml
 from horizonml.api.given import Given, in_plain_words, in_this_process
-from horizonml.api.history import Evaluation, Step, Table
+from horizonml.api.history import Evaluation, Step, Table, read_records
 from horizonml.api.jobs import make_job
 from horizonml.api.transfer import packed, unpack
 from horizonml.errors import DataError, HorizonError, JobError, ModelError
 from horizonml.machine.code import find
 from horizonml.runtime.launch import check_memory, run_ranks
 from horizonml.tasks.regression import Regression
+from tests.runs import append, write_run
 
 NAMES = {
     "Evaluation", "HorizonError", "Job", "PlannedJob", "Run", "Step", "Task", "__version__", "evaluate", "export",
@@ -258,3 +260,23 @@ def test_more_ranks_than_fit_into_memory_are_refused_before_any_is_started() -> 
         check_memory(5, 1000, 250)
     with pytest.raises(JobError, match="10,000 ranks on this machine need at least"):
         run_ranks(make_job({"parallel": {"strategy": "ddp", "workers": 10_000}})[0], ["false"], False, {})
+
+
+def test_every_step_of_a_history_counts_once_as_it_was_done_last(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=3, steps=6)
+    (tmp_path / "rank-2.jsonl").write_text(
+        (tmp_path / "rank-2.jsonl").read_text().replace('"loss": 2.0', '"loss": 7.0')
+    )
+    lines = [json.loads(line) for line in (tmp_path / "rank-1.jsonl").read_text().splitlines()]
+    again = [{**line, "time": 500.0 + line["step"], "loss": 9.0} for line in lines if line.get("step", 0) > 4]
+    append(tmp_path / "rank-1.jsonl", {**lines[0], "time": 500.0, "rank": 0, "host": "another"})  # which is rank 0 now
+    append(tmp_path / "rank-1.jsonl", *(line for line in again if line["kind"] in ("step", "evaluation")))
+    about, steps, evaluations = read_records(tmp_path)
+    assert about is not None
+    assert about["host"] == "another"
+    assert steps.column("step") == [1, 2, 3, 4, 5, 6]
+    assert steps.column("loss") == [2.0, 1.0, pytest.approx(2 / 3), 0.5, 9.0, 9.0]
+    assert [(one.step, one.loss) for one in evaluations] == [(3, 0.3), (6, 9.0)]
+    (tmp_path / "rank-0.jsonl").unlink()
+    (tmp_path / "rank-1.jsonl").unlink()
+    assert read_records(tmp_path)[1].column("loss")[0] == 7.0  # on the disk of a machine without rank 0

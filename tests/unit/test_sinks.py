@@ -15,7 +15,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horizonml.errors import HorizonError
+from horizonml.errors import HorizonError, JobError
 from horizonml.machine import extras
 from horizonml.report.lead import lead_records
 from horizonml.telemetry.log import read_lines
@@ -23,7 +23,7 @@ from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import Source, StepRecord
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.scalars import Point, Scalars
-from horizonml.telemetry.sinks import Feed, Feeds
+from horizonml.telemetry.sinks import Feed, Feeds, check_packages
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.runs import append, write_run
 from tests.unit.test_metrics import INFO, STEP
@@ -301,4 +301,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     refused = command(tmp_path, "log", "run", "--mlflow", "sqlite:////proc/none/x.db")
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: run cannot be logged: ")
+    strange = command(tmp_path, "log", "run", "--mlflow", "50%")
+    assert strange.returncode == 2
+    assert "50%: MLflow cannot keep a database below a folder whose name has ? or %" in strange.stderr
+    with pytest.raises(JobError, match=r"telemetry\.mlflow: .*what\?: MLflow cannot keep a database"):
+        check_packages(TelemetrySpec(mlflow=str(tmp_path / "what?")))
+    check_packages(TelemetrySpec(mlflow="http://server/?a=%41"))
     assert "Traceback" not in refused.stderr
