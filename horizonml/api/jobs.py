@@ -12,6 +12,7 @@ from horizonml.data.spec import DATASETS
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values, load
 from horizonml.job.schema import Job
+from horizonml.text import nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,10 +82,24 @@ def _section(section: str, thing: Any, given: Given) -> Mapping[str, Any]:
 
 
 def data_section(text: str) -> dict[str, Any]:
-    """Return the fields for data that are named by a single text: a data set's name, or a folder of images."""
-    if Path(text).is_dir() and text not in DATASETS:
+    """Return the fields for data that are named by a single text: a data set's name, or a folder of images.
+
+    Raises JobError for what is neither.
+    """
+    if text in DATASETS or ":" in text:
+        return {"name": text}
+    if Path(text).is_dir():
         return {"name": "folder", "folder": text}
-    return {"name": text}
+    if Path(text).exists():
+        raise JobError(
+            f"data: {text} is a file, and a folder of images is expected; for other files, give the fields of a job's "
+            f"section, such as {{name: table, path: {text}, inputs: [...], targets: [...]}} or {{name: text, path: "
+            f"{text}}}"
+        )
+    raise JobError(
+        f"data: {text!r} is no folder that is here, and none of {', '.join(DATASETS)}, or module:callable"
+        f"{nearest(text, DATASETS)}"
+    )
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def test_sections_are_named_by_texts_and_folders(tmp_path: Path) -> None:
         (lambda: make_job(3), "job: give the path of a job file"),  # type: ignore[arg-type]
         (lambda: make_job("digitz"), "did you mean 'digits'?"),
         (lambda: make_job(None, model="resnet19"), "did you mean"),
+        (lambda: make_job(None, data="digit"), "data: 'digit' is no folder that is here, .*did you mean 'digits'?"),
+        (lambda: make_job(None, data=__file__), "data: .*test_api.py is a file, and a folder of images is expected"),
         (lambda: make_job(None, workers="2"), "parallel.workers: '2'"),  # type: ignore[arg-type]
         (lambda: horizonml.train(on_step=3), "on_step: give a function"),  # type: ignore[arg-type]
         (lambda: horizonml.evaluate("runs", batch_size=0), "batch_size: 0 is not a number of samples"),
