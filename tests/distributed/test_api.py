@@ -109,6 +109,11 @@ with warnings.catch_warnings(record=True) as found_warnings:
 found["again"] = [(one.category.__name__, str(one.message), one.filename) for one in found_warnings]
 assert len(again.history) == len(run.history) == len(seen)
 print(repr(run))
+fresh = horizonml.train(
+    job, model=MyNet, data=Curves(), task="regression", workers=1, parallel={"strategy": "single"}, epochs=1,
+    fresh=True, progress=False,
+)
+found["fresh"] = [len(fresh.history), len(horizonml.Run("runs/test.previous").history)]
 print("RESULT " + json.dumps(found))
 """
 
@@ -156,6 +161,7 @@ def test_a_script_trains_a_model_and_data_that_only_it_defines(script: Path) -> 
     ((category, message, filename),) = found["again"]
     assert (category, filename) == ("UserWarning", str(script))
     assert message.startswith("runs/test had been trained to the end before")
+    assert found["fresh"] == [3, 6]
     name, evaluated, recorded = found["best"]
     assert name == "step-00000003"
     assert evaluated == pytest.approx(recorded, rel=1e-5)
