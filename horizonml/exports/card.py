@@ -97,7 +97,7 @@ def write_card(about: Subject) -> str:
         "model": f"`{job.model.name}`",
         "size": f"{about.values:,} values in parameters and buffers" + ", moving averages" * about.average,
         "version": versions.get("horizonml", "of an unknown version"),
-        "data": job.data.name,
+        "data": _data(job),
         "samples": _samples(job, about.info),
         "inputs": _inputs(about.info),
         "pictures": _pictures(job, about.info),
@@ -126,10 +126,15 @@ def _run_of(path: Path) -> Run | None:
         return None  # the checkpoint was copied without them, or they are damaged; a card can be written without
 
 
+def _data(job: Job) -> str:
+    """Return the name of the data for people."""
+    return "a folder of images" if job.data.name == "folder" else job.data.name
+
+
 def _samples(job: Job, info: DataInfo | None) -> str:
     if info is None:
-        return f"{job.data.name}; the checkpoint does not say how many samples"
-    return f"{job.data.name}, {info.train:,} training and {count(info.held_out, 'held-out sample')}"
+        return f"{_data(job)}; the checkpoint does not say how many samples"
+    return f"{_data(job)}, {info.train:,} training and {count(info.held_out, 'held-out sample')}"
 
 
 def _inputs(info: DataInfo | None) -> str:

@@ -13,6 +13,11 @@ from horizonml.models.spec import TORCHVISION_MODELS
 # HorizonML's own models: the module and the constructor.
 _OWN = {"digits_cnn": ("small", "digits_cnn"), "gpt": ("gpt", "GPT")}
 
+_ADAPTED = (
+    "The file holds weights only, with peft's names: the layers of the original model as `base_layer`, and their "
+    "adapters as `lora_A` and `lora_B`. `horizonml export --adapters` writes a folder that peft loads."
+)
+
 
 def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> str:
     """Return the lines as a code block of Markdown, with what they need."""
@@ -32,6 +37,8 @@ def how_to_load(format: Format, file: str, job: Job, info: DataInfo | None) -> s
         imported, built, note = _constructor(job, info)
         lines = [reader[0], *imported, "", f"model = {built}", f"model.load_state_dict({reader[1]})", "model.eval()"]
         after = f"The file holds weights only, and fits the model that the job names{note}."
+        if job.model.lora is not None:
+            lines, after = [reader[0], "", f"weights = {reader[1]}"], _ADAPTED
     return "\n".join(["```python", *lines, "```", "", after])
 
 

@@ -46,7 +46,7 @@ class Preparation:
 def preparation_of(job: Job, info: DataInfo | None) -> Preparation | None:
     """Return how a picture is prepared for the model of a job; None if its inputs are not pictures, or not known."""
     known = normalisation(job.data)
-    if info is None or known is None:
+    if info is None or known is None or len(info.inputs) != 1 or len(info.inputs[0].shape) != 3:
         return None
     channels, height, width = info.inputs[0].shape
     return Preparation(channels, height, width, *known)
