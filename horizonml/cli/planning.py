@@ -48,8 +48,10 @@ def show_plan(
         print(json.dumps(content, indent=2))
         return
     _print_layers(planned.job, profiles[0])
-    for note in planned.model.pretrained.notes if planned.model.pretrained is not None else ():
-        print_text(note)
+    if planned.model.pretrained is not None:
+        print()
+        for note in planned.model.pretrained.notes:
+            print_text(note)
     _print_plan(planned)
 
 

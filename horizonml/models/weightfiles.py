@@ -106,7 +106,8 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ModelError(f"model.weights: {path} is neither a file nor a folder on this machine; copy it there")
+        seen = "" if path.is_absolute() else f", as seen from {Path.cwd()}"
+        raise ModelError(f"model.weights: {path} is neither a file nor a folder on this machine{seen}; copy it there")
     index = next(iter(sorted(path.glob(_INDEX))), None)
     if index is not None:
         try:

@@ -86,6 +86,12 @@ def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: P
         run(2, [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, kill_service=signal.SIGILL)
 
 
+def test_an_error_that_another_rank_passes_on_has_one_number(tmp_path: Path) -> None:
+    script = "import os, sys, time; os.environ['RANK'] == '0' and time.sleep(60); sys.exit('error: rank 0: it is so')"
+    with pytest.raises(RankFailed, match=r"^rank 0: it is so\n"):
+        run(2, [sys.executable, "-c", script], tmp_path)
+
+
 def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Signals | None = None) -> None:
     """Run a local cluster to its end."""
     with LocalRun(world_size, command, logs, {}) as cluster:

@@ -111,6 +111,8 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
         model(tmp_path / "runs" / "first")
     with pytest.raises(ModelError, match="is neither a file nor a folder on this machine"):
         model(tmp_path / "nowhere.pt")
+    with pytest.raises(ModelError, match=rf"model.weights: nowhere.pt is .*, as seen from {Path.cwd()}; copy it there"):
+        model("nowhere.pt")
     with pytest.raises(ModelError, match=r"model.weights.sha256: .* has [0-9a-f]{64}, not 0000"):
         model({"source": str(file(tmp_path, weights())), "sha256": "0" * 64})
 
@@ -195,7 +197,7 @@ def test_names_that_do_not_match_are_refused_unless_that_is_allowed(tmp_path: Pa
     with pytest.raises(
         ModelError,
         match=r"is probably for another model, since it fits 1 of 19 tensors of tests.models:backbone: it lacks "
-        r"1.weight, 1.bias, 1.running_mean, ... \(18 tensors\); with model.weights.strict: false, the others begin anew",
+        r"1.weight, 1.bias, 1.running_mean, ... \(18 tensors\); with model.weights.strict: false, the others begin",
     ):
         model(many)
 
