@@ -51,17 +51,17 @@ def _import(name: str, field: str, problem: type[HorizonError]) -> ModuleType:
         known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
         raise problem(
             f"{field}: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
-            f"packages{nearest(last, known) or _advice(name)}"
+            f"packages{nearest(last, known) or _advice(name, last)}"
         ) from error
     except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
         raise problem(f"{field}: importing {name} failed: {where(error)}") from error
 
 
-def _advice(name: str) -> str:
+def _advice(name: str, missing: str) -> str:
     """Return what may help to find a module that is nowhere, as a part of a sentence."""
     if name.endswith(".py"):
-        return f"; name it without its ending: {name.removesuffix('.py').replace('/', '.')}"
-    return f"; run the command in the folder that {name.split('.')[0]} lies in"
+        return f"; name it without its ending: {name.removesuffix('.py')}"
+    return f"; start in the folder that has {missing}.py"
 
 
 def _folders(package: str) -> list[str]:

@@ -56,7 +56,8 @@ class _Rank:
         start = said.rfind("\nerror: ")  # the last line that begins this way; others' errors are quoted within lines
         text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
-        return text if re.match(r"rank \d+\b", text) else f"rank {self.number}: {text}"
+        whose = re.match(rf"rank (?:{self.number}\b|\d+: )", text)  # another rank's error has its number already
+        return text if whose else f"rank {self.number}: {text}"
 
 
 class LocalRun:

@@ -91,7 +91,7 @@ REFUSED = {
     "my_net:Net.smal": r"Net.*has no 'smal'; did you mean 'small'\?",
     "my_net:exakt": r"my_net\.py has no 'exakt'; did you mean 'exact'\?",
     "my_nett:exact": r"there is no module my_nett in .*, or among the installed packages; did you mean 'my_net'\?",
-    "elsewhere:exact": "no module elsewhere in .*; run the command in the folder that elsewhere lies in$",
+    "qqqqzzzz:exact": r"there is no module qqqqzzzz in .* packages; start in the folder that has qqqqzzzz\.py$",
     "my_net.py:exact": "no module my_net.py in .*; name it without its ending: my_net$",
     "my_net.inner:exact": "failed|there is no module my_net.inner",
 }
