@@ -203,7 +203,7 @@ def parse_part(text: str | None, other: bool) -> Parts:
             return "all" if other else "held-out"
         case "held-out" | "train" | "all":
             return text
-    raise JobError(f"part: {text!r} is none of held-out, train and all")
+    raise JobError(f"part: {text!r} is not one of held-out, train and all")
 
 
 def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:
