@@ -91,7 +91,7 @@ def test_of_a_metric_of_the_users_own_the_job_says_which_value_is_best() -> None
 
 
 def test_the_best_checkpoint_must_be_saved() -> None:
-    with pytest.raises(JobError, match="keep_best: nothing is saved with enabled: false"):
+    with pytest.raises(JobError, match="keep_best: no checkpoint is saved with enabled: false"):
         parse("checkpoint: {enabled: false, keep_best: held_out_loss}", "job")
 
 
