@@ -64,8 +64,8 @@ def evaluate(
     Parameters:
         checkpoint: A run, the folder of a run, or the folder of a checkpoint.
         data: What to evaluate on, as for `train`; by default the data that the model was trained on.
-        part: "held-out", "train" or "all" samples; by default those held out of the training's data, and all of other
-            data.
+        part: "held-out", "train" or "all" samples; by default the held-out samples of the data that the model was
+            trained on, and all samples of other data.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
         task: The task, likewise.
         batch_size: Samples that are evaluated at a time.
@@ -127,9 +127,9 @@ def export(
         checkpoint: A run, the folder of a run, or the folder of a checkpoint.
         output: The file to write: model.pt (a state dict), model.safetensors, model.onnx, or model.pt2 (torch.export).
         format: "state-dict", "safetensors", "onnx" or "torch-export"; "auto" goes by the file's ending.
-        samples: How many held-out samples the file is compared on with the model before it is kept; 0 for none.
+        samples: Number of held-out samples on which the file is compared with the model before it is kept; 0 for none.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
-        average: Whether parameters are their moving averages; by default if the run evaluated those.
+        average: Whether to export the moving averages of the parameters; by default if the run evaluated those.
 
     Raises HorizonError.
     """

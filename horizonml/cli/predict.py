@@ -18,7 +18,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="DATA",
-        help="The name of a data set, as in a job file, or a folder that holds one folder of images per class. "
+        help="The name of a data set, as in a job file; a folder that holds one folder of images per class; or, for a "
+        "model that was trained on a table, a text, or another kind of data with a path, the path of more such data. "
         "Default: the data that the model was trained on.",
         show_default=False,
     ),
