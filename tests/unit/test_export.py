@@ -266,7 +266,7 @@ def test_without_the_data_it_is_noise_and_said_to_be(tmp_path: Path, monkeypatch
     monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "empty"))
     path, _ = checkpoint_of(tmp_path / "run", job(data="{name: mnist, image_size: 8}"))
     done = export(path, tmp_path / "model.onnx", verify=3)
-    assert re.match(r"3 samples of noise \(the held-out data is not here: .*\): largest difference ", done.check)
+    assert re.match(r"3 samples of noise \(the held-out data cannot be read: .*\): largest difference ", done.check)
     assert done.check in (tmp_path / "model.onnx.md").read_text()
 
 
