@@ -93,7 +93,7 @@ def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: 
 def missing(spec: DataSpec, error: Exception) -> str:
     """Return in words which file of the data this rank lacks."""
     field = "data.path" if not spec.is_own else "data.name"
-    return f"{field}: {spec.path or spec.name} does not exist on this rank ({error})"
+    return f"{field}: {spec.path or spec.name} is not there on this rank ({error})"
 
 
 def open_own(spec: DataSpec) -> Opened:
@@ -118,8 +118,8 @@ def open_own(spec: DataSpec) -> Opened:
         if part is not None and not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
             raise DataError(
                 f"data.name: {spec.name} returned a {type(part).__name__} without __getitem__ and __len__; return a "
-                "map-style torch.utils.data.Dataset. An iterable one cannot return a sample by its index; for shards "
-                "that do not fit on a disk, use data.name: stream"
+                "map-style torch.utils.data.Dataset. Iterable ones give no sample by its index; for shards that do not "
+                "fit a disk there is data.name: stream"
             )
     return Opened(parts[0], parts[1], f"data.name: {spec.name}")
 
@@ -189,8 +189,8 @@ def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | Non
     if task in ("regression", "multi_label"):
         return math.prod(target.shape)
     raise DataError(
-        f"{opened.title}: the targets are classes, but how many classes there are is not known. Set data.classes, or "
-        "give the data set an attribute `classes` (a list or a number)"
+        f"{opened.title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
+        "set an attribute `classes` (a list or a number)"
     )
 
 

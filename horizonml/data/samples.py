@@ -89,7 +89,7 @@ def tensor_of(value: Any, place: str) -> Tensor:
             raise DataError(f"{place} is an array that PyTorch cannot hold: {error}") from error
         return tensor.float() if tensor.dtype == torch.float64 else tensor
     advice = "; convert it, for example with torchvision.transforms.ToTensor()" if hasattr(value, "getbands") else ""
-    raise DataError(f"{place} is a {type(value).__name__}, which is not a tensor{advice}")
+    raise DataError(f"{place} is a {type(value).__name__}, which is no tensor{advice}")
 
 
 def stack(trees: Sequence[Tree], place: str) -> Tree:

@@ -126,7 +126,7 @@ def _parse(content: bytes, place: str) -> Index:
             raise ValueError("every shard must be a .tar file beside the index")
         return Index(lists[0], lists[1], value.get("classes"))
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"data.path: {place}/{INDEX} is not an index of shards: {error}") from error
+        raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {error}") from error
 
 
 def _shard(entry: Mapping[str, Any]) -> Shard:

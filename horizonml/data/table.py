@@ -59,7 +59,7 @@ def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
         return Data(info, nothing, nothing)
     if content is None:
         if not Path(spec.path or "").exists():
-            raise DataError(f"data.path: {spec.path} does not exist on this rank, whose stage reads it")
+            raise DataError(f"data.path: {spec.path} is not there, but this rank's stage reads it")
         content = _read(spec)
     members = hold_out(len(content.inputs), info.train, info.held_out)
     values = content.inputs

@@ -65,9 +65,7 @@ class GPT(nn.Module):
         """
         super().__init__()
         if layers < 1 or heads < 1 or width % heads:
-            raise ValueError(
-                f"layers ({layers}) and heads ({heads}) must be at least 1, and width ({width}) a multiple of heads"
-            )
+            raise ValueError(f"a width of {width} cannot be divided among {heads} heads of {layers} layers")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width))
         self.dropout = nn.Dropout(dropout)

@@ -127,7 +127,7 @@ def test_a_rank_without_the_files_still_takes_part(tmp_path: Path) -> None:
         (spec("failing", reason="my mistake"), r"failed: .*tests/datasets\.py:\d+: RuntimeError: my mistake"),
         (spec("three"), "returned 3 things"),
         (spec("Endless"), "returned a Endless without __getitem__ and __len__"),
-        (spec("numbers"), r"how many classes there are is not known. Set data.classes"),
+        (spec("numbers"), r"of how many classes\? Set data.classes"),
         (spec("Points", broken=[0]), r"sample 0 cannot be read: .*tests/datasets\.py:\d+: ValueError: the disk lost"),
         (spec("Points", samples=0), "has no samples"),
     ],

@@ -173,5 +173,5 @@ def test_what_is_wrong_with_shards_is_told(folder: Path, server: tuple[str, list
     with pytest.raises(DataError, match=r"02.tar cannot be fetched, after 4 attempts: its checksum is"):
         opened(spec(url)).train.inputs(torch.arange(20, 30))
     (folder / "index.json").write_text('{"train": 3}')
-    with pytest.raises(DataError, match=r"index.json is not an index of shards"):
+    with pytest.raises(DataError, match=r"index.json is no index of shards"):
         describe(spec(folder))

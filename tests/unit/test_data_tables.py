@@ -119,7 +119,7 @@ def test_mistakes_in_columns_and_files(tmp_path: Path, houses: Path) -> None:
     info = describe(spec(houses))
     assert info is not None
     assert load(away, info, tmp_path, inputs=False, targets=False).info == info
-    with pytest.raises(DataError, match="does not exist on this rank, whose stage reads it"):
+    with pytest.raises(DataError, match="this rank's stage reads it"):
         load(away, info, tmp_path, targets=False)
 
 
