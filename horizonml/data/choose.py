@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from horizonml.data import hub, images, own, stream, table, text
 from horizonml.data.dataset import Data, DataInfo
@@ -11,15 +13,16 @@ from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError
 
 
-def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the data, or None if this machine does not have it.
 
-    `channels` is the number of colour channels that the model expects, if it takes images. Raises DataError.
+    `channels` is the number of colour channels that the model expects, if it takes images. With the `encoding` of a
+    model that was trained before on data of this kind, content becomes numbers as it did then. Raises DataError.
     """
     if spec.name in IMAGES:
         return images.describe(spec, channels)
     if spec.name == "table":
-        return table.describe(spec)
+        return table.describe(spec, encoding)
     if spec.name == "stream":
         return stream.describe(spec)
     if spec.name == "text":
