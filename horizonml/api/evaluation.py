@@ -226,7 +226,10 @@ def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:
 
 
 def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBatch]:
-    """Yield the samples of a part of a job's data in batches. Raises HorizonError."""
+    """Yield the samples of a part of a job's data in batches; all of them in the order of the data, if it has one.
+
+    Raises HorizonError.
+    """
     spec = found.job.data
     info = describe(spec, channels_for(found.job), _encoding_for(found))
     if info is None:
@@ -236,10 +239,19 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     if replace(info, unreadable=found.info.unreadable) == found.info:
         info = found.info  # which knows what cannot be read
     opened = load_data(spec, info, cache_folder() / "data")
+    if part == "all" and opened.whole is not None and not any(info.unreadable or ()):
+        for indices in _places(info.train + info.held_out, batch_size):
+            yield DataBatch(opened.whole, indices)
+        return
     for name, length in (("train", info.train), ("held-out", info.held_out)):
         if part in (name, "all"):
-            for indices in torch.arange(length).split(batch_size):
+            for indices in _places(length, batch_size):
                 yield opened.batch(name == "train", indices)
+
+
+def _places(length: int, batch_size: int) -> Iterator[Tensor]:
+    """Yield the numbers below `length`, as many at a time as there are in a batch."""
+    return (indices for indices in torch.arange(length).split(batch_size) if len(indices))
 
 
 def _encoding_for(found: Trained) -> Mapping[str, Any] | None:

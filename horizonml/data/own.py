@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
-from horizonml.data.holdout import divide, hold_out, subset
+from horizonml.data.holdout import divide, hold_out, in_order, subset
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
 from horizonml.data.seeds import name_seed
 from horizonml.data.spec import DataSpec
@@ -34,6 +34,7 @@ class Opened:
     train: Any
     held_out: Any | None
     title: str
+    encoding: Mapping[str, Any] | None = None  # how content becomes numbers, if that is learned from the training part
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -65,7 +66,7 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     task = _task(opened, first.specs, described)
     outputs = _outputs(spec, opened, task, described)
     found = DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
-    return replace(found, labels=_labels(opened, outputs))
+    return replace(found, labels=_labels(opened, outputs), encoding=opened.encoding)
 
 
 def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
@@ -87,7 +88,9 @@ def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: 
         parts = (opened.train, members), (opened.train, others)
     draws = _draws(opened, spec)
     train, held_out = (OwnSplit(dataset, members, info, opened.title, draws) for dataset, members in parts)
-    return Data(info, train, held_out, decodes=True, draws=draws)
+    every = in_order(parts[0][1], parts[1][1])
+    whole = OwnSplit(opened.train, every, info, opened.title, draws) if opened.held_out is None else None
+    return Data(info, train, held_out, decodes=True, draws=draws, whole=whole)
 
 
 def missing(spec: DataSpec, error: Exception) -> str:

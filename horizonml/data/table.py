@@ -12,7 +12,7 @@ from torch import Tensor
 
 from horizonml.data.columns import Column, Problems, as_input, as_target, with_scale
 from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.holdout import divide, hold_out
+from horizonml.data.holdout import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
@@ -108,8 +108,11 @@ def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
     values = _scaled(content.inputs, encoding) if inputs else content.inputs
     problems = content.target_problems | content.input_problems
     own = content.input_problems if content.known else problems
-    train, held_out = (TableSplit(values, content.targets, own, problems, rows, spec) for rows in members)
-    return Data(info, train, held_out)
+    train, held_out, whole = (
+        TableSplit(values, content.targets, own, problems, rows, spec, content.known)
+        for rows in (*members, in_order(*members))
+    )
+    return Data(info, train, held_out, whole=whole)
 
 
 def _scaled(values: Tensor, encoding: Mapping[str, Any]) -> Tensor:
@@ -132,20 +135,22 @@ class TableSplit:
         problems: Problems,
         members: Tensor,
         spec: DataSpec,
+        known: bool = False,
     ) -> None:
-        """Prepare the split; `members` are its rows, and `input_problems` what keeps their inputs from being used."""
+        """Prepare the split; `members` are its rows, and `input_problems` what keeps their inputs from being used.
+
+        `known` says whether the model has been trained before, on another table.
+        """
         self._inputs, self._targets, self._members = inputs, targets, members
         self._input_problems, self._problems, self._spec = input_problems, problems, spec
+        self._advice = "complete it, or remove it" + ("" if known else ", or set data.corrupt: skip")
 
     def _rows(self, indices: Tensor, problems: Problems) -> Tensor:
         rows = self._members[indices]
         if problems:
             for row in rows.tolist():
                 if row in problems:
-                    raise DataError(
-                        f"data.path: {self._spec.path}: row {row + 1} has {problems[row]}; complete it, remove it, or "
-                        "set data.corrupt: skip"
-                    )
+                    raise DataError(f"data.path: {self._spec.path}: row {row + 1} has {problems[row]}; {self._advice}")
         return rows
 
     def inputs(self, indices: Tensor) -> Tensor:

@@ -261,6 +261,11 @@ def test_numbers_text_and_lists_of_a_hugging_face_data_set(tmp_path: Path) -> No
     columns = {"a": [float(n) for n in range(10)], "b": list(range(10)), "y": ["even", "odd"] * 5}
     data = loaded(spec(hub(tmp_path / "text", columns), "huggingface"))
     assert (data.info.inputs, data.info.outputs) == ((TensorSpec((2,)),), 2)
+    odd = spec(hub(tmp_path / "odd", {"a": [1.0] * 5, "b": [1] * 5, "y": ["odd"] * 5}), "huggingface")
+    other = describe(odd, encoding=data.info.encoding)
+    assert other is not None
+    assert other.outputs == 2
+    assert load(odd, other, Path("unused")).train.targets(torch.arange(4)).tolist() == [1] * 4
     every = torch.arange(8)
     assert torch.equal(data.train.inputs(every)[:, 0].long() % 2, data.train.targets(every))
     lists = {"ids": [[n, n + 1, 3] for n in range(10)], "mask": [[1, 1, 0]] * 10, "y": [n / 2 for n in range(10)]}
