@@ -147,7 +147,6 @@ class Data:
     info: DataInfo
     train: Split
     held_out: Split
-    decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
     draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
     identity: str | None = None  # changes whenever a file of the data changes, where that can be told
     whole: Split | None = None  # all samples in the order in which the data has them, if the two parts are cut from it

@@ -150,7 +150,7 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
     if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
         return Data(info, splits[0], splits[1], whole=whole)
     identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
-    return Data(info, splits[0], splits[1], decodes=True, identity=identity, whole=whole)
+    return Data(info, splits[0], splits[1], identity=identity, whole=whole)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: 
     train, held_out = (OwnSplit(dataset, members, info, opened.title, draws) for dataset, members in parts)
     every = in_order(parts[0][1], parts[1][1])
     whole = OwnSplit(opened.train, every, info, opened.title, draws) if opened.held_out is None else None
-    return Data(info, train, held_out, decodes=True, draws=draws, whole=whole)
+    return Data(info, train, held_out, draws=draws, whole=whole)
 
 
 def missing(spec: DataSpec, error: Exception) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows
+from horizonml.data.needs import loads_ahead
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError
 from horizonml.machine.resources import available_cores
@@ -56,7 +57,7 @@ def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: 
             "data.worker_kind: the data set draws random numbers, which threads share, so that no run could be "
             "repeated; choose processes or auto"
         )
-    count = spec.workers if isinstance(spec.workers, int) else _automatic(data)
+    count = spec.workers if isinstance(spec.workers, int) else _automatic(spec)
     if not count or not (inputs or targets):
         return Inline()
     if spec.worker_kind == "processes" or data.draws:
@@ -64,9 +65,9 @@ def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: 
     return Threads(count)
 
 
-def _automatic(data: Data) -> int:
+def _automatic(spec: DataSpec) -> int:
     """Return how many workers are worth having: as many as computing leaves cores free, but at least one."""
-    if not data.decodes:
+    if not loads_ahead(spec):
         return 0
     return max(1, min(_MOST_WORKERS, int(available_cores()) - torch.get_num_threads()))
 

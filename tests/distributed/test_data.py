@@ -69,7 +69,7 @@ def run(rank: int, world_size: int, store: Store, job: Job) -> tuple[dict[str, T
         data = load(job.data, info, Path("unused"), session.is_first, session.is_last)
         if job.data.corrupt == "skip":
             info = find_unreadable(job, session, data, lambda text: None)
-            data = Data(info, data.train, data.held_out, data.decodes, data.draws)
+            data = Data(info, data.train, data.held_out, data.draws)
         recorder = Recorder(
             job.run_folder / f"{world_size}-rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 1
         )
