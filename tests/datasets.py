@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, random_split
 
 
 class Points(Dataset[Any]):
@@ -84,6 +84,54 @@ class Endless(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[int]:
         yield 1
+
+
+class Sized(Endless):
+    """No sample has an index, although their number is known."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Lengthless(Points):
+    """A mistake in `__len__`."""
+
+    def __len__(self) -> int:
+        raise TypeError("how should I know")
+
+
+class Strange(Points):
+    """Points as `how` says: tensors that are not dense, have a gradient, a strange dtype or no values, or none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy
+
+        point, value = super().__getitem__(index)
+        match self.how:
+            case "sparse":
+                return point.to_sparse(), value.to_sparse()
+            case "gradient":
+                return point.requires_grad_() * 1, value
+            case "uint16":
+                return numpy.arange(5, dtype=numpy.uint16) + index, value
+            case "complex":
+                return point + 1j, value
+            case "meta":
+                return point.to("meta"), value
+            case "word":
+                return point, "large"
+            case "three":
+                return point, value, value
+        raise SystemExit(f"no {self.how}")
+
+
+def split() -> list[Subset[Any]]:
+    """Two parts in a list, as torch returns them."""
+    return random_split(Points(), [50, 11], torch.Generator().manual_seed(1))
 
 
 def pair(train: int = 20, test: int = 5) -> tuple[Points, Points]:
