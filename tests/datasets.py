@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,18 @@ class Ragged(Points):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         point, value = super().__getitem__(index)
         return point[: 4 if index == 9 else 5], value
+
+
+class Stuck(Points):
+    """Every point but the first ones takes for ever, in a process that loads samples."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        if multiprocessing.parent_process() is not None and self.reads > 18:
+            threading.Event().wait()
+        return super().__getitem__(index)
 
 
 class Endless(IterableDataset[Any]):

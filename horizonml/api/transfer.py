@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ from horizonml.api.given import Given, install
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
+from horizonml.machine.code import hand_down
 
 _HEADER = 8  # bytes of the header's length
 
@@ -49,7 +51,25 @@ def unpack(descriptor: int) -> tuple[Job, bool]:
         stop = start + length
         install(name, kind, partial(_unpickled, content, start, stop))
         start = stop
+    hand_down(_Objects(descriptor))
     return from_values(header["job"], "the job"), bool(header["fresh"])
+
+
+class _Objects:
+    """Gives the objects of a run to a process that loads samples for a rank: it inherits the file, too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self._descriptor),)
+
+    def __call__(self) -> None:
+        unpack(self._descriptor)
+
+
+def _received(duplicate: Any) -> _Objects:
+    return _Objects(duplicate.detach())
 
 
 def _pickled(kind: str, thing: Any) -> bytes:

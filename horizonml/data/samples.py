@@ -102,9 +102,7 @@ def _usable(tensor: Tensor, place: str) -> Tensor:
         tensor = tensor.to(_WIDER[tensor.dtype])
     if tensor.dtype not in DTYPES:
         known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-        raise DataError(
-            f"{place} has the dtype {str(tensor.dtype).removeprefix('torch.')}; convert it to one of {known}"
-        )
+        raise DataError(f"{place} has the dtype {str(tensor.dtype).removeprefix('torch.')}; convert it to {known}")
     return (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows
 from horizonml.data.needs import loads_ahead
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError
+from horizonml.machine.code import inheritance
 from horizonml.machine.resources import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
@@ -180,20 +181,46 @@ class Processes(_Executor):
 
     def __init__(self, count: int, spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> None:
         self._data = data
-        given = (spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
-        super().__init__(ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _open, given), count)
+        context = multiprocessing.get_context("spawn")
+        end, self._end = context.Pipe(duplex=False)
+        given = (end, inheritance(), spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
+        super().__init__(ProcessPoolExecutor(count, context, _open, given), count)
 
     def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
         """Hand the rows to a process."""
         part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
         return self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
 
+    def close(self) -> None:
+        """End the workers; one that is stuck, or whose fellow was killed, is ended as it is."""
+        running = [future for future in self._begun if not future.cancel()]
+        _, stuck = wait_for_futures(running, _CLOSE_SECONDS)
+        if stuck or self._is_broken():
+            self._end.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._end.close()
+
+    def _is_broken(self) -> bool:
+        try:
+            self._executor.submit(int).cancel()
+        except BrokenExecutor:
+            return True
+        return False
+
 
 _opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none
 
 
-def _open(spec: str, info: dict[str, Any], cache: str, inputs: bool, targets: bool) -> None:
-    """Begin a process that loads samples; it ends with the process that started it."""
+def _open(
+    end: Connection,
+    inherited: list[Callable[[], object]],
+    spec: str,
+    info: dict[str, Any],
+    cache: str,
+    inputs: bool,
+    targets: bool,
+) -> None:
+    """Begin a process that loads samples; it ends with the process that started it, or when that closes `end`."""
     global _opened
     # Signals reach the whole group of processes; it is the rank that decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -202,12 +229,14 @@ def _open(spec: str, info: dict[str, Any], cache: str, inputs: bool, targets: bo
     assert parent is not None
 
     def leave() -> None:
-        wait([parent.sentinel])
+        wait([parent.sentinel, end])
         os._exit(1)
 
     threading.Thread(target=leave, name="leave-with-parent", daemon=True).start()
     torch.set_num_threads(1)
     try:
+        for receive in inherited:
+            receive()
         _opened = load(DataSpec.model_validate_json(spec), DataInfo.from_json(info), Path(cache), inputs, targets)
     except HorizonError as error:
         _opened = error
