@@ -22,7 +22,6 @@ from horizonml.api.given import Given, install
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
-from horizonml.machine.code import hand_down
 
 _HEADER = 8  # bytes of the header's length
 
@@ -51,11 +50,10 @@ def unpack(descriptor: int) -> tuple[Job, bool]:
         stop = start + length
         install(name, kind, partial(_unpickled, content, start, stop))
         start = stop
-    hand_down(_Objects(descriptor))
     return from_values(header["job"], "the job"), bool(header["fresh"])
 
 
-class _Objects:
+class Objects:
     """Gives the objects of a run to a process that loads samples for a rank: it inherits the file, too."""
 
     def __init__(self, descriptor: int) -> None:
@@ -68,8 +66,8 @@ class _Objects:
         unpack(self._descriptor)
 
 
-def _received(duplicate: Any) -> _Objects:
-    return _Objects(duplicate.detach())
+def _received(duplicate: Any) -> Objects:
+    return Objects(duplicate.detach())
 
 
 def _pickled(kind: str, thing: Any) -> bytes:

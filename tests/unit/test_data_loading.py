@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,9 @@ def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     assert others, "both workers must have begun"
     killed.kill()
     batch = data.batch(True, torch.arange(8))
+    rows = (workers.read(batch, 0, 8, True, True).rows() for _ in itertools.count())
     with pytest.raises(DataError, match="a process that loads samples was ended from outside"):
-        while True:
-            workers.read(batch, 0, 8, True, True).rows()
+        deque(rows, maxlen=0)
     batches.close()
     workers.close()
     assert own_workers() == []
