@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,9 @@ from horizonml.machine.resources import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
 _CLOSE_SECONDS = 5.0  # for workers to finish what they read
+_PATIENCE = 30.0  # seconds without samples after which the log says so
+
+_log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -126,13 +130,25 @@ class _Executed:
     def rows(self) -> Rows:
         if self._found is None:
             try:
-                self._found = self._unpack(self._future.result())
+                self._found = self._unpack(self._patient_result())
             except BrokenExecutor as error:
                 raise DataError(
                     "data.workers: a process that loads samples was ended from outside; the machine may be out of "
                     "memory (see dmesg). Lower data.workers, data.prefetch or data.memory"
                 ) from error
         return self._found
+
+    def _patient_result(self) -> Any:
+        """Return what was read; while it does not come, say so, since all ranks wait for it."""
+        seconds = 0.0
+        while wait_for_futures([self._future], _PATIENCE).not_done:
+            seconds += _PATIENCE
+            _log.warning(
+                "data: samples that a step needs have not been read for %.0f s, and all ranks wait for them; if they "
+                "never come, look at the data set's __getitem__ and at the disk or the server that it reads",
+                seconds,
+            )
+        return self._future.result()
 
     def cancel(self) -> None:
         self._future.cancel()

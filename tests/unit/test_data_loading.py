@@ -192,6 +192,21 @@ def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     assert own_workers() == []
 
 
+def test_samples_that_do_not_come_are_told_of_while_a_step_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("horizonml.data.workers._PATIENCE", 0.05)
+    _, data = opened()
+    workers, free = Threads(1), threading.Event()
+    holder = workers._executor.submit(free.wait)
+    threading.Timer(0.5, free.set).start()
+    rows = workers.read(data.batch(True, torch.arange(4)), 0, 4, True, True).rows()
+    assert holder.done()
+    assert rows.inputs is not None
+    assert "samples that a step needs have not been read for 0 s, and all ranks wait" in caplog.text
+    workers.close()
+
+
 def test_a_worker_process_that_is_stuck_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horizonml.data.workers._CLOSE_SECONDS", 0.2)
     spec, data = opened(name="tests.datasets:Stuck", workers=1, worker_kind="processes")
