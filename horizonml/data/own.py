@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from horizonml.data.arrays import as_parts
 from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
 from horizonml.data.holdout import divide, hold_out, in_order, subset
 from horizonml.data.purpose import labels_of, outputs_of, task_of
@@ -115,9 +116,10 @@ def open_own(spec: DataSpec) -> Opened:
             raise
         given = f" with data.options {spec.options}" if spec.options else ""
         raise DataError(f"data.name: {spec.name}{given} failed: {where(error)}") from error
-    if isinstance(made, list) and made and all(isinstance(part, Dataset) for part in made):
-        made = tuple(made)  # as random_split returns them
-    parts = made if isinstance(made, tuple) else (made, None)
+    try:
+        parts = as_parts(made)
+    except DataError as error:
+        raise DataError(f"data.name: {spec.name}: {error}") from None
     if len(parts) != 2:
         raise DataError(f"data.name: {spec.name} returned {len(parts)} things; return a data set, or (train, held_out)")
     for part in parts:

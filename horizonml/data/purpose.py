@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from horizonml.data.arrays import Arrays
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError
@@ -43,6 +44,8 @@ def outputs_of(spec: DataSpec, dataset: Any, title: str, task: str, target: Tens
         return 0
     if task in ("regression", "multi_label"):
         return math.prod(target.shape)
+    if task == "classification" and isinstance(dataset, Arrays):
+        return dataset.count_classes()
     raise DataError(
         f"{title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
         "set an attribute `classes` (a list or a number)"
