@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -65,6 +65,9 @@ class DataInfo:
     unreadable: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     shards: tuple[int, ...] = ()  # the number of training samples in each, where samples are fetched in shards
     labels: tuple[str, ...] = ()  # the names of the classes in their order, if they have any
+    # How the training part says that content becomes numbers, as a JSON object: means, words or a vocabulary. Whoever
+    # reads other content for the same model does it in the same way. None where there is nothing to remember.
+    encoding: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -79,6 +82,7 @@ class DataInfo:
             "unreadable": self.unreadable,
             "shards": self.shards,
             "labels": list(self.labels),
+            "encoding": self.encoding,
         }
 
     @classmethod
@@ -96,6 +100,7 @@ class DataInfo:
             None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
             tuple(map(int, value["shards"])),
             tuple(map(str, value["labels"])),
+            value.get("encoding"),
         )
 
 
@@ -142,9 +147,9 @@ class Data:
     info: DataInfo
     train: Split
     held_out: Split
-    decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
     draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
     identity: str | None = None  # changes whenever a file of the data changes, where that can be told
+    whole: Split | None = None  # all samples in the order in which the data has them, if the two parts are cut from it
 
     def batch(self, training: bool, indices: Tensor, augment_seed: int | None = None) -> DataBatch:
         """Return a batch of training or held-out samples, with others in place of those that cannot be read."""

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.origin import Index, Origin, Shard
 from horizonml.data.own import Opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of
 from horizonml.data.samples import tree_of
-from horizonml.data.shards import Cache, Index, Origin, Shard, table_of
+from horizonml.data.shards import Cache, table_of
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 from horizonml.files import cache_folder
@@ -66,8 +67,8 @@ def _index(spec: DataSpec) -> Index:
         index = replace(index, train=index.train[:-count], held_out=index.train[-count:])
     if not index.train:
         raise DataError(
-            f"data.path: {spec.path} has too few shards: one is needed to train on, and one to evaluate on. Write them "
-            "with webdataset's ShardWriter, for example"
+            f"data.path: {spec.path} has too few shards: at least one to train on and one to evaluate on are needed. "
+            "You can write them with webdataset's ShardWriter"
         )
     return index
 
@@ -132,7 +133,7 @@ class Samples:
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"its .{name} file is damaged: {error}") from error
         known = ", ".join((*_PICTURES, *_CLASSES, "json", "npy"))
-        raise DataError(f"data.inputs: .{name} files cannot be read; {known} can")
+        raise DataError(f"data.inputs: .{name} files cannot be read; use one of {known}")
 
     def _photo(self, content: bytes) -> Tensor:
         from PIL import Image
