@@ -18,6 +18,7 @@ from horizonml.errors import ModelError
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.cuts import Graph, cut_points
 from horizonml.models.tracing import trace
+from horizonml.models.weights import copy_persistence
 from horizonml.tasks.task import InputSpec
 from horizonml.text import count
 
@@ -87,7 +88,9 @@ class Chain:
             leaving = tuple(copies[node] for node in source.alive(last))
             result = leaving[0] if len(leaving) == 1 else leaving
         graph.output(result)
-        return fx.GraphModule(self._model, graph)
+        module = fx.GraphModule(self._model, graph)
+        copy_persistence(self._model, module)
+        return module
 
     def bond(self, index: int) -> str | None:
         """Return what keeps a layer from being cut, as a part of a sentence, or None if nothing in its graph does."""

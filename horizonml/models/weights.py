@@ -225,7 +225,17 @@ def materialise(
     for name, constant in getattr(module, "constants", {}).items():
         if constant.is_meta:
             values[id(constant)] = tape.replay(constant, name_seed(seed, name))
-    return copy.deepcopy(module, values)
+    made = copy.deepcopy(module, values)
+    copy_persistence(module, made)
+    return made
+
+
+def copy_persistence(module: nn.Module, made: nn.Module) -> None:
+    """Keep those buffers out of the checkpoints of a copy that the original keeps out; fx's copies do not say so."""
+    originals = dict(module.named_modules())
+    for path, part in made.named_modules():
+        if path in originals:
+            part._non_persistent_buffers_set |= originals[path]._non_persistent_buffers_set & part._buffers.keys()
 
 
 def _to_meta(leaf: Any) -> Any:
