@@ -42,7 +42,7 @@ class Graph:
         left_out = {*self.constants, *self.statics}
         self.nodes = [node for node in graph.nodes if node.op in _COMPUTES and node not in left_out]
         returned: list[fx.Node] = []
-        fx.map_arg(self.result, returned.append)
+        fx.map_arg(self.result, lambda node: None if node in self.statics else returned.append(node))
         if not self.nodes or not returned or any(node not in set(self.nodes) for node in returned):
             raise ModelError("the model must return the results of operations on its input")
         self._position = {node: index for index, node in enumerate(self.nodes)}

@@ -34,7 +34,7 @@ def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor
     if config is None or not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         known = [entry for entry in dir(transformers) if "For" in entry or entry.endswith("LMHeadModel")]
         raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
-    defaults: dict[str, Any] = {"use_cache": False}
+    defaults: dict[str, Any] = {"use_cache": False} if _has(config, "use_cache") else {}
     length = sequence_length(input)
     if _predicts_words(name):
         # The tokens are the data's own: none of them begins, ends or fills up a text, unless the options say so.
