@@ -166,7 +166,7 @@ class _Tensors:
     """Remembers the parameters and buffers of a model's modules, which a forward may change or replace."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [
+        self._held: list[tuple[str, dict[str, Any], str, Tensor | None, int]] = [
             (path, registry, name, tensor, 0 if tensor is None else tensor._version)
             for path, module in model.named_modules()
             for registry in (module._parameters, module._buffers)
