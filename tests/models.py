@@ -50,9 +50,9 @@ def frozen(num_classes: int = 10) -> nn.Sequential:
     )  # fmt: skip
 
 
-def heavy(num_classes: int = 10) -> nn.Sequential:
-    """1.3 GB of parameters, 64 MB a layer. Takes `[b, 1, 8, 8]`."""
-    body = [nn.Linear(4096, 4096, bias=False) for _ in range(20)]
+def heavy(num_classes: int = 10, layers: int = 20) -> nn.Sequential:
+    """64 MB a layer, 1.3 GB of parameters. Takes `[b, 1, 8, 8]`."""
+    body = [nn.Linear(4096, 4096, bias=False) for _ in range(layers)]
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4096), *body, nn.Linear(4096, num_classes))
 
 
