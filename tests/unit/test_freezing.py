@@ -77,11 +77,16 @@ def test_batchnorm_of_a_frozen_part_keeps_its_statistics_and_others_do_not() -> 
     assert not {name for name in model("1.weight", "1.bias").frozen if "running" in name}
 
 
-def test_no_gradient_crosses_a_cut_before_what_is_trained() -> None:
-    made = model(*BODY)
+@pytest.mark.parametrize(
+    ("name", "freeze", "first"), [("backbone", BODY[0], "9.weight"), ("Stubborn", "blocks.[0-2].*", "blocks.3.weight")]
+)
+def test_no_gradient_crosses_a_cut_before_what_is_trained(name: str, freeze: str, first: str) -> None:
+    """In a model that is traced, and in one that is cut by its modules."""
+    made = model(freeze, name=name)
     crossing = [bool(boundary.gradients.tensors) for boundary in made.chain.boundaries[1:-1]]
-    first = next(layer for name, layer in made.parameter_names().items() if name == "9.weight")
-    assert crossing == [layer > first for layer in range(1, len(made.chain))]
+    trained_first = made.parameter_names()[first]
+    assert 0 < trained_first < len(made.chain) - 1
+    assert crossing == [layer > trained_first for layer in range(1, len(made.chain))]
 
 
 def test_the_profile_of_a_frozen_part_has_no_gradients_and_no_backward_pass() -> None:
