@@ -22,7 +22,7 @@ from horizonml.models.lora import with_adapters
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
-from horizonml.models.tuning import begin_from, frozen_tensors
+from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -104,6 +104,8 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     ties = untie(model)
     pretrained = begin_from(spec, model, ties)
     frozen = frozen_tensors(spec, model, ties, pretrained)
+    if pretrained is not None and frozen:
+        pretrained.notes += (trained_note(model, ties),)
     chain, note = cut(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from horizonml import Run
 from tests.distributed.processes import horizonml
 
 ONE = ("--set", "epochs=1", "--set", "parallel.strategy=single", "--workers", "1")
@@ -100,6 +101,9 @@ def test_a_text_is_not_numbered_by_its_own_characters(tmp_path: Path) -> None:
     refused = horizonml(tmp_path, "evaluate", "runs/letters", "--data", "other.txt")
     assert refused.returncode == 1
     assert "error: data.tokens: the characters of other.txt would be numbered in another way" in refused.stderr
+    again = json.loads(horizonml(tmp_path, "evaluate", "runs/numbers", "--json").stdout)
+    (recorded,) = Run(tmp_path / "runs" / "numbers").evaluations[-1:]
+    assert again == pytest.approx({"loss": recorded.loss, **recorded.metrics, "samples": recorded.samples}, rel=1e-4)
     measured = horizonml(tmp_path, "evaluate", "runs/numbers", "--data", "other.txt")
     assert measured.returncode == 0, measured.stderr
     assert re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity [\d.]+ \(\d+ samples\)", measured.stdout)
