@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -35,6 +35,12 @@ def count(number: int, thing: str) -> str:
     """Return a number of things, such as "1 epoch" or "1,000 epochs"; the last word must have a regular plural."""
     plural = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}es" if thing.endswith(("ch", "s")) else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def percent(share: float | None, digits: int | None = None) -> str:

@@ -24,6 +24,8 @@ def detached(tree: Tree) -> Tree:
         return tree.detach()
     if isinstance(tree, Mapping):
         return {key: detached(value) for key, value in tree.items()}
+    if tree is None:  # what a model leaves out of its result
+        return tree
     return [detached(value) for value in tree]
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from horizonml.comm.group import Group
-from horizonml.comm.tree import TreeSum
 from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.step import Step, Totals, Way
 from horizonml.engine.tied import TiedGradients, Ties
+from horizonml.engine.totals import TotalsSum
 from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
 from horizonml.plan.actions import Action, Kind
@@ -28,8 +28,6 @@ from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
-
-_FLAGS = 5  # that ranks raise in the agreement on a step
 
 
 class Session:
@@ -62,8 +60,7 @@ class Session:
         except BaseException:
             self.close()  # the parameters must not keep the hooks of a session that has never begun
             raise
-        size, tag = 3 + _FLAGS + len(task.metrics), group.channel("totals").tag()
-        self._totals = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
+        self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
         ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
         self._tied = TiedGradients(ties, plan, group, self.clock, held_here)
@@ -178,8 +175,8 @@ class Session:
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
         self._prepared = not self._check.has_round and all(len(stage.ranks) == 1 for stage in self.plan.stages)
-        found = self._found(runs)
-        totals = self._agree(found, batch.size, stop, newcomers, finite)
+        found = self._totals.found(runs)
+        totals = self._totals.agree(found, batch.size, self.following, stop, newcomers, finite)
         if not math.isfinite(totals.loss):
             self._check.refuse_loss(self.state.step, totals.loss, float(found[0]))
         if not totals.finite:
@@ -232,33 +229,6 @@ class Session:
         """Return the actions without those on micro-batches of which this rank has no rows."""
         return [action for action in actions if action.micro < 0 or runs[action.stage].micros[action.micro].rows]
 
-    def _found(self, runs: dict[int, StageStep]) -> Tensor:
-        """Return this rank's part of a batch's sums: its loss, its units, and each metric; float64."""
-        last = len(self.plan.stages) - 1
-        if last not in runs or not self.stages[last].speaks:
-            return torch.zeros(2 + len(self.task.metrics), dtype=torch.float64)
-        run = runs[last]
-        return torch.cat([torch.tensor([run.loss, run.units], dtype=torch.float64), run.sums])
-
-    def _agree(
-        self, found: Tensor, samples: int, stop: bool = False, newcomers: bool = False, finite: bool = True
-    ) -> Totals:
-        """Return the totals over all ranks; a flag is raised in them if any rank raises it."""
-        if 0 not in self.stages or self.stages[0].member:
-            samples = 0
-        behind = self.following is not None and self.following.behind
-        hurry = self.following is not None and self.following.hurry
-        flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry)]
-        total, *rest = self._totals.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found])).tolist()
-        stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
-        loss, units, *sums = rest[_FLAGS:]
-        loss = loss / units if units else 0.0
-        means = {name: value / units if units else 0.0 for name, value in zip(self.task.metrics, sums, strict=True)}
-        metrics, unit = self.task.report(loss, means), self.task.unit
-        return Totals(
-            loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
-        )
-
     def _commit(self, stages: Sequence[int], learning_rate: float, scale: float) -> None:
         """Apply all gradients at once, multiplied by `scale`; no other part of a step changes the state."""
         self._check.scale(scale)
@@ -303,16 +273,16 @@ class Session:
         """
         self.clock.pause()
         self._totals.post()
-        found, samples = torch.zeros(2 + len(self.task.metrics), dtype=torch.float64), 0
+        found, samples = self._totals.found({}), 0
         with self.state.judged():
             for batch in batches:
                 runs = self._begin(batch)
                 actions = self.plan.evaluation(self.group.rank, self._micro_batches(batch))
                 run_passes(self._with_rows(actions, runs), self.stages, self.clock)
-                found, samples = found + self._found(runs), samples + batch.size
+                found, samples = found + self._totals.found(runs), samples + batch.size
         for stage in self.stages.values():
             stage.flush()
-        totals = self._agree(found, samples)
+        totals = self._totals.agree(found, samples, self.following)
         self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
         return totals
 

@@ -88,6 +88,7 @@ def _find_joins(root: Node, entered: Values) -> tuple[list[_Join], list[Tensor]]
     """Return the joins between `root` and the inputs, and the parameters whose gradients the first part computes.
 
     A weight that joins at several places is among these parameters, because the path from one place leads to the other.
+    All parameters are if nothing leads from `root` to the inputs, as where a stage detaches what it has received.
     """
     order = _topological(root)
     targets = {get_gradient_edge(one).node for one in entered}
@@ -95,6 +96,8 @@ def _find_joins(root: Node, entered: Values) -> tuple[list[_Join], list[Tensor]]
     for node in order:  # starting at the inputs
         if any(child in on_path for child, _ in node.next_functions):
             on_path.add(node)
+    if root not in on_path:
+        return [], _leaves(root)
     reached: dict[Node, list[Tensor]] = {}
     for node in order:
         if node in on_path and node not in targets:

@@ -49,10 +49,10 @@ class Leaf:
     two: tuple[int, ...]
     dtype: torch.dtype
 
-    def zeros(self, batch: int, in_memory: bool = False) -> Tensor:
-        """Return zeros in place of a tensor that nothing depends on; they take no memory unless asked to."""
+    def filled(self, number: float, batch: int, in_memory: bool = False) -> Tensor:
+        """Return a tensor of one number in place of one that nothing depends on; it takes no memory unless asked to."""
         shape = [first + (second - first) * (batch - 1) for first, second in zip(self.one, self.two, strict=True)]
-        return torch.zeros(shape if in_memory else (), dtype=self.dtype).expand(shape)
+        return torch.full(shape if in_memory else (), number, dtype=self.dtype).expand(shape)
 
     @property
     def spec(self) -> TensorSpec | None:

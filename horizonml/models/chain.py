@@ -18,8 +18,9 @@ from horizonml.errors import ModelError
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.cuts import Graph, cut_points
 from horizonml.models.tracing import trace
+from horizonml.models.weights import copy_persistence
 from horizonml.tasks.task import InputSpec
-from horizonml.text import count
+from horizonml.text import count, some
 
 
 class Chain:
@@ -87,7 +88,9 @@ class Chain:
             leaving = tuple(copies[node] for node in source.alive(last))
             result = leaving[0] if len(leaving) == 1 else leaving
         graph.output(result)
-        return fx.GraphModule(self._model, graph)
+        module = fx.GraphModule(self._model, graph)
+        copy_persistence(self._model, module)
+        return module
 
     def bond(self, index: int) -> str | None:
         """Return what keeps a layer from being cut, as a part of a sentence, or None if nothing in its graph does."""
@@ -112,6 +115,12 @@ class Chain:
         skipped, start, end = max(spans, default=(0, "", ""))
         return f"the connection from {start} to {end} skips {count(skipped, 'operation')}" if skipped else None
 
+    def report(self) -> str:
+        """Return a sentence about what has no part in the training, or an empty one."""
+        used = {id(tensor) for node in self._graph.nodes for tensor in self._graph.tensors(node)}
+        unused = [name for name, parameter in self._model.named_parameters() if id(parameter) not in used]
+        return f"its forward never uses {some(unused)}, left out of the training" if unused else ""
+
     def whole_modules(self) -> list[nn.Module]:
         """Return the modules that are run as a whole, because they are PyTorch's own or cannot be traced."""
         names = {str(node.target) for node in self._graph.nodes if node.op == "call_module"}
@@ -129,7 +138,8 @@ class Chain:
 
     def _output(self) -> Boundary:
         """Return the description of what the model returns. Raises ModelError."""
-        specs = [self._graph.results.get(node) for node in flat(self._graph.result)]
+        leaves = fx.map_arg(self._graph.result, lambda node: self._graph.statics.get(node, node))
+        specs = [self._graph.results.get(leaf) for leaf in flat(leaves) if leaf is not None]
         tensors = tuple(spec for spec in specs if isinstance(spec, TensorSpec))
         if len(tensors) < len(specs):
             raise ModelError(

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx, nn
+from torch.nn.utils import parametrize
 
 from horizonml.errors import ModelError
 
@@ -32,8 +33,9 @@ class Pair:
 def find_pairs(module: fx.GraphModule) -> list[Pair]:
     """Return the pairs of a module, in order; no layer is in two. Raises ModelError if a layer cannot be split."""
     calls = [node for node in module.graph.nodes if node.op == "call_module"]
+    used = {str(node.target).rpartition(".")[0] for node in module.graph.nodes if node.op == "get_attr"}
     for node in calls:
-        _check(str(node.target), module.get_submodule(str(node.target)))
+        _check(str(node.target), module.get_submodule(str(node.target)), str(node.target) in used)
     times = Counter(str(node.target) for node in calls)
     pairs: list[Pair] = []
     taken: set[str] = set()
@@ -53,9 +55,16 @@ def is_depthwise(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Conv2d) and 1 < layer.groups == layer.in_channels == layer.out_channels
 
 
-def _check(name: str, layer: nn.Module) -> None:
-    """Raise ModelError unless a layer can be split, needs no splitting, or has nothing to split."""
-    if isinstance(layer, nn.Conv2d):
+def _check(name: str, layer: nn.Module, used: bool) -> None:
+    """Raise ModelError unless a layer can be split, needs no splitting, or has nothing to split.
+
+    `used` says that the model's forward uses the layer's tensors itself, beside calling it.
+    """
+    if isinstance(layer, _SPLIT) and used:
+        problem = "whose weight the forward also uses itself"
+    elif isinstance(layer, _SPLIT) and not _is_plain(layer):
+        problem = "whose weight is computed from other parameters, or which computes something of its own"
+    elif isinstance(layer, nn.Conv2d):
         if layer.groups > 1 and not is_depthwise(layer):
             problem = f"a convolution in {layer.groups} groups"
         elif layer.padding_mode != "zeros":
@@ -70,6 +79,12 @@ def _check(name: str, layer: nn.Module) -> None:
         f"parallel.strategy: tensor cannot split layer {name}, {problem}; it splits Linear and Conv2d (depthwise or "
         "without groups). Choose ddp, pipeline or hybrid for this model"
     )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer computes what PyTorch's layer of its kind does from the weight that it holds."""
+    own = type(layer).forward in (nn.Conv2d.forward, nn.Linear.forward)
+    return own and not parametrize.is_parametrized(layer) and not layer._forward_pre_hooks and not layer._forward_hooks
 
 
 def _follow(module: fx.GraphModule, node: fx.Node, picture: bool, times: Counter[str]) -> Pair | None:

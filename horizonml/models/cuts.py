@@ -10,12 +10,10 @@ from torch import Tensor, fx, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
-from horizonml.models.shapes import Static, results
+from horizonml.models.in_place import changed_by
+from horizonml.models.shapes import Static, run
 from horizonml.tasks.task import InputSpec
 
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name) for name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ipow")
-)
 _COMPUTES = ("call_module", "call_function", "call_method")
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial")
 _LARGE = 8  # a piece with more than one in so many of the model's weights is cut further
@@ -29,18 +27,22 @@ class Graph:
     def __init__(self, model: nn.Module, graph: fx.Graph, input: InputSpec) -> None:
         """Prepare the graph, and run it on zeros. Raises ModelError."""
         graph.owning_module = model  # type: ignore[assignment]  # lets fx tell which modules may be dropped
-        graph.eliminate_dead_code()
         self.model = model
         self.inputs = _inputs(graph, input.names)
-        self.results = results(model, graph, self.inputs, input)
+        found = run(model, graph, self.inputs, input)
+        self.results, self._memory, self._changes = found.results, found.memory, found.changes
+        for node in graph.nodes:  # some modules change tensors in training only
+            if (changed := changed_by(model, node)) is not None:
+                self._changes[node] = self._changes.get(node, frozenset()) | self._memory[changed]
+        graph.eliminate_dead_code(lambda node: bool(self._changes.get(node)) or node.is_impure())
         # Numbers that do not depend on the batch, such as an image's height, become part of every slice.
-        self.statics = {node: found.value for node, found in self.results.items() if isinstance(found, Static)}
+        self.statics = {node: one.value for node, one in self.results.items() if isinstance(one, Static)}
         self.result: Any = graph.output_node().args[0]
         self.constants = _constants(graph)  # what does not depend on the inputs; every slice computes its own
         left_out = {*self.constants, *self.statics}
         self.nodes = [node for node in graph.nodes if node.op in _COMPUTES and node not in left_out]
         returned: list[fx.Node] = []
-        fx.map_arg(self.result, returned.append)
+        fx.map_arg(self.result, lambda node: None if node in self.statics else returned.append(node))
         if not self.nodes or not returned or any(node not in set(self.nodes) for node in returned):
             raise ModelError("the model must return the results of operations on its input")
         self._position = {node: index for index, node in enumerate(self.nodes)}
@@ -51,7 +53,10 @@ class Graph:
         }
         for node in returned:
             self._last_use[node] = end
-        self._learned = self._find_learned()
+        self._changed_last: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            self._changed_last |= dict.fromkeys(self._changes.get(node, ()), index)
+        self._learned, self._flows = self._find_learned(), self._find_flows(returned)
 
     def alive(self, index: int) -> list[fx.Node]:
         """Return the inputs and results before operation `index` that it or a later one uses; inputs come first."""
@@ -72,8 +77,8 @@ class Graph:
         return len(tensors) == len(specs) and any(spec.dtype.is_floating_point for spec in tensors)
 
     def learned(self, node: fx.Node) -> bool:
-        """Return whether a result depends on parameters."""
-        return node in self._learned
+        """Return whether a result depends on trained parameters, and what the model returns on it."""
+        return node in self._learned and node in self._flows
 
     def tensors(self, node: fx.Node) -> list[Tensor]:
         """Return the parameters and buffers that an operation uses itself."""
@@ -92,8 +97,8 @@ class Graph:
         return any(isinstance(tensor, nn.Parameter) and tensor.dim() > 1 for tensor in self.tensors(node))
 
     def may_be_changed(self, node: fx.Node, index: int) -> bool:
-        """Return whether operation `index` or a later one may change a result in place."""
-        return any(_changes(self.model, user, node) for user in node.users if self._position.get(user, -1) >= index)
+        """Return whether operation `index` or a later one may change a result in place, or one that it is a view of."""
+        return any(self._changed_last.get(memory, -1) >= index for memory in self._memory[node])
 
     def _constant_sources(self, node: fx.Node) -> list[fx.Node]:
         """Return the attributes of the model that an operation uses, by way of constants."""
@@ -107,11 +112,32 @@ class Graph:
 
     def _find_learned(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
+        written: set[int] = set()  # memory to which something learned has been written in place
         for node in self.nodes:
             own = any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in self.tensors(node))
-            if own or any(source in found for source in node.all_input_nodes):
+            sources = [source for source in node.all_input_nodes if source in self.results]
+            if _detaches(node):
+                continue
+            if own or any(source in found or written & self._memory[source] for source in sources):
                 found.add(node)
+                written |= self._changes.get(node, frozenset())
+        return found | {node for node in self.nodes if written & self._memory[node]}
+
+    def _find_flows(self, returned: Sequence[fx.Node]) -> set[fx.Node]:
+        """Return the nodes to which gradients flow from what the model returns, if anything is learned there."""
+        found: set[fx.Node] = set(returned)
+        read = frozenset[int]().union(*(self._memory[node] for node in returned))  # memory that gradients flow through
+        for node in reversed(self.nodes):
+            if (node in found or read & self._changes.get(node, frozenset())) and not _detaches(node):
+                sources = [source for source in node.all_input_nodes if source in self.results]
+                found.update(sources)
+                read = read.union(*(self._memory[source] for source in sources))
         return found
+
+
+def _detaches(node: fx.Node) -> bool:
+    """Return whether no gradient flows through an operation."""
+    return getattr(node.target, "__name__", node.target) == "detach"
 
 
 def cut_points(graph: Graph) -> list[int]:
@@ -120,8 +146,8 @@ def cut_points(graph: Graph) -> list[int]:
     A cut that one tensor crosses is always allowed. Pieces that are still large are cut further, before operations with
     weights, where several tensors cross the cut.
     """
-    possible = _possible(graph)
-    points = [index for index in possible if graph.alive(index) == [graph.nodes[index - 1]]]
+    possible, computed = _possible(graph), set(graph.nodes)
+    points = [index for index in possible if len(graph.alive(index)) == 1 and graph.alive(index)[0] in computed]
     weights = [index for index, node in enumerate(graph.nodes) if graph.weighs(node)]
     for start, stop in zip([0, *points], [*points, len(graph.nodes)], strict=True):
         inside = [index for index in weights if start < index < stop]
@@ -187,19 +213,3 @@ def _constants(graph: fx.Graph) -> set[fx.Node]:
             if not random and all(source in found for source in node.all_input_nodes):
                 found.add(node)
     return found
-
-
-def _changes(model: nn.Module, user: fx.Node, value: fx.Node) -> bool:
-    """Return whether the operation `user` may change `value` in place."""
-    if not user.args or user.args[0] is not value:
-        return False
-    if user.op == "call_module":
-        return bool(getattr(model.get_submodule(str(user.target)), "inplace", False))
-    if user.op == "call_method":
-        return str(user.target).endswith("_")
-    name = getattr(user.target, "__name__", "")
-    return (
-        user.target in _IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
-        or bool(user.kwargs.get("inplace", False))
-    )

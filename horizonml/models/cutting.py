@@ -28,12 +28,14 @@ def cut(model: nn.Module, input: InputSpec) -> tuple[Layers, str]:
             raise ModelError(f"{untraceable} {error}") from error
         return structure, _note(model, structure)
     if not any(_has_list(module) for module in chain.whole_modules()):
-        return chain, ""
+        return chain, chain.report()
     try:
         structure = Structure(model, input)
     except ModelError as error:
         return chain, f"parts of {type(model).__name__} stay in one piece: {error}"
-    return (structure, _note(model, structure)) if _largest(structure) < _largest(chain) else (chain, "")
+    if _largest(structure) < _largest(chain):
+        return structure, _note(model, structure)
+    return chain, chain.report()
 
 
 def _note(model: nn.Module, structure: Structure) -> str:

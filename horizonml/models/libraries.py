@@ -18,6 +18,7 @@ from horizonml.text import nearest
 Constructor = tuple[Callable[..., nn.Module], dict[str, Any]]
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_COUNT_PADDING = ("roberta", "camembert", "longformer", "mpnet", "ibert", "luke", "xmod", "data2vec-text")
 
 
 def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor:
@@ -34,15 +35,18 @@ def transformers_model(name: str, outputs: int, input: InputSpec) -> Constructor
     if config is None or not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         known = [entry for entry in dir(transformers) if "For" in entry or entry.endswith("LMHeadModel")]
         raise ModelError(f"model.name: transformers has no model {name!r}{nearest(name, known)}")
-    defaults: dict[str, Any] = {"use_cache": False}
+    defaults: dict[str, Any] = {"use_cache": False} if _has(config, "use_cache") else {}
     length = sequence_length(input)
     if _predicts_words(name):
         # The tokens are the data's own: none of them begins, ends or fills up a text, unless the options say so.
         defaults |= {"vocab_size": outputs, **dict.fromkeys(_SPECIAL_TOKENS)}
+        if _counts_padding(config):
+            del defaults["pad_token_id"]
     else:
         defaults["num_labels"] = outputs
     if length is not None and _has(config, "max_position_embeddings"):
-        defaults["max_position_embeddings"] = length
+        first = _default(config).pad_token_id + 1 if _counts_padding(config) else 0
+        defaults["max_position_embeddings"] = first + length
     return functools.partial(_from_config, cls, config), defaults
 
 
@@ -70,6 +74,11 @@ LIBRARIES: dict[str, Callable[[str, int, InputSpec], Constructor]] = {
 
 def _predicts_words(name: str) -> bool:
     return name.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM"))
+
+
+def _counts_padding(config: Any) -> bool:
+    """Return whether models number their positions from the one after that of the padding token."""
+    return any(name in config.model_type for name in _COUNT_PADDING)
 
 
 def _from_config(cls: Any, config: Any, **options: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ class _Run:
     def __init__(self, part: Part) -> None:
         self._part = part
         self._values: dict[Result, Tensor] = {}
+        self._stand_ins: dict[int, tuple[str, Tensor]] = {}  # by their memory, for results that have not travelled
         self._position = 0
         self._batch = 0
 
@@ -51,7 +53,10 @@ class _Run:
         part = self._part
         self._values = dict(zip(part.entering, values, strict=True))
         self._position, self._batch = 0, len(values[0])
-        inputs = [self._value((INPUTS, place), leaf) for place, leaf in enumerate(part.calls.inputs)]
+        inputs = [
+            self._values[found] if (found := (INPUTS, place)) in self._values else self._stand_in(found, leaf, 0.0)
+            for place, leaf in enumerate(part.calls.inputs)
+        ]
         return arguments(inputs, part.names)
 
     def call(self, module: nn.Module, unit: str, args: Any, kwargs: Any) -> Any:
@@ -66,6 +71,7 @@ class _Run:
         self._position += 1
         if number < part.first:
             return self._stub(number)
+        self._check(unit, (args, kwargs))
         result = type(module).forward(module, *args, **kwargs)
         for place, leaf in enumerate(tree_flatten(result)[0]):
             if isinstance(leaf, Tensor):
@@ -77,17 +83,33 @@ class _Run:
     def _stub(self, number: int) -> Any:
         """Return what an earlier unit returned, with zeros for the tensors on which nothing depends here."""
         call = self._part.calls.calls[number]
-        leaves = [
-            self._value((number, place), leaf) if isinstance(leaf, Leaf) else leaf
-            for place, leaf in enumerate(call.leaves)
-        ]
+        leaves = [self._value((number, place), leaf) for place, leaf in enumerate(call.leaves)]
         return tree_unflatten(leaves, call.structure)
 
-    def _value(self, result: Result, leaf: Leaf) -> Tensor:
-        """Return what has travelled, or zeros; only what is changed in place needs zeros of its own."""
-        if result in self._values:
-            return self._values[result]
-        return leaf.zeros(self._batch, in_memory=result in self._part.calls.changed)
+    def _value(self, result: Result, leaf: Any) -> Any:
+        """Return what has travelled, a value that is always the same, or not-a-number where nothing depends on it."""
+        if result in self._values or not isinstance(leaf, Leaf):
+            return self._values.get(result, leaf)
+        # If the forward goes another way than it went when it was cut, the loss shows that.
+        return self._stand_in(result, leaf, math.nan if leaf.dtype.is_floating_point else 0)
+
+    def _stand_in(self, result: Result, leaf: Leaf, number: float) -> Tensor:
+        """Return a tensor in place of a result that is not needed; only what is changed in place has its own memory."""
+        made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed)
+        of = (
+            "an input of the model" if result[0] == INPUTS else f"what {self._part.calls.calls[result[0]].unit} returns"
+        )
+        self._stand_ins[made.untyped_storage()._cdata] = of, made
+        return made
+
+    def _check(self, unit: str, given: Any) -> None:
+        """Raise ModelError if a unit is given something that has not travelled here."""
+        for leaf in tree_flatten(given)[0]:
+            if isinstance(leaf, Tensor) and (found := self._stand_ins.get(leaf.untyped_storage()._cdata)) is not None:
+                raise ModelError(
+                    f"the model's forward hands {found[0]} to {unit}, which it did not do when the model was cut; the "
+                    "way it takes must not depend on the data"
+                )
 
     def leave(self) -> tuple[Tensor, ...]:
         """Return the tensors that travel on."""
@@ -96,7 +118,7 @@ class _Run:
 
     def end(self) -> None:
         """Forget the tensors of this run."""
-        self._values = {}
+        self._values, self._stand_ins = {}, {}
 
 
 class _UnitForward(Forward):

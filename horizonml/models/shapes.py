@@ -1,9 +1,10 @@
-"""Finds out what each operation of a graph returns, from a run on zeros."""
+"""Finds out what each operation of a graph returns and what it changes in place, from a run on zeros."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,15 +26,27 @@ Result = TensorSpec | Static | None
 """What an operation returns: a tensor with the batch in its first dimension, a constant, or anything else."""
 
 
-def results(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec) -> dict[fx.Node, Result]:
-    """Return what each node of the graph results in. Raises ModelError if the model does not accept the inputs."""
+@dataclass
+class Run:
+    """Holds what was found out about the nodes of a graph; tensors that share memory have numbers in common."""
+
+    results: dict[fx.Node, Result]
+    memory: dict[fx.Node, frozenset[int]]
+    """The memory in which the tensors are that a node returns."""
+    changes: dict[fx.Node, frozenset[int]]
+    """The memory that a node changes in place."""
+
+
+def run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec) -> Run:
+    """Return what each node of the graph does. Raises ModelError if the model does not accept the inputs."""
     training = model.training
     model.eval()
     try:
         one, two = (_run(model, graph, inputs, input, batch) for batch in (1, 2))
     finally:
         model.train(training)
-    return {node: _compare(one[node], two[node]) for node in one}
+    results = {node: _compare(one.found[node], two.found[node]) for node in one.found}
+    return Run(results, two.memory, two.changes)
 
 
 def _compare(one: Any, two: Any) -> Result:
@@ -62,9 +75,16 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, int | float | str | torch.dtype | torch.device)
 
 
-def _run(
-    model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec, batch: int
-) -> dict[fx.Node, Any]:
+@dataclass
+class _Seen:
+    """Holds what was seen in one run."""
+
+    found: dict[fx.Node, Any] = field(default_factory=dict)
+    memory: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    changes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+
+def _run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec, batch: int) -> _Seen:
     """Run the graph on a batch of zeros, with the parameters of one operation in memory at a time.
 
     It does not run on the meta device, whose Python kernels would load torch's compiler into every rank (70 MB).
@@ -74,11 +94,12 @@ def _run(
         for node, spec in zip(inputs, input.tensors, strict=True)
     }
     values: dict[fx.Node, Any] = {}
-    found: dict[fx.Node, Any] = {}
+    seen = _Seen()
     last_use = {source: node for node in graph.nodes for source in node.all_input_nodes}
-    for node in graph.nodes:
+    for number, node in enumerate(graph.nodes):
         if node.op == "output":
             break
+        before = {one: _versions(value) for one, value in values.items()}
         if node.op == "placeholder":
             values[node] = fed.get(node)
         else:
@@ -94,11 +115,34 @@ def _run(
                     f"{error}. {input.advice}".rstrip()
                 ) from error
         value = values[node]
-        found[node] = _Shape(value) if isinstance(value, Tensor) else value
-        for source in node.all_input_nodes:
-            if last_use[source] is node:
+        changed = [seen.memory[one] for one, versions in before.items() if _versions(values[one]) != versions]
+        if changed:
+            seen.changes[node] = frozenset().union(*changed)
+        places = _storages(value)
+        shared = [seen.memory[one] for one in node.all_input_nodes if places & _storages(values[one])]
+        seen.memory[node] = frozenset((number,)).union(*shared)
+        seen.found[node] = _Shape(value) if isinstance(value, Tensor) else _OPAQUE if _tensors(value) else value
+        for source in [*node.all_input_nodes, node]:
+            if last_use.get(source, source) is node:
                 values.pop(source, None)
-    return {node: _OPAQUE if _holds_tensors(value) else value for node, value in found.items()}
+    return seen
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors that an operation returned: one, or a sequence or mapping of them."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in _tensors(part)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def _versions(value: Any) -> list[int]:
+    return [tensor._version for tensor in _tensors(value)]
+
+
+def _storages(value: Any) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(value)}
 
 
 def _result(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
@@ -118,10 +162,3 @@ def _result(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Return whether a collection holds tensors, which must not outlive the run."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(map(_holds_tensors, value)))

@@ -5,14 +5,12 @@ modules still tell how they are built: the entries of a `ModuleList` or `Sequent
 the model's units, which run one after the other. The model can be cut between two calls of units.
 
 A slice runs the model's own forward, with other units than its own replaced by stubs. Stubs of earlier units return the
-tensors that travelled, or zeros that cost nothing if nothing in this slice depends on them; after the last unit of the
-slice, the forward is left. What the forward does between the calls is done by every stage whose units need it, with the
-real values: inputs of the model that are needed later, such as masks, travel along.
+tensors that travelled, or stand-ins that cost nothing where nothing in this slice depends on them; after the last unit
+of the slice, the forward is left. What the forward does between the calls is done by every stage whose units need it,
+with the real values: inputs of the model that are needed later, such as masks, travel along.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.utils import parametrize
@@ -24,7 +22,7 @@ from horizonml.models.boundary import Boundary
 from horizonml.models.calls import INPUTS, Call, Calls, Leaf, Pin, Result, Source, record_calls
 from horizonml.models.module_slice import ModuleSlice, Part
 from horizonml.tasks.task import InputSpec
-from horizonml.text import count
+from horizonml.text import count, some
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 8  # a piece with more than one in so many of the model's parameters is cut further
@@ -83,9 +81,10 @@ class Structure:
         parts = []
         pins = sorted(name for name, (first, last) in self._pins.items() if first < last)
         if pins:
-            parts.append(f"it is not cut where both sides would need {_some(pins)}")
-        if self._calls.unused:
-            parts.append(f"its forward never calls {_some(self._calls.unused)}, left out of the training")
+            parts.append(f"it is not cut where both sides would need {some(pins)}")
+        unused = [name for name in self._calls.unused if _holds_tensors(self._units[name])]
+        if unused:
+            parts.append(f"its forward never calls {some(unused)}, left out of the training")
         return "; ".join(parts)
 
     def _start(self, index: int) -> int:
@@ -212,7 +211,7 @@ class Structure:
 
     def _output(self) -> Boundary:
         """Return the description of what the model returns. Raises ModelError."""
-        specs = [leaf.spec if isinstance(leaf, Leaf) else None for leaf in self._calls.outputs]
+        specs = [leaf.spec if isinstance(leaf, Leaf) else None for leaf in self._calls.outputs if leaf is not None]
         tensors = tuple(spec for spec in specs if spec is not None)
         if not specs or len(tensors) < len(specs):
             raise ModelError(
@@ -267,9 +266,3 @@ def _holds_tensors(module: nn.Module) -> bool:
 def _travels(call: Call) -> bool:
     """Return whether all tensors that a unit returns have the batch in their first dimension."""
     return all(leaf.spec is not None for leaf in call.leaves if isinstance(leaf, Leaf))
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

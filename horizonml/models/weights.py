@@ -75,12 +75,12 @@ class Tape(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors and "device" in {a.name for a in func._schema.arguments}:
             if func.overloadpacket in _KEPT_REAL:
-                return func(*args, **kwargs)
+                return func(*args, **_on_cpu(kwargs))
             result = func(*args, **{**kwargs, "device": torch.device("meta")})
             kwargs = {**kwargs, "device": torch.device("cpu")}
             leaves, structure = tree_flatten((args, kwargs))
         elif all(tensor.device.type != "meta" for tensor in tensors):
-            return func(*args, **kwargs)
+            return func(*args, **_on_cpu(kwargs))
         else:
             on_meta = tree_map(_to_meta, (args, kwargs))
             result = func(*on_meta[0], **on_meta[1])
@@ -225,7 +225,23 @@ def materialise(
     for name, constant in getattr(module, "constants", {}).items():
         if constant.is_meta:
             values[id(constant)] = tape.replay(constant, name_seed(seed, name))
-    return copy.deepcopy(module, values)
+    made = copy.deepcopy(module, values)
+    copy_persistence(module, made)
+    return made
+
+
+def copy_persistence(module: nn.Module, made: nn.Module) -> None:
+    """Keep those buffers out of the checkpoints of a copy that the original keeps out; fx's copies do not say so."""
+    originals = dict(module.named_modules())
+    for path, part in made.named_modules():
+        if path in originals:
+            part._non_persistent_buffers_set |= originals[path]._non_persistent_buffers_set & part._buffers.keys()
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation on real tensors, which may ask for the device of a parameter."""
+    device = kwargs.get("device")
+    return kwargs | {"device": torch.device("cpu")} if device is not None and device.type == "meta" else kwargs
 
 
 def _to_meta(leaf: Any) -> Any:

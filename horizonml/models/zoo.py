@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -114,7 +114,10 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    return Model(chain, tape, seed, ties, note, pretrained, frozen)
+    made = Model(chain, tape, seed, (), note, pretrained, frozen)
+    # A copy that the forward never uses is in no layer, and needs no gradients.
+    used = [tuple(name for name in names if name in made.parameter_names()) for names in ties]
+    return replace(made, ties=tuple(names for names in used if len(names) > 1))
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:

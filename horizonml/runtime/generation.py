@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,12 +12,10 @@ from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.engine.session import Session
-from horizonml.errors import DataError, JobError, PeerLost
+from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
-from horizonml.machine.host import machine_info, versions
-from horizonml.machine.resources import memory_limit
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
@@ -29,22 +26,21 @@ from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
+from horizonml.runtime.recording import recorder_for, run_info
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
+from horizonml.runtime.taking_up import checkpoints_for, is_older_than_disk, take_up
 from horizonml.runtime.trainer import train
 from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
-from horizonml.state.equal import share_state
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
-from horizonml.telemetry.progress import display_for
-from horizonml.telemetry.record import RunInfo, Source
 from horizonml.telemetry.recorder import Recorder
-from horizonml.text import count, human_bytes, human_seconds
+from horizonml.text import human_bytes, human_seconds
 
 
 @dataclass
@@ -79,12 +75,13 @@ class Generation:
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
         agreed = self._agree_on_plan(model, info, hosts)
-        source, followers, checkpoints = None, frozenset[int](), self._checkpoints(info, model)
-        if found is not None and not self._is_older_than_disk(found.step, checkpoints):
+        source, followers = None, frozenset[int]()
+        checkpoints = checkpoints_for(life, group, self.number, self.names, info, model)
+        if found is not None and not is_older_than_disk(life, found.step, checkpoints, self.say):
             source, followers = recover(life, info, found, agreed.plan, self._place())
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
-        about = self._about(model, agreed.plan, here)
+        about = run_info(life, group, self.number, self.names, model, agreed.plan, here)
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
@@ -97,8 +94,8 @@ class Generation:
                 if moved:
                     self.say(moved)
                 else:
-                    source = self._take_up(session, checkpoints, first, source, followers)
-                recorder = self._recorder(about, session, detector, energy, "on" if moved else "resumed")
+                    source = take_up(life, session, checkpoints, first, source, followers, self.say)
+                recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
                 life.outage = None
@@ -174,19 +171,6 @@ class Generation:
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
 
-    def _is_older_than_disk(self, step: int, checkpoints: Checkpoints | None) -> bool:
-        """Return whether a checkpoint is newer than the newest state in memory, which is dropped then.
-
-        That happens if all ranks that held a newer state are lost, and one that was lost long before them is back.
-        """
-        newer = checkpoints.newer_than(step) if checkpoints is not None else None
-        if newer is None:
-            return False
-        assert self.life.state is not None
-        self.life.state.drop()
-        self.say(f"the state in memory is that of step {step}: going on from the checkpoint of step {newer} instead")
-        return True
-
     def _detector(self, agreed: Agreed) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
         parallel = self.life.job.parallel
@@ -195,64 +179,6 @@ class Generation:
         return StragglerDetector(
             self.group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
         )
-
-    def _checkpoints(self, info: DataInfo, model: Model) -> Checkpoints | None:
-        """Return the run's checkpoints, if there are to be any. All ranks call this."""
-        job = self.life.job
-        if not job.checkpoint.enabled:
-            return None
-        folder = job.run_folder / "checkpoints"
-        compatible = compatible_with(job, info, model)
-        return Checkpoints(folder, self.group, job.checkpoint.keep, compatible, self.names, self.number)
-
-    def _take_up(
-        self,
-        session: Session,
-        checkpoints: Checkpoints | None,
-        first: bool,
-        source: Source | None,
-        followers: frozenset[int],
-    ) -> Source | None:
-        """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
-
-        `source` says where it has been taken from already, if it has. Return where it was taken from, None if the run
-        begins with this group.
-        """
-        life, state = self.life, session.state
-        if source is not None and checkpoints is not None:
-            known_steps = self.group.gather_json(life.newest_checkpoint)
-            checkpoints.newest = max((step for step in known_steps if step is not None), default=None)
-        if source is None:
-            found = self._from_disk(session, checkpoints, first)
-            source = None if first else Source.DISK if found else Source.START
-        life.begun = True
-        # All members of a stage that do not follow begin with the same state, bit for bit.
-        for rank, name in share_state(state, session.plan.without(followers), self.group):
-            self.say(
-                f"warning: rank {rank} began with other values than its stage's first member ({name}, for one) and has "
-                "taken over that member's; processors that round differently can be the reason"
-            )
-        return source
-
-    def _from_disk(self, session: Session, checkpoints: Checkpoints | None, first: bool) -> bool:
-        """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
-        state, found = session.state, None
-        if checkpoints is None:
-            if not first:
-                raise PeerLost(
-                    "a lost rank alone held some of the layers, and no copy of them can be used; with checkpoints "
-                    "(checkpoint.enabled: true) the others would go on from the newest one",
-                    ends_job=True,
-                )
-        elif first and not self.life.job.checkpoint.resume:
-            checkpoints.set_aside()
-        else:
-            found = checkpoints.resume(state, session.plan)
-        if found is None and (state.step or not state.valid):
-            state.restart()
-        if not first and found is None:
-            self.say("no checkpoint had been saved: training begins again at step 0")
-        return found is not None
 
     def _train(
         self,
@@ -293,70 +219,6 @@ class Generation:
         self.life.agreed = self.life.plans[tuple(self.started_as)] = agreed
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 
-    def _about(self, model: Model, plan: Plan, here: Host) -> RunInfo:
-        """Return what the records of this rank begin with."""
-        group, life = self.group, self.life
-        return RunInfo(
-            rank=group.rank,
-            started_as_rank=life.rank,
-            world_size=group.world_size,
-            generation=self.number,
-            host=self.names[group.rank],
-            node=group.hosts[group.rank],
-            job=life.job,
-            layers=model.chain.names,
-            rss_idle_bytes=life.idle,
-            threads=torch.get_num_threads(),
-            cores=here.cores,
-            memory=memory_limit(),
-            machine=machine_info().to_json(),
-            versions=versions(),
-            plan=plan,
-        )
-
-    def _recorder(
-        self,
-        about: RunInfo,
-        session: Session,
-        detector: StragglerDetector | None,
-        energy: EnergyMeter | None,
-        source: str,
-    ) -> Recorder:
-        """Return what takes down all that happens from now on, by this plan."""
-        life, job, plan, done = self.life, self.life.job, session.plan, session.state.step
-        assert life.info is not None
-        per_epoch = -(-life.info.train // job.batch_size)
-        steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
-        display = display_for(about.rank, epochs, steps, done, life.observer)
-        forecast = detector.forecast if detector is not None else None
-        expected = (
-            (life.taken or life.idle) + forecast.memory[about.rank]
-            if forecast is not None and forecast.memory
-            else None
-        )
-        life.lifeline.expected(expected)
-        seconds = forecast.seconds if forecast is not None else None
-        about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
-        file = job.run_folder / f"rank-{life.rank}.jsonl"
-        feeds = life.feeds if about.rank == 0 else None
-        every = job.telemetry.timeline_every
-        recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds)
-        life.metrics.started(about, epochs, steps, done)
-        if 0 < done < steps:
-            recorder.message(f"{source} from step {done} of {steps}")
-        if about.rank:
-            others = count(about.world_size - 1, "other rank")
-            held = [
-                f"stage {number + 1} of {len(plan.stages)}, layers {plan.stages[number].start} to "
-                f"{plan.stages[number].stop - 1}"
-                for number in session.stages
-            ]
-            print(
-                f"rank {life.rank}: connected to {others}; trains {'; '.join(held)}, from step {done} of {steps}",
-                flush=True,
-            )
-        return recorder
-
 
 def load_for(life: Life, session: Session, info: DataInfo) -> Data:
     """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
@@ -369,19 +231,6 @@ def load_for(life: Life, session: Session, info: DataInfo) -> Data:
         data = load(life.job.data, info, cache_folder() / "data", inputs=inputs, targets=targets)
         life.data = Loaded(data, inputs, targets)
     return life.data.data
-
-
-def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
-    """What a checkpoint must agree with so that going on from it makes sense."""
-    return {
-        "model": job.model.identity(),
-        **({"weights": model.pretrained.digest} if model.pretrained is not None else {}),
-        "data": job.data.name,
-        "samples": info.train,
-        "seed": job.seed,
-        "batch_size": job.batch_size,
-        "optimizer": job.optimizer.name,
-    }
 
 
 def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:

@@ -240,9 +240,10 @@ def test_nothing_is_sent_for_what_is_frozen(pool: Pool, file: Path) -> None:
     assert sum(step["next"][0] for ways in results[:2] for step in ways) == sent
     assert [sum(step["next"][1] for step in ways) for ways in results] == [0, 0, 0]  # no gradients come back
     assert sum(step["previous"][0] for step in results[2]) == 0
-    # Where members share what is trained, they sum its gradients and no more, not even BatchNorm's statistics.
+    # Where members share what is trained, they sum its gradients, and which of the four parameters have one; no more,
+    # not even BatchNorm's statistics.
     results = pool.run(2, traffic, replace(case, members=(TWO,)), file, Plan((Stage(0, layers, (0, 1), TWO),)))
-    trained = 4 * (16 * 16 * 9 + 16 + 64 * 10 + 10)
+    trained = 4 * (16 * 16 * 9 + 16 + 64 * 10 + 10 + 4)
     assert [[step["members"][0] for step in ways] for ways in results] == [[trained] * 3] * 2
 
 

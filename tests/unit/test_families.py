@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from torch import nn
 
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.chain import Chain
-from horizonml.tasks.task import InputSpec
+from horizonml.models.cutting import cut
+from horizonml.models.libraries import timm_model
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec, OutputSpec
 from tests import models
 from tests.chains import compare_with_model
 
@@ -60,6 +65,81 @@ def test_a_model_cut_everywhere_computes_what_it_computed(name: str) -> None:
     chain = Chain(original, InputSpec.of(shape))
     assert len(chain) >= layers
     compare_with_model(original, chain, (torch.randn(2, *shape),))
+
+
+@pytest.mark.parametrize(
+    ("constructor", "layers"),
+    [(models.Hidden, 8), (models.Unlearned, 4), (models.Detaching, 4), (models.StubbornInPlace, 4)],
+)
+def test_what_a_graph_does_not_show_is_kept(constructor: Callable[[], nn.Module], layers: int) -> None:
+    """Changes in place whose result is not used by a name of its own, views, and parts without gradients."""
+    torch.manual_seed(0)
+    original = constructor()
+    chain, _ = cut(original, InputSpec.of((1, 8, 8)))
+    assert len(chain) >= layers
+    compare_with_model(original, chain, (torch.randn(3, 1, 8, 8),))
+
+
+def test_a_model_of_timm_is_cut_everywhere() -> None:
+    if find_spec("timm") is None:
+        pytest.skip("needs pip install timm")
+    spec = InputSpec.of((3, 32, 32))
+    options: dict[str, dict[str, Any]] = {
+        "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 2},
+        "convnext_atto": {"depths": [1, 1, 2, 1], "dims": [8, 12, 16, 20]},
+    }
+    for name, own in options.items():
+        constructor, defaults = timm_model(name, 5, spec)
+        torch.manual_seed(0)
+        original = constructor(**defaults, **own)
+        chain, _ = cut(original, spec)
+        assert len(chain) >= 12
+        compare_with_model(original, chain, (torch.randn(2, 3, 32, 32),))
+
+
+@pytest.mark.parametrize("itself", [False, True], ids=["a module's", "the model's own"])
+def test_buffers_change_as_often_as_the_forward_runs(itself: bool) -> None:
+    original = models.Counting(itself=itself)
+    chain, _ = cut(models.Counting(itself=itself), InputSpec.of((1, 8, 8)))
+    whole = chain.slice(0, len(chain))
+    whole.load_state_dict(original.state_dict())
+    value = torch.randn(2, 1, 8, 8)
+    for _ in range(3):
+        torch.testing.assert_close(whole(value), original(value), rtol=0, atol=0)
+    found = dict(whole.named_buffers())
+    assert {name: float(buffer) for name, buffer in original.named_buffers()} == {
+        name: float(buffer) for name, buffer in found.items()
+    }
+
+
+def test_no_cut_where_a_later_operation_changes_a_tensor_through_a_view() -> None:
+    torch.manual_seed(0)
+    chain, _ = cut(models.Hidden(), InputSpec.of((1, 8, 8)))
+    layer = next(index for index, name in enumerate(chain.names) if name.startswith("third"))
+    modules = {name.partition(".")[0] for name, _ in chain.slice(layer, layer + 1).named_parameters()}
+    assert modules == {"third"}  # whose input and the view are made before, and changed after it
+    assert [len(boundary.tensors) for boundary in chain.boundaries[layer : layer + 2]] == [1, 1]
+
+
+def test_buffers_that_no_checkpoint_has_are_in_none() -> None:
+    chain, _ = cut(models.Hidden(), InputSpec.of((1, 8, 8)))
+    model = build(ModelSpec(name="tests.models:Hidden"), 0, OutputSpec(10, None), InputSpec.of((1, 8, 8)))
+    for slice in (chain.slice(0, len(chain)), model.stage(0, len(model.chain))):
+        assert "shift" in dict(slice.named_buffers())
+        assert set(slice.state_dict()) == set(models.Hidden().state_dict())
+
+
+def test_unused_parameters_are_named() -> None:
+    class Unused(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Flatten(), nn.Linear(64, 8))
+            self.aside = nn.Linear(8, 8, bias=False)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self[1](self[0](value))
+            return found
+
+    assert cut(Unused(), InputSpec.of((1, 8, 8)))[1] == "its forward never uses aside.weight, left out of the training"
 
 
 def test_densenet_is_cut_inside_its_blocks_where_many_tensors_are_alive() -> None:

@@ -22,6 +22,8 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.simulate import predict
 from horizonml.profiling.measure import measure
+from horizonml.state.spec import Sgd
+from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec
 
 SHAPE = (1, 8, 8)
@@ -78,11 +80,25 @@ def test_batchnorm_of_a_frozen_part_keeps_its_statistics_and_others_do_not() -> 
     assert not {name for name in model("1.weight", "1.bias").frozen if "running" in name}
 
 
-def test_no_gradient_crosses_a_cut_before_what_is_trained() -> None:
-    made = model(*BODY)
+@pytest.mark.parametrize(
+    ("name", "freeze", "first"), [("backbone", BODY[0], "9.weight"), ("Stubborn", "blocks.[0-2].*", "blocks.3.weight")]
+)
+def test_no_gradient_crosses_a_cut_before_what_is_trained(name: str, freeze: str, first: str) -> None:
+    """In a model that is traced, and in one that is cut by its modules."""
+    made = model(freeze, name=name)
     crossing = [bool(boundary.gradients.tensors) for boundary in made.chain.boundaries[1:-1]]
-    first = next(layer for name, layer in made.parameter_names().items() if name == "9.weight")
-    assert crossing == [layer > first for layer in range(1, len(made.chain))]
+    trained_first = made.parameter_names()[first]
+    assert 0 < trained_first < len(made.chain) - 1
+    assert crossing == [layer > trained_first for layer in range(1, len(made.chain))]
+
+
+def test_frozen_parameters_are_not_expected_to_have_optimizer_state() -> None:
+    made = model(*BODY)
+    state = TrainState(made, Sgd(momentum=0.9))
+    keys = [key for layer in range(len(made.chain)) for key in state.expected(layer)]
+    assert sorted(key for key in keys if key.startswith("optimizer/")) == [
+        f"optimizer/{name}/momentum_buffer" for name in sorted(HEAD)
+    ]
 
 
 def test_the_profile_of_a_frozen_part_has_no_gradients_and_no_backward_pass() -> None:

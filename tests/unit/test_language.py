@@ -190,6 +190,38 @@ def test_a_model_that_cannot_be_traced_is_cut_by_its_modules(name: str) -> None:
     compare_with_model(original, chain, (torch.randn(2, *shape),))
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_forward_whose_way_depends_on_the_data_is_noticed(direct: bool) -> None:
+    chain, _ = cut(models.Wayward(direct=direct), InputSpec.of((1, 8, 8)))
+    value = torch.randn(2, 1, 8, 8)
+    entered = chain.slice(0, 2)(value)  # what the first layer returns, as zeros would have it
+    if direct:
+        with pytest.raises(ModelError, match="hands what second returns to third, which it did not do"):
+            chain.slice(2, 4)(*values_of(entered))
+    else:
+        assert not torch.isfinite(chain.slice(2, 4)(*values_of(entered))).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AlbertForSequenceClassification", {**SMALL["BertForSequenceClassification"], "embedding_size": 8}),
+        ("RobertaForMaskedLM", {**SMALL["BertForSequenceClassification"]}),
+        (
+            "T5EncoderModel",
+            {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+        ),
+        ("MambaForCausalLM", {"num_hidden_layers": 2, "hidden_size": 16, "state_size": 4}),
+    ],
+)
+def test_models_with_peculiar_configurations_and_constructors_are_built(name: str, options: dict[str, Any]) -> None:
+    model = build(ModelSpec(name=f"transformers:{name}", options=options), 0, OutputSpec(WORDS, None), TOKENS)
+    assert len(model.chain) > 3
+    held = model.parameter_names()
+    assert all(tied in held for names in model.ties for tied in names)
+    assert all(value.isfinite().all() for value in model.stage(0, len(model.chain)).parameters())
+
+
 def test_what_prevents_a_cut_is_named() -> None:
     _, note = cut(models.Stubborn(shared=True), InputSpec.of((1, 8, 8)))
     assert "not cut where both sides would need blocks.0" in note

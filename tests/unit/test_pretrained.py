@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,42 @@ def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path) -> None:
             for name, value in stage.state_dict().items():
                 assert torch.equal(value, weights()[name])
                 assert value.untyped_storage().nbytes() == value.nbytes  # the file is not held
+
+
+READER = """
+import sys
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.tasks.task import InputSpec
+
+def resident():
+    lines = [line.split() for line in open("/proc/self/status")]
+    return sum(int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssFile:"))
+
+spec, input = ModelSpec(name="tests.models:heavy", options={"layers": 6}), InputSpec.of((1, 8, 8))
+build(spec, 0, 10, input).stage(0, 1)
+before = resident()
+model = build(spec.model_copy(update={"weights": spec.model_validate(
+    {"name": spec.name, "weights": sys.argv[1]}).weights}), 0, 10, input)
+opened = resident()
+held = model.stage(4, 5)
+own = sum(parameter.nbytes for parameter in held.parameters())
+print(opened - before, resident() - opened, own)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures memory as Linux tells it")
+def test_what_a_rank_takes_of_a_large_file_is_measured(tmp_path: Path) -> None:
+    """Opening 400 MB takes next to nothing; a stage takes its own tensors, and the part of the file that has them."""
+    path = tmp_path / "large.safetensors"
+    save_file(models.heavy(layers=6).state_dict(), path)
+    outcome = subprocess.run(
+        [sys.executable, "-c", READER, str(path)], capture_output=True, text=True, check=True, timeout=120
+    )
+    opened, taken, own = map(int, outcome.stdout.split())
+    assert own == 64 << 20
+    assert opened < 32 << 20
+    assert taken < 2 * own + (16 << 20)
 
 
 def test_a_head_of_another_shape_begins_anew_as_it_would_without_weights(tmp_path: Path) -> None:

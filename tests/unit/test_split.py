@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from horizonml.errors import ModelError
 from horizonml.models.chain import Chain
@@ -54,9 +55,22 @@ def test_a_layer_that_is_used_twice_is_in_no_pair() -> None:
     assert of(Twice(), (4,)) == []
 
 
+class OwnWeight(nn.Module):
+    """Uses the weight of a layer that it also calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.layer(value), self.layer.weight.t())
+
+
 @pytest.mark.parametrize(
     ("module", "shape", "problem"),
     [
+        (OwnWeight(), (4,), "layer layer, whose weight the forward also uses itself"),
+        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), (4,), "whose weight is computed"),
         (nn.Sequential(nn.Conv2d(4, 8, 3, groups=2)), (4, 8, 8), "layer 0, a convolution in 2 groups"),
         (
             nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular")),

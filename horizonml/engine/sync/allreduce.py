@@ -7,7 +7,8 @@ the order in which the backward pass computes them; a full bucket is sent while 
 `TreeSum`).
 
 BatchNorm's running statistics travel in the last bucket and are averaged by samples, so all members of a stage hold the
-same state after every step. Where gradients are compressed, the statistics travel in a message of their own.
+same state after every step. With them travels which parameters have a gradient at all: the optimizer leaves those alone
+that have none, as it does in one process. Where gradients are compressed, both travel in a message of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TREE_BYTES_ON_ONE_HOST = 4 << 20
 
 @dataclass
 class Bucket:
-    """Groups parameters whose gradients travel together; `extra` values follow them in the buffer."""
+    """Groups parameters whose gradients travel together; `extra` numbers follow them in the buffer."""
 
     parameters: list[nn.Parameter]
     extra: int = 0
@@ -43,7 +44,8 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = torch.zeros(sum(sizes) + self.extra)
+        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self.flat = torch.zeros(sum(sizes) + self.extra, dtype=torch.float64 if double else torch.float32)
         parts = self.flat[: sum(sizes)].split(sizes) if sizes else ()
         # In the parameter's own memory format, since the fused update walks through memory as it lies.
         self.views = [
@@ -60,7 +62,7 @@ class AllReduce:
     """Sums gradients as 32-bit floats over two or more members."""
 
     def __init__(self, module: nn.Module, members: Members, split: Mapping[str, Part] | None = None) -> None:
-        """Join the sums of a stage. All parameters must be float32. Raises PeerLost.
+        """Join the sums of a stage. Raises PeerLost.
 
         `split` names the parameters and buffers of which each member holds its own part; these are not summed. With
         `split`, all members compute the same gradients of the remaining parameters, and these are averaged.
@@ -72,7 +74,9 @@ class AllReduce:
         self._averaged, self._copied = float_and_other(
             buffer for name, buffer in synced_buffers(module).items() if name not in self.parts
         )
-        self._buckets = self._make_buckets(sum(buffer.numel() for buffer in [*self._averaged, *self._copied]))
+        numbers = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
+        self._buckets = self._make_buckets(len(self._parameters) + numbers)
+        self._present: list[bool] = []  # whether each parameter that has been sent has a gradient, in their order
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
         self._tree = self._make_tree(total)
         count = len(members.ranks)
@@ -112,7 +116,7 @@ class AllReduce:
 
     def begin(self, measure_divergence: bool) -> None:
         """See `GradientSync`."""
-        self._measure, self._works, self._armed = measure_divergence, [], False
+        self._measure, self._works, self._present, self._armed = measure_divergence, [], [], False
         self.bytes_sent = self._bytes
         for bucket in self._buckets:
             bucket.missing, bucket.own = len(bucket.parameters), None
@@ -122,11 +126,11 @@ class AllReduce:
     def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """See `GradientSync`."""
         self._armed, self._weight = True, weight
-        if self._buckets[-1].extra:
+        if self._averaged or self._copied:
             first = float(self._members.leads)
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
             copied = [buffer.flatten().float() * first for buffer in self._copied]
-            torch.cat(averaged + copied, out=self._buckets[-1].tail)
+            self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(averaged + copied))
         if pending is not None:
             missing = {id(parameter) for parameter in pending}
             for parameter in self._parameters:
@@ -146,6 +150,9 @@ class AllReduce:
 
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
+        self._present += [parameter.grad is not None for parameter in bucket.parameters]
+        if bucket is self._buckets[-1]:
+            bucket.tail[: len(self._parameters)] = torch.tensor(self._present, dtype=bucket.flat.dtype)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:  # this member had no samples, or the loss does not depend on the parameter
                 view.zero_()
@@ -182,18 +189,20 @@ class AllReduce:
         for work in self._works:
             self._group.wait(work)
         self._clock.switch("compute", "update")
+        present = iter(self._buckets[-1].tail[: len(self._parameters)].tolist())
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view
+                # No gradient at all, if no member has one: then the optimizer leaves the parameter alone.
+                parameter.grad = view.to(parameter.dtype) if next(present) else None
         self._take_buffers()
         # Where all members compute the same gradients, there is nothing to compare.
         return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
 
     def _take_buffers(self) -> None:
-        if not self._buckets[-1].extra:
-            return
         buffers = [*self._averaged, *self._copied]
-        parts = self._buckets[-1].tail.split([buffer.numel() for buffer in buffers])
+        if not buffers:
+            return
+        parts = self._buckets[-1].tail[len(self._parameters) :].split([buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
 

@@ -1,0 +1,63 @@
+"""Adds up, over all ranks, what a step or an evaluation has found, and the flags that ranks raise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from horizonml.comm.group import Group
+from horizonml.comm.tree import TreeSum
+from horizonml.engine.stage import StageRuntime, StageStep
+from horizonml.engine.step import Totals
+from horizonml.state.follow import Following
+from horizonml.tasks.task import Task
+
+_FLAGS = 5  # that ranks raise in the agreement on a step
+
+
+class TotalsSum:
+    """Agrees with the other ranks on the totals of a step."""
+
+    def __init__(self, group: Group, task: Task, stages: Mapping[int, StageRuntime], last: int) -> None:
+        """Prepare; `stages` are those of this rank, and `last` is the number of the plan's last stage."""
+        self._task, self._stages, self._last = task, stages, last
+        size, tag = 3 + _FLAGS + len(task.metrics), group.channel("totals").tag()
+        self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
+
+    def post(self) -> None:
+        """Post the receives of the next sum."""
+        self._sum.post()
+
+    def found(self, runs: Mapping[int, StageStep]) -> Tensor:
+        """Return this rank's part of a batch's sums: its loss, its units, and each metric; float64."""
+        if self._last not in runs or not self._stages[self._last].speaks:
+            return torch.zeros(2 + len(self._task.metrics), dtype=torch.float64)
+        run = runs[self._last]
+        return torch.cat([torch.tensor([run.loss, run.units], dtype=torch.float64), run.sums])
+
+    def agree(
+        self,
+        found: Tensor,
+        samples: int,
+        following: Following | None,
+        stop: bool = False,
+        newcomers: bool = False,
+        finite: bool = True,
+    ) -> Totals:
+        """Return the totals over all ranks; a flag is raised in them if any rank raises it. Raises PeerLost."""
+        if 0 not in self._stages or self._stages[0].member:
+            samples = 0
+        behind = following is not None and following.behind
+        hurry = following is not None and following.hurry
+        flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry)]
+        total, *rest = self._sum.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found])).tolist()
+        stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
+        loss, units, *sums = rest[_FLAGS:]
+        loss = loss / units if units else 0.0
+        means = {name: value / units if units else 0.0 for name, value in zip(self._task.metrics, sums, strict=True)}
+        metrics, unit = self._task.report(loss, means), self._task.unit
+        return Totals(
+            loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
+        )
