@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -65,6 +65,10 @@ class DataInfo:
     unreadable: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     shards: tuple[int, ...] = ()  # the number of training samples in each, where samples are fetched in shards
     labels: tuple[str, ...] = ()  # the names of the classes in their order, if they have any
+    characters: str = ""  # those of a text that consists of characters, in the order of their numbers
+    # The perplexity on the held-out part of a model that knows how frequent each token is, and nothing else. It is not
+    # compared, because processors may differ in its last bit.
+    unigram: float | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -79,6 +83,8 @@ class DataInfo:
             "unreadable": self.unreadable,
             "shards": self.shards,
             "labels": list(self.labels),
+            "characters": self.characters,
+            "unigram": self.unigram,
         }
 
     @classmethod
@@ -96,6 +102,8 @@ class DataInfo:
             None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
             tuple(map(int, value["shards"])),
             tuple(map(str, value["labels"])),
+            str(value.get("characters", "")),  # which older checkpoints lack, as what follows
+            None if value.get("unigram") is None else float(value["unigram"]),
         )
 
 

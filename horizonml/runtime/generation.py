@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -308,6 +309,7 @@ class Generation:
             machine=machine_info().to_json(),
             versions=versions(),
             plan=plan,
+            unigram=life.info.unigram if life.info is not None else None,
         )
 
     def _recorder(
@@ -323,7 +325,7 @@ class Generation:
         assert life.info is not None
         per_epoch = -(-life.info.train // job.batch_size)
         steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
-        display = display_for(about.rank, epochs, steps, done, life.observer)
+        display = display_for(about.rank, epochs, steps, done, life.observer, about.unigram)
         forecast = detector.forecast if detector is not None else None
         expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
         life.lifeline.expected(expected)
@@ -386,11 +388,17 @@ def compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
         "model": job.model.identity(),
         **({"weights": model.pretrained.digest} if model.pretrained is not None else {}),
         "data": job.data.name,
+        **({"characters": _fingerprint(info.characters)} if info.characters else {}),
         "samples": info.train,
         "seed": job.seed,
         "batch_size": job.batch_size,
         "optimizer": job.optimizer.name,
     }
+
+
+def _fingerprint(characters: str) -> str:
+    """Return how many characters there are, and what differs for other ones."""
+    return f"{len(characters)} (SHA-256 {hashlib.sha256(characters.encode('utf-8', 'surrogatepass')).hexdigest()[:8]})"
 
 
 def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:

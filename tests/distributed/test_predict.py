@@ -90,16 +90,29 @@ def test_mistakes_name_the_file_or_the_field(trained: Path, arguments: list[str]
     assert len(result.stderr.splitlines()) <= 2
 
 
-def test_a_text_is_not_numbered_by_its_own_characters(tmp_path: Path) -> None:
+def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     small = ("--set", "data.samples=64", "--set", "model.options={layers: 1, heads: 1, width: 16}")
-    (tmp_path / "other.txt").write_text("What a text consists of is known from the text itself. " * 40)
+    (tmp_path / "other.txt").write_text("what a text consists of is known from the text itself " * 40)
+    (tmp_path / "foreign.txt").write_text("a text\nwith 100 €" * 40)
     assert horizonml(tmp_path, "init", "--data", "text").returncode == 0
-    for name, tokens in (("letters", "characters"), ("numbers", "bytes")):
-        options = ("--set", f"name={name}", "--set", f"data.tokens={tokens}")
-        assert horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *options).returncode == 0
-    refused = horizonml(tmp_path, "evaluate", "runs/letters", "--data", "other.txt")
-    assert refused.returncode == 1
-    assert "error: data.tokens: the characters of other.txt would be numbered in another way" in refused.stderr
-    measured = horizonml(tmp_path, "evaluate", "runs/numbers", "--data", "other.txt")
+    trained = horizonml(tmp_path, "train", "job.yaml", *ONE, *small)
+    assert trained.returncode == 0, trained.stderr
+    assert "(unigram baseline 22.6)" in trained.stdout
+    recorded = horizonml(tmp_path, "evaluate", "runs/first")
+    assert recorded.stdout.strip() in trained.stdout
+    measured = horizonml(tmp_path, "evaluate", "runs/first", "--data", "other.txt")
     assert measured.returncode == 0, measured.stderr
-    assert re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity [\d.]+ \(\d+ samples\)", measured.stdout)
+    found = re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity ([\d.]+) \(\d+ samples\)", measured.stdout)
+    assert found is not None
+    assert float(found[1]) < 40  # which it is only if the letters have the numbers that they had in training
+    refused = horizonml(tmp_path, "evaluate", "runs/first", "--data", "foreign.txt")
+    assert refused.returncode == 1
+    assert "error: data.path: foreign.txt: the text has characters that the model was not trained on: '1', '0', '€'" in (
+        refused.stderr
+    )
+    written = [horizonml(tmp_path, "generate", "runs/first", "Shall I", "--tokens", "90") for _ in range(2)]
+    assert written[0].stdout == written[1].stdout
+    assert written[0].stdout.startswith("Shall I")
+    assert len(written[0].stdout) == len("Shall I") + 90 + 1
+    other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, "--set", "data.path=foreign.txt")
+    assert "characters was 61 (SHA-256" in other.stderr
