@@ -86,12 +86,13 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
 
 def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
     """Draw the perplexity that the frequencies of tokens alone would reach as a line."""
-    axis.set_ylim(bottom=0)
-    for value in sorted({run.lead.run.unigram for run in runs.values() if run.lead.run.unigram is not None}):
+    baselines = {run.lead.run.unigram for run in runs.values() if run.lead.run.unigram is not None}
+    reached = {one.perplexity for run in runs.values() for one in run.evaluations if one.perplexity is not None}
+    axis.set_ylim(0, 1.1 * max(baselines | reached))
+    for value in sorted(baselines):
         axis.axhline(value, color="#555555", linestyle=":", linewidth=1.2)
         label = f"unigram baseline {value:.1f}"
         axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", size=9)
-    axis.set_ylim(top=1.1 * axis.get_ylim()[1])
 
 
 def _smooth(values: list[float], window: int = 8) -> list[float]:

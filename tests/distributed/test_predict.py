@@ -107,8 +107,9 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     assert float(found[1]) < 40  # which it is only if the letters have the numbers that they had in training
     refused = horizonml(tmp_path, "evaluate", "runs/first", "--data", "foreign.txt")
     assert refused.returncode == 1
-    assert "error: data.path: foreign.txt: the text has characters that the model was not trained on: '1', '0', '€'" in (
-        refused.stderr
+    assert (
+        "error: data.path: foreign.txt: the text has characters that the model was not trained on: '1', '0', '€'"
+        in (refused.stderr)
     )
     written = [horizonml(tmp_path, "generate", "runs/first", "Shall I", "--tokens", "90") for _ in range(2)]
     assert written[0].stdout == written[1].stdout

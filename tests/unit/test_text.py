@@ -100,6 +100,9 @@ def test_the_unigram_baseline_is_what_frequencies_alone_can_tell(tmp_path: Path)
     path = tmp_path / "coins.txt"
     path.write_text("abab" * 1000 + "abab" * 250)
     assert unigram_perplexity(spec(path)) == pytest.approx(2, rel=1e-6)
+    info = describe(spec(path))
+    assert info is not None
+    assert info.unigram == unigram_perplexity(spec(path))
     path.write_text("aaab" * 1000 + "bbba" * 250)
     train = {"a": 3001 / 4002, "b": 1001 / 4002}
     expected = math.exp(-(0.25 * math.log(train["a"]) + 0.75 * math.log(train["b"])))
@@ -139,3 +142,6 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
         agree([None, None], missing)
     with pytest.raises(DataError, match="cannot be read"):
         describe(spec(tmp_path))
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="noise is empty"):
+        describe(spec(path))
