@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 import horizonml
 from horizonml.data.dataset import DataInfo
@@ -52,6 +53,20 @@ def test_what_is_drawn_depends_on_the_seed_and_has_the_models_probabilities(tmp_
         low, high = (middle, high) if float((logits / middle).softmax(0).max()) > 0.5 else (low, middle)
     drawn = [horizonml.generate(path, "the mat", tokens=1, temperature=low, seed=seed) for seed in range(100)]
     assert 30 < drawn.count(best) < 70
+
+
+def test_another_text_is_measured_with_the_numbers_of_the_training(tmp_path: Path) -> None:
+    path, model = checkpoint_of(tmp_path / "run", job(tmp_path / "text.txt"))
+    known = sorted(set((tmp_path / "text.txt").read_text()))
+    other = "to that end the cat met a dog " * 4
+    (tmp_path / "other.txt").write_text(other)
+    assert sorted(set(other)) != known
+    numbers = torch.tensor([known.index(one) for one in other[-24:]])
+    with torch.no_grad():
+        logits = model(numbers[None, :12])[0]
+    expected = float(cross_entropy(logits, numbers[1:13]))
+    found = horizonml.evaluate(path, str(tmp_path / "other.txt"), part="held-out")
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_bytes_are_written_as_text(tmp_path: Path) -> None:
