@@ -111,5 +111,7 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     assert written[0].stdout == written[1].stdout
     assert written[0].stdout.startswith("Shall I")
     assert len(written[0].stdout) == len("Shall I") + 90 + 1
-    other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, "--set", "data.path=foreign.txt")
+    elsewhere = ("--set", "data.path=other.txt", "--set", "data.samples=20", "--set", "epochs=2")
+    other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *elsewhere)
+    assert other.returncode == 1
     assert "characters was 61 (SHA-256" in other.stderr
