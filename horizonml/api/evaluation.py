@@ -11,12 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from horizonml.api.given import in_this_process
 from horizonml.api.jobs import DataLike, ModelLike, TaskLike, data_section, make_job
 from horizonml.api.run import Run
+from horizonml.data.arrays import is_array
 from horizonml.data.choose import describe
 from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
-from horizonml.data.samples import join
+from horizonml.data.samples import join, tensor_of
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.exports.trained import Trained, info_of, job_of, load_trained
@@ -41,6 +43,7 @@ class Result:
     samples: int
 
 
+@in_this_process()
 def load(checkpoint: CheckpointLike, *, model: ModelLike = None) -> nn.Module:
     """Return the trained model as an ordinary module in evaluation mode.
 
@@ -50,6 +53,7 @@ def load(checkpoint: CheckpointLike, *, model: ModelLike = None) -> nn.Module:
     return trained(checkpoint, model).module
 
 
+@in_this_process()
 def evaluate(
     checkpoint: CheckpointLike,
     data: DataLike = None,
@@ -72,6 +76,7 @@ def evaluate(
 
     Raises HorizonError.
     """
+    _check_size(batch_size)
     found = trained(checkpoint, model, task)
     result = evaluated(
         found if data is None else with_data(found, data), parse_part(part, data is not None), batch_size
@@ -79,6 +84,7 @@ def evaluate(
     return {"loss": result.loss, **result.metrics}
 
 
+@in_this_process()
 def predict(
     checkpoint: CheckpointLike,
     inputs: DataLike,
@@ -91,18 +97,21 @@ def predict(
 
     Parameters:
         checkpoint: A run, the folder of a run, or the folder of a checkpoint.
-        inputs: A tensor `[samples, ...]`, a tuple of tensors for a model with several inputs, or data as for `train`.
+        inputs: A tensor or an array `[samples, ...]`, a tuple of them for a model with several inputs, or data as for
+            `train`.
         part: "held-out", "train" or "all" samples of data.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
         batch_size: Samples that are computed at a time.
 
     Raises HorizonError.
     """
+    _check_size(batch_size)
     found = trained(checkpoint, model)
-    if isinstance(inputs, Tensor):
-        batches: Iterator[Inputs] = iter(inputs.split(batch_size))
-    elif isinstance(inputs, tuple) and inputs and all(isinstance(one, Tensor) for one in inputs):
-        batches = (tuple(rows) for rows in zip(*(one.split(batch_size) for one in inputs), strict=True))
+    if is_array(inputs) or (isinstance(inputs, tuple) and inputs and all(map(is_array, inputs))):
+        tensors = _inputs_for(found, inputs if isinstance(inputs, tuple) else (inputs,))
+        batches: Iterator[Inputs] = (
+            rows if len(rows) > 1 else rows[0] for rows in zip(*(one.split(batch_size) for one in tensors), strict=True)
+        )
     else:
         opened = batches_of(with_data(found, inputs), part, batch_size)
         batches = (batch.inputs(0, batch.size) for batch in opened)
@@ -112,6 +121,24 @@ def predict(
     return join(outputs)
 
 
+def _check_size(batch_size: int) -> None:
+    """Raise JobError for a number of samples that is no number of samples."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise JobError(f"batch_size: {batch_size!r} is not a number of samples of at least 1")
+
+
+def _inputs_for(found: Trained, inputs: tuple[Any, ...]) -> list[Tensor]:
+    """Return a model's inputs as tensors. Raises DataError if they are not those that it was trained on."""
+    tensors, known = [tensor_of(one, "inputs") for one in inputs], found.info.inputs
+    dimensions = [one.dim() for one in tensors] == [len(spec.shape) + 1 for spec in known]
+    if not dimensions or len({len(one) for one in tensors}) > 1:
+        given = " and ".join(str(list(one.shape)) for one in tensors)
+        taken = " and ".join(f"[{', '.join(map(str, ('samples', *spec.shape)))}]" for spec in known)
+        raise DataError(f"inputs: {given} is their shape, but the model takes {taken}")
+    return tensors
+
+
+@in_this_process()
 def export(
     checkpoint: CheckpointLike,
     output: str | os.PathLike[str],

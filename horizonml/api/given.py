@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,6 +47,30 @@ class Given:
 def install(name: str, kind: str, make: Callable[[], Any]) -> None:
     """Let jobs find an object by name, as `make` returns it when it is needed."""
     _objects[name] = lambda: _ADAPTERS[kind](make())
+
+
+@contextmanager
+def in_plain_words() -> Iterator[None]:
+    """Name objects in errors as their makers did: a class of a notebook is `MyNet`, not `horizonml.api.given:MyNet`."""
+    try:
+        yield
+    except HorizonError as error:
+        error.args = tuple(part.replace(f"{__name__}:", "") if isinstance(part, str) else part for part in error.args)
+        raise
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Use a model here as the ranks do, on the processor and in float32, whatever the script has chosen for itself."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), in_plain_words():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _same(thing: Any) -> Any:

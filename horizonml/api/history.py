@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from horizonml.errors import MissingPackage
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
@@ -94,7 +94,11 @@ class Table(Sequence[Row], Generic[Row]):
         return [_cell(row, name) for row in self._rows]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return a `pandas.DataFrame` with the same columns; pandas has to be installed."""
+        """Return a `pandas.DataFrame` with the same columns. Raises MissingPackage without pandas."""
+        from importlib.util import find_spec
+
+        if find_spec("pandas") is None:
+            raise MissingPackage("to_pandas needs pandas, which is not installed: pip install pandas")
         import pandas
 
         return pandas.DataFrame({name: self.column(name) for name in self.columns})
@@ -140,22 +144,20 @@ class Table(Sequence[Row], Generic[Row]):
 def read_records(folder: Path) -> tuple[dict[str, Any] | None, Table[Step], Table[Evaluation]]:
     """Return what the ranks of a run recorded: the newest description of the run, its steps and its evaluations.
 
-    Every step counts once: where it was done again after a loss, as it was done last, and where several ranks recorded
-    it, as the lowest one did.
+    Every step counts once: where it was done again after a loss, as it was done last, and as the process recorded it
+    that was rank 0 then. What no rank 0 recorded here is as any rank did.
     """
     about: dict[str, Any] | None = None
     steps: dict[int, Step] = {}
     evaluations: dict[int, Evaluation] = {}
-    files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]), reverse=True)
-    for file in files:
-        for record in read_lines(file):
-            match record.get("kind"):
-                case "run" if about is None or record["time"] >= about["time"]:
-                    about = record
-                case "step":
-                    steps[int(record["step"])] = Step.from_record(record)
-                case "evaluation":
-                    evaluations[int(record["step"])] = Evaluation.from_record(record)
+    for record in _in_order(folder):
+        match record.get("kind"):
+            case "run":
+                about = record
+            case "step":
+                steps[int(record["step"])] = Step.from_record(record)
+            case "evaluation":
+                evaluations[int(record["step"])] = Evaluation.from_record(record)
     return (
         about,
         Table([steps[number] for number in sorted(steps)], Step),
@@ -163,10 +165,16 @@ def read_records(folder: Path) -> tuple[dict[str, Any] | None, Table[Step], Tabl
     )
 
 
-def parse_record(line: str) -> Step | None:
-    """Return the step that a line of records describes, or None if it describes something else."""
-    record = json.loads(line)
-    return Step.from_record(record) if record.get("kind") == "step" else None
+def _in_order(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all ranks, so that of several on the same step the last one counts."""
+    found: list[tuple[bool, float, dict[str, Any]]] = []
+    for file in sorted(folder.glob("rank-*.jsonl")):
+        leads = False
+        for record in read_lines(file):
+            if record.get("kind") == "run":
+                leads = record.get("rank", 0) == 0
+            found.append((leads, float(record.get("time", 0.0)), record))
+    return [record for _, _, record in sorted(found, key=lambda one: one[:2])]
 
 
 def _metrics(record: Mapping[str, Any], kind: type[StepRecord] | type[EvaluationRecord]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from horizonml.data.spec import DATASETS
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values, load
 from horizonml.job.schema import Job
+from horizonml.text import nearest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,8 +28,8 @@ JobLike = Job | Mapping[str, Any] | str | os.PathLike[str] | None
 """The path of a job file, the name of a ready job, a mapping of a job's fields, or a `Job`; None for the defaults."""
 
 DataLike = Any
-"""A map-style `Dataset`, a pair of them (train, held out), a function that returns either, a name, a folder of images,
-or the fields of the job's section."""
+"""A map-style `Dataset`, tensors or arrays (inputs, targets), a pair of either (train, held out), a function that
+returns one of these, a name, a folder of images, or the fields of the job's section."""
 
 
 def make_job(
@@ -51,7 +52,7 @@ def make_job(
     values = merged(values, fields or {})
     if workers is not None:
         values = merged(values, {"parallel": {"workers": workers}})
-        if workers > 1 and not {"strategy", "stages"} & values["parallel"].keys():
+        if isinstance(workers, int) and workers > 1 and not {"strategy", "stages"} & values["parallel"].keys():
             values["parallel"]["strategy"] = "auto"
     return from_values(values, source), given
 
@@ -71,7 +72,7 @@ def _values(job: JobLike) -> tuple[dict[str, Any], str]:
 
 def _section(section: str, thing: Any, given: Given) -> Mapping[str, Any]:
     """Return the fields of a job's section for what was given for it."""
-    if isinstance(thing, Mapping):
+    if isinstance(thing, Mapping) and not (section == "data" and set(thing) == {"inputs", "targets"}):
         return thing
     if section == "data" and isinstance(thing, str | os.PathLike):
         return data_section(os.fspath(thing))
@@ -81,10 +82,24 @@ def _section(section: str, thing: Any, given: Given) -> Mapping[str, Any]:
 
 
 def data_section(text: str) -> dict[str, Any]:
-    """Return the fields for data that are named by a single text: a data set's name, or a folder of images."""
-    if Path(text).is_dir() and text not in DATASETS:
+    """Return the fields for data that are named by a single text: a data set's name, or a folder of images.
+
+    Raises JobError for what is neither.
+    """
+    if text in DATASETS or ":" in text:
+        return {"name": text}
+    if Path(text).is_dir():
         return {"name": "folder", "folder": text}
-    return {"name": text}
+    if Path(text).exists():
+        raise JobError(
+            f"data: {text} is a file, and a folder of images is expected; for other files, give the fields of a job's "
+            f"section, such as {{name: table, path: {text}, inputs: [...], targets: [...]}} or {{name: text, path: "
+            f"{text}}}"
+        )
+    raise JobError(
+        f"data: {text!r} is no folder that is here, and none of {', '.join(DATASETS)}, or module:callable"
+        f"{nearest(text, DATASETS)}"
+    )
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

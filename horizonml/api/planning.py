@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from horizonml.api.given import in_this_process
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
 from horizonml.job.planfile import write_plan
 from horizonml.plan.plan import Plan
@@ -18,7 +19,7 @@ from horizonml.text import count, human_seconds
 _MOST_EXPLAINED = 200  # ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlannedJob:
     """Holds the plan for a job, and what it is predicted to cost; as text, it is explained for people."""
 
@@ -34,10 +35,11 @@ class PlannedJob:
         write_plan(self.plan, Path(path), self.devices)
         return Path(path)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # which notebooks show
         return self.text
 
 
+@in_this_process()
 def plan(
     job: JobLike = None,
     *,
@@ -92,7 +94,7 @@ def _text(planned: Planned) -> str:
     seconds, size = found.prediction.seconds, planned.job.batch_size
     lines += [
         f"predicted: {human_seconds(seconds)} a step of {count(size, 'sample')} ({size / seconds:,.0f} samples/s)",
-        f"  {explain_parts(found)}",
+        *([f"  {parts}"] if (parts := explain_parts(found)) else []),
         bottleneck(problem, found, names),
     ]
     if 1 < problem.ranks <= _MOST_EXPLAINED:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import IO
+from collections.abc import Mapping
+from typing import IO, Any
 
 from horizonml.errors import IdentityError
 from horizonml.rendezvous.identity import from_rank
+from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.process import run_and_exit
 from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
@@ -20,14 +22,17 @@ from horizonml.telemetry.record import EvaluationRecord, StepRecord
 def main() -> None:
     """Train as the rank that the environment names."""
     objects, records = map(int, sys.argv[1:])
-    from horizonml.api.transfer import unpack
+    from horizonml.api.transfer import NOTHING_DONE, unpack
     from horizonml.runtime.launch import train_as_rank
 
     identity = from_rank(os.environ)
     if identity is None:
         raise IdentityError("RANK and WORLD_SIZE are not set: call horizonml.train, which starts its ranks itself")
     job, fresh = unpack(objects)
-    train_as_rank(job, identity, fresh, None, False, Sender(os.fdopen(records, "w", encoding="utf-8")))
+    sender = Sender(os.fdopen(records, "w", encoding="utf-8"))
+    outcome = train_as_rank(job, identity, fresh, None, False, sender)
+    if outcome is Outcome.ALREADY_COMPLETE:
+        sender.send({"kind": NOTHING_DONE})
 
 
 class Sender:
@@ -38,10 +43,14 @@ class Sender:
 
     def __call__(self, record: StepRecord | EvaluationRecord) -> None:
         """Send a record."""
+        self.send(record.to_json())
+
+    def send(self, record: Mapping[str, Any]) -> None:
+        """Send the fields of a record."""
         if self._stream is None:
             return
         try:
-            self._stream.write(json.dumps(record.to_json()) + "\n")
+            self._stream.write(json.dumps(record) + "\n")
             self._stream.flush()
         except BrokenPipeError:  # the parent is gone, and its watch ends this process
             self._stream = None

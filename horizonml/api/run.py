@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horizonml.api.given import Given
+from horizonml.api.given import Given, in_this_process
 from horizonml.api.history import Evaluation, Step, Table, read_records
 from horizonml.api.jobs import DataLike, ModelLike, TaskLike, make_job
 from horizonml.errors import HorizonError
@@ -87,7 +87,8 @@ class Run:
         """
         from horizonml.exports.trained import load_trained
 
-        return load_trained(self.checkpoint(best), job=self.installed(), average=average).module
+        with in_this_process():
+            return load_trained(self.checkpoint(best), job=self.installed(), average=average).module
 
     def checkpoint(self, best: bool = False) -> Path:
         """Return the folder of the newest intact checkpoint, or of the best one. Raises HorizonError."""

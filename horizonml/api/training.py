@@ -6,19 +6,22 @@ calling process stay as they are. The ranks end with the call, whatever ends it,
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
-from horizonml.api.history import Step, parse_record
+from horizonml.api.given import in_plain_words
+from horizonml.api.history import Step
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
 from horizonml.api.run import Run
-from horizonml.api.transfer import packed
+from horizonml.api.transfer import NOTHING_DONE, packed
 from horizonml.errors import JobError
 from horizonml.rendezvous.identity import identify
 from horizonml.runtime.launch import run_ranks
@@ -26,6 +29,7 @@ from horizonml.runtime.launch import run_ranks
 _LAST_SECONDS = 5.0  # for the streams to end, which a process that a rank has started may hold open
 
 
+@in_plain_words()
 def train(
     job: JobLike = None,
     *,
@@ -48,8 +52,9 @@ def train(
             has its default.
         model: A subclass of `torch.nn.Module`, a function that returns a module, a module whose values training begins
             with, or a name. A class or function receives `num_classes` or `num_outputs` if it has such an argument.
-        data: A `torch.utils.data.Dataset` of pairs (inputs, targets), a pair of data sets to train on and to hold
-            out, a function that returns either, a name, or a folder of images.
+        data: A `torch.utils.data.Dataset` of pairs (inputs, targets), or the tensors or arrays of all (inputs,
+            targets); a pair of either to train on and to hold out; a function that returns one of these; a name; or a
+            folder of images.
         task: What is learned: a name such as "regression", or a class or an instance that implements `horizonml.Task`.
         workers: The number of ranks. What they share is planned (`parallel.strategy: auto`), unless the job says it.
         on_step: Called in this process with every step, in order. An error that it raises ends the run.
@@ -60,6 +65,8 @@ def train(
 
     Raises HorizonError, which says what is wrong and names the field, the file or the rank.
     """
+    if on_step is not None and not callable(on_step):
+        raise JobError(f"on_step: give a function that is called with every step, not {on_step!r}")
     made, given = make_job(job, model, data, task, workers, fields)
     found = identify(os.environ, made.parallel.max_workers)
     if found is not None:
@@ -88,6 +95,12 @@ def train(
         raise SystemExit(128 + stopped)
     if stopped is not None:
         raise KeyboardInterrupt
+    if parent.nothing_done and not progress:  # or it is printed
+        warnings.warn(
+            f"{made.run_folder} had been trained to the end before, so this call has trained nothing and returns that "
+            "run: pass fresh=True to start over, or another name",
+            stacklevel=3,
+        )
     return Run(folder, given=given, job=made)
 
 
@@ -111,7 +124,8 @@ class _Parent:
         # A bar needs the terminal for itself.
         if not progress or on_step is not None or not _on_terminal():
             self.output = self._pipe(lambda line: line if progress else None)
-        self.records = self._pipe(parse_record if on_step is not None else lambda line: None)
+        self.nothing_done = False  # because an earlier call had trained to the end
+        self.records = self._pipe(self._parse_record)
 
     def __enter__(self) -> _Parent:
         return self
@@ -129,6 +143,12 @@ class _Parent:
         self._threads.append(thread)
         self._open.append(target)
         return target
+
+    def _parse_record(self, line: str) -> Step | None:
+        record = json.loads(line)
+        if record.get("kind") == NOTHING_DONE:
+            self.nothing_done = True
+        return Step.from_record(record) if self._on_step is not None and record.get("kind") == "step" else None
 
     def _read(self, stream: IO[str], parse: Callable[[str], str | Step | None]) -> None:
         with stream:

@@ -22,6 +22,7 @@ from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
 
+NOTHING_DONE = "nothing done"  # the kind of record by which a rank tells that nothing was left to train
 _HEADER = 8  # bytes of the header's length
 
 

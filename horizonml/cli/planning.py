@@ -48,6 +48,10 @@ def show_plan(
         print(json.dumps(content, indent=2))
         return
     _print_layers(planned.job, profiles[0])
+    if planned.model.pretrained is not None:
+        print()
+        for note in planned.model.pretrained.notes:
+            print_text(note)
     _print_plan(planned)
 
 
@@ -84,6 +88,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
 
 
 def _print_layers(job: Job, profile: Profile) -> None:
+    is_tuned = any(layer.trained < layer.parameter_bytes for layer in profile.layers)
     rows = [
         [
             str(number),
@@ -91,6 +96,7 @@ def _print_layers(job: Job, profile: Profile) -> None:
             human_seconds(layer.forward[-1]),
             human_seconds(layer.backward[-1]),
             human_bytes(layer.parameter_bytes),
+            *([human_bytes(layer.trained)] if is_tuned else []),
             human_bytes(layer.output_bytes),
         ]
         for number, layer in enumerate(profile.layers)
@@ -98,7 +104,7 @@ def _print_layers(job: Job, profile: Profile) -> None:
     samples = count(profile.sizes[-1], "sample")
     print_table(
         f"{job.model.name} on {profile.device}, forward and backward for {samples}:",
-        ["layer", "name", "forward", "backward", "parameters", "output/sample"],
+        ["layer", "name", "forward", "backward", "parameters", *["trained"] * is_tuned, "output/sample"],
         rows,
         text=(1,),
     )

@@ -79,6 +79,12 @@ def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
     return replace(_info(classes, (wanted, height, width), train, test), labels=tuple(labels))
 
 
+def normalisation(spec: DataSpec) -> tuple[float, float] | None:
+    """Return the mean and the standard deviation by which pixels from 0 to 1 are normalised, or None without pixels."""
+    known = _KNOWN.get(spec.name) if spec.name != "synthetic" else None
+    return (known.mean, known.std) if known is not None else None
+
+
 def _info(classes: int, shape: tuple[int, int, int], train: int, held_out: int) -> DataInfo:
     return DataInfo(train, held_out, (TensorSpec(shape),), (), classes, TensorSpec((), torch.int64))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.data.arrays import Arrays, as_parts
 from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
 from horizonml.data.holdout import divide, hold_out, subset
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
@@ -111,7 +112,10 @@ def open_own(spec: DataSpec) -> Opened:
             raise
         given = f" with data.options {spec.options}" if spec.options else ""
         raise DataError(f"data.name: {spec.name}{given} failed: {where(error)}") from error
-    parts = made if isinstance(made, tuple) else (made, None)
+    try:
+        parts = as_parts(made)
+    except DataError as error:
+        raise DataError(f"data.name: {spec.name}: {error}") from None
     if len(parts) != 2:
         raise DataError(f"data.name: {spec.name} returned {len(parts)} things; return a data set, or (train, held_out)")
     for part in parts:
@@ -188,6 +192,8 @@ def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | Non
         return 0
     if task in ("regression", "multi_label"):
         return math.prod(target.shape)
+    if task == "classification" and isinstance(opened.train, Arrays):
+        return opened.train.count_classes()
     raise DataError(
         f"{opened.title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
         "set an attribute `classes` (a list or a number)"

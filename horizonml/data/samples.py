@@ -75,7 +75,7 @@ def tensor_of(value: Any, place: str) -> Tensor:
     Python and numpy calculate with 64 bits by default, so their floating-point numbers become float32.
     """
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach().cpu()
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
     if isinstance(value, float):

@@ -15,6 +15,7 @@ from horizonml.data.dataset import DataInfo
 from horizonml.errors import HorizonError
 from horizonml.exports.formats import Format
 from horizonml.exports.loading import how_to_load
+from horizonml.exports.preparation import preparation_of
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.report.records import Run, load_run
@@ -22,6 +23,7 @@ from horizonml.state.shards import Metadata
 from horizonml.telemetry.record import metric_text
 from horizonml.text import count, human_bytes, human_seconds
 
+_SHOWN = 20  # names of classes
 _CARD = Template("""\
 ---
 license: unknown # fill in, for example apache-2.0
@@ -37,7 +39,7 @@ license: unknown # fill in, for example apache-2.0
 | task | $task |
 | data | $samples |
 | inputs | $inputs |
-| on held-out data | $metrics |
+$pictures| on held-out data | $metrics |
 | file | `$file`, $bytes, SHA-256 `$digest` |
 | check | $check |
 | licence | **fill in**: what others may do with this model, given the licence of its data |
@@ -95,9 +97,10 @@ def write_card(about: Subject) -> str:
         "model": f"`{job.model.name}`",
         "size": f"{about.values:,} values in parameters and buffers" + ", moving averages" * about.average,
         "version": versions.get("horizonml", "of an unknown version"),
-        "data": job.data.name,
+        "data": _data(job),
         "samples": _samples(job, about.info),
         "inputs": _inputs(about.info),
+        "pictures": _pictures(job, about.info),
         "task": _task(job, about.info),
         "metrics": _metrics(about.metadata.metrics),
         "bytes": human_bytes(sum(part.stat().st_size for part in about.draft.parent.iterdir())),
@@ -123,10 +126,15 @@ def _run_of(path: Path) -> Run | None:
         return None  # the checkpoint was copied without them, or they are damaged; a card can be written without
 
 
+def _data(job: Job) -> str:
+    """Return the name of the data for people."""
+    return "a folder of images" if job.data.name == "folder" else job.data.name
+
+
 def _samples(job: Job, info: DataInfo | None) -> str:
     if info is None:
-        return f"{job.data.name}; the checkpoint does not say how many samples"
-    return f"{job.data.name}, {info.train:,} training and {count(info.held_out, 'held-out sample')}"
+        return f"{_data(job)}; the checkpoint does not say how many samples"
+    return f"{_data(job)}, {info.train:,} training and {count(info.held_out, 'held-out sample')}"
 
 
 def _inputs(info: DataInfo | None) -> str:
@@ -138,6 +146,16 @@ def _inputs(info: DataInfo | None) -> str:
         for name, spec in zip(names, info.inputs, strict=True)
     )
     return ", ".join(kinds) + (f"; {count(info.outputs, 'output')}" if info.outputs else "")
+
+
+def _pictures(job: Job, info: DataInfo | None) -> str:
+    """Return the rows of the table that only models of pictures, or those whose classes have names, have."""
+    preparation, labels = preparation_of(job, info), info.labels if info is not None else ()
+    rows = f"| preparation | {preparation.words()} |\n" if preparation is not None else ""
+    if labels:
+        named = ", ".join(f"{number}: {name}" for number, name in enumerate(labels[:_SHOWN]))
+        rows += f"| classes | {named.replace('|', '&#124;')}{', ...' * (len(labels) > _SHOWN)} |\n"
+    return rows
 
 
 def _task(job: Job, info: DataInfo | None) -> str:
@@ -162,7 +180,16 @@ def _training(job: Job, metadata: Metadata, run: Run | None) -> str:
         text += "; the run had not ended when this checkpoint was saved"
     if run is not None and run.steps:
         text += f". Its steps took {human_seconds(sum(step.wall for step in run.steps))} altogether"
-    return text + "."
+    return f"{text}.{_beginning(job, metadata)}"
+
+
+def _beginning(job: Job, metadata: Metadata) -> str:
+    """Return with which pretrained weights the training began, if with any."""
+    weights, digest = job.model.weights, metadata.compatible.get("weights")
+    if weights is None:
+        return ""
+    frozen = " Parameters that `model.freeze` selects are as they were." if job.model.freeze else ""
+    return f" It began with the weights `{weights.source}`" + (f", SHA-256 `{digest}`." if digest else ".") + frozen
 
 
 def _plan(metadata: Metadata, run: Run | None) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from horizonml.exports.formats import Format
 from horizonml.exports.graph import batches, dynamic_shapes, joined, quietly, record
+from horizonml.exports.preparation import properties
 from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained
 from horizonml.exports.verify import Agreement, compare
@@ -24,7 +25,8 @@ _MOST_IN_ONE_FILE = 1 << 30  # bytes; a message of protobuf must stay below 2 Gi
 def write(trained: Trained, samples: Samples, draft: Path) -> None:
     """Write the graph with its weights; weights of more than a gigabyte go into a second file, FILE.data.
 
-    The batch dimension of every input is named `batch` and may have any size. Raises ExportError or OSError.
+    The batch dimension of every input is named `batch` and may have any size. The names of classes, and how pictures
+    are prepared, are properties of the file. Raises ExportError or OSError.
     """
     recorded = record(trained, samples, Format.ONNX)
     weights = sum(tensor.nbytes for tensor in trained.module.state_dict().values())
@@ -39,6 +41,7 @@ def write(trained: Trained, samples: Samples, draft: Path) -> None:
             verbose=False,
         )
         assert program is not None
+        program.model.metadata_props.update(properties(trained.job, trained.info))
         program.save(draft, external_data=weights > _MOST_IN_ONE_FILE)
 
 

@@ -51,7 +51,7 @@ def _import(name: str, field: str, problem: type[HorizonError]) -> ModuleType:
         known = [module.name for module in pkgutil.iter_modules(_folders(parent))]
         raise problem(
             f"{field}: there is no module {missing} in {here}, in the folders of PYTHONPATH, or among the installed "
-            f"packages{nearest(last, known)}"
+            f"packages{nearest(last, known) or f'; start in the folder that has {last}.py'}"
         ) from error
     except (Exception, SystemExit) as error:  # a module's own code runs here and may fail in any way
         raise problem(f"{field}: importing {name} failed: {where(error)}") from error

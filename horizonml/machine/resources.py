@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
+
+_CPU_PROCESS, _CUDA_PROCESS = 150 << 20, 300 << 20  # as measured for ranks of tiny models, by the build of PyTorch
 
 
 def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -41,12 +44,44 @@ def memory_used(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None
 
 
-def memory_left(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return the bytes that are left on the machine, or below the container's limit if that is less."""
+def memory_left(root: Path = Path("/sys/fs/cgroup"), processes: int = 1) -> float:
+    """Return the bytes that are left for each of several processes like this one, of which this is one.
+
+    They share what is left on the machine, or below the container's limit, but not what each one's own limits leave.
+    """
     machine, limit, used = psutil.virtual_memory(), memory_limit(root), memory_used(root)
-    if limit >= machine.total or used is None:  # without a limit, what is used includes all files in the cache
-        return float(machine.available)
-    return max(0.0, min(float(machine.available), limit - used))
+    left = float(machine.available)
+    if limit < machine.total and used is not None:  # without a limit, what is used includes all files in the cache
+        left = min(left, limit - used)
+    return max(0.0, min([left / processes, *(allowed - taken for allowed, taken in _process_limits())]))
+
+
+def memory_share(processes: int) -> float:
+    """Return the bytes that each of several such processes on this machine, or in this container, may use.
+
+    Limits of the process itself (RLIMIT_DATA and RLIMIT_AS, see getrlimit(2)) are not shared with others.
+    """
+    return min([memory_limit() / processes, *(allowed for allowed, _ in _process_limits())])
+
+
+def _process_limits() -> list[tuple[float, float]]:
+    """Return the limits on this process's own memory that are set, each with what it takes of it, in bytes."""
+    found = []
+    for name, key in (("RLIMIT_DATA", "data"), ("RLIMIT_AS", "vms")):
+        limit = getattr(psutil, name, None)
+        if limit is None:  # not Linux
+            continue
+        allowed = psutil.Process().rlimit(limit)[0]
+        if allowed != psutil.RLIM_INFINITY:
+            found.append((float(allowed), float(getattr(psutil.Process().memory_info(), key))))
+    return found
+
+
+def process_memory() -> int:
+    """Return the bytes of its own that a process takes at least once it has loaded PyTorch."""
+    found = find_spec("torch")
+    libraries = Path(found.origin).parent / "lib" if found is not None and found.origin is not None else Path()
+    return _CUDA_PROCESS if (libraries / "libtorch_cuda.so").exists() else _CPU_PROCESS
 
 
 def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:

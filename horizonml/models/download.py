@@ -80,7 +80,8 @@ def _download(url: str, sha256: str | None) -> Path:
     if not expected:
         raise ModelError(f"model.weights.sha256: give the SHA-256 of {url}, since its name does not contain one")
     folder = cache_folder() / "weights"
-    target = folder / (name if in_name else f"{Path(name).stem}-{expected[:16]}{Path(name).suffix}")
+    is_named = in_name is not None and expected.startswith(in_name[1])  # or it is another file of that name
+    target = folder / (name if is_named else f"{Path(name).stem}-{expected[:16]}{Path(name).suffix}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{target.name}.lock", timeout=_LOCK_SECONDS):

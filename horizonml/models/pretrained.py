@@ -67,16 +67,30 @@ def pretrained(spec: WeightsSpec, model_name: str, model: nn.Module, ties: Seque
         for name, key in by_name.items()
         if name not in shaped
     ]
-    missing = [name for name in wanted if name not in by_name and not name.endswith("num_batches_tracked")]
+    missing = [name for name in wanted if name not in by_name and _counts(name)]
     extra = _superfluous(model, set(file.shapes) - set(by_name.values()))
     lists = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(extra)}, which the model lacks"] * bool(extra)
+    fits, needed = (sum(map(_counts, names)) for names in (shaped, wanted))
+    fitting = f"{fits} of {count(needed, 'tensor')}"
+    if spec.strict and 2 * fits < needed:
+        raise ModelError(
+            f"model.weights: {path} is probably for another model, since it fits {fitting} of {model_name}: "
+            f"{' and '.join(['it ' + one for one in lists] or notes[:1])}; with model.weights.strict: false, the "
+            "others begin anew"
+        )
     if lists and spec.strict:
         raise ModelError(
             f"model.weights: {path} {' and '.join(lists)}; with model.weights.strict: false, what is missing begins "
             "anew and the rest is ignored"
         )
     notes += [f"model.weights: {path.name} {one}" for one in lists]
+    notes.append(f"model.weights: {fitting} begin with the values of {path.name}")
     return Pretrained(file, shaped, found, tuple(notes))
+
+
+def _counts(name: str) -> bool:
+    """Return whether a tensor matters: files often lack the counts of batches, which nothing depends on."""
+    return not name.endswith("num_batches_tracked")
 
 
 def is_adapter(name: str) -> bool:

@@ -22,6 +22,15 @@ def begin_from(spec: ModelSpec, model: nn.Module, ties: Sequence[Sequence[str]])
     return pretrained(spec.weights, spec.name, model, ties) if spec.weights is not None else None
 
 
+def trained_note(model: nn.Module, ties: Sequence[Sequence[str]]) -> str:
+    """Return, in words, how many of a model's parameters are trained; `ties` are names of one and the same."""
+    again = {name for names in ties for name in names[1:]}
+    counted = [parameter for name, parameter in model.named_parameters() if name not in again]
+    trained = sum(parameter.numel() for parameter in counted if parameter.requires_grad)
+    every = sum(parameter.numel() for parameter in counted)
+    return f"{trained:,} of {every:,} parameters are trained, and the others are frozen"
+
+
 def frozen_tensors(
     spec: ModelSpec, model: nn.Module, ties: Sequence[Sequence[str]], source: Pretrained | None
 ) -> frozenset[str]:

@@ -83,7 +83,22 @@ def opened(path: Path) -> WeightFile:
         return SafetensorsFiles(files)
     if zipfile.is_zipfile(files[0]):
         return StateDict(files[0])
+    _check_is_pickled(files[0])
     return SafetensorsFiles([_converted(files[0])])
+
+
+def _check_is_pickled(path: Path) -> None:
+    """Raise ModelError unless a file begins as the state dicts of torch before 1.6 do."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(1)
+    except OSError as error:
+        raise ModelError(f"model.weights: {path} cannot be read: {error.strerror or error}") from error
+    if first != pickle.PROTO:
+        raise ModelError(
+            f"model.weights: {path} is not a file of weights, or it is damaged; give a safetensors file, or a state "
+            "dict that torch.save wrote"
+        )
 
 
 def files_of(path: Path) -> list[Path]:
@@ -91,7 +106,8 @@ def files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ModelError(f"model.weights: {path} is neither a file nor a folder on this machine; copy it there")
+        seen = "" if path.is_absolute() else f", as seen from {Path.cwd()}"
+        raise ModelError(f"model.weights: {path} is neither a file nor a folder on this machine{seen}; copy it there")
     index = next(iter(sorted(path.glob(_INDEX))), None)
     if index is not None:
         try:
@@ -105,7 +121,9 @@ def files_of(path: Path) -> list[Path]:
     else:
         found = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model.bin"))
     if not found:
-        raise ModelError(f"model.weights: {path} holds no *.safetensors files")
+        is_run = (path / "checkpoints").is_dir()
+        way_out = f"; it is a run's folder, so export its model: horizonml export {path} FILE.safetensors" * is_run
+        raise ModelError(f"model.weights: {path} holds no *.safetensors files{way_out}")
     return found
 
 

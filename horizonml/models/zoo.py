@@ -22,7 +22,7 @@ from horizonml.models.lora import with_adapters
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
-from horizonml.models.tuning import begin_from, frozen_tensors
+from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -92,8 +92,6 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
-    if spec.lora is not None:
-        constructor = with_adapters(constructor, spec.lora)
     try:
         model, tape = record(constructor)
     except RuntimeError as reason:  # includes NotImplementedError
@@ -101,21 +99,13 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
         # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
         # error.
         _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            try:
-                model, tape = _call(spec, constructor), Tape()
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
-        )
+        model, tape = _in_memory(spec, constructor, seed), Tape()
+    _require_module(spec, model)
     ties = untie(model)
     pretrained = begin_from(spec, model, ties)
     frozen = frozen_tensors(spec, model, ties, pretrained)
+    if pretrained is not None and frozen:
+        pretrained.notes += (trained_note(model, ties),)
     chain, note = cut(model, input)
     returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
@@ -130,24 +120,38 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
     """Return the model of a job as an ordinary module, whole and in memory, with initial values. Raises ModelError."""
     constructor = _constructor(spec, outputs if isinstance(outputs, int) else outputs.count, input)
-    if spec.lora is not None:
-        constructor = with_adapters(constructor, spec.lora)
+    model = _in_memory(spec, constructor, seed)
+    _require_module(spec, model)
+    return model
+
+
+def _in_memory(spec: ModelSpec, constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return what a constructor makes, with tensors in memory. Raises ModelError."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = _call(spec, constructor)
+            return _call(spec, constructor)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
-    if not isinstance(model, nn.Module):
+
+
+def _require_module(spec: ModelSpec, made: object) -> None:
+    """Raise ModelError if a user's function returned something else than a module."""
+    if not isinstance(made, nn.Module):
         raise ModelError(
-            f"model.name: {spec.name} returned an object of type {type(model).__name__}, not a torch.nn.Module"
+            f"model.name: {spec.name} returned an object of type {type(made).__name__}, not a torch.nn.Module"
         )
-    return model
 
 
 def _constructor(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
+    """Return what makes the model of a job, with its adapters if it has any. Raises ModelError."""
+    make = _maker(spec, outputs, input)
+    return make if spec.lora is None else with_adapters(make, spec.lora)
+
+
+def _maker(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.Module]:
     """Return a function that constructs the model with the job's options, and with defaults for what they leave out."""
     function: Callable[..., nn.Module]
     library, _, name = spec.name.partition(":")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from horizonml.plan.plan import ALONE, FORMATS, Plan, Stage, Sync
 from horizonml.planner.candidates import data_parallel, equal_split
-from horizonml.planner.cost import message_bytes, synced_bytes
+from horizonml.planner.cost import gradient_message_bytes, message_bytes, synced_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.hardware import Host
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, Problem
@@ -83,7 +83,8 @@ def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
             after = plan.stages[number + 1]
             moved = message_bytes(problem.profiles[0], stage.stop, stage.send) * problem.batch_size
             slowest = _slowest(problem, stage, after)
-            words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}, and back)"
+            back = ", and back" if problem.profiles[0].layers[stage.stop - 1].returns_gradients else ""
+            words = f"activations go from stage {number} to {number + 1} ({human_bytes(moved)}{back})"
             shares[words] = moved / slowest / min(len(stage.ranks), len(after.ranks)) / seconds
     words = max(shares, key=lambda name: shares[name])
     return f"The bottleneck: {words} for {min(1.0, shares[words]):.0%} of a step."
@@ -98,9 +99,10 @@ def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
         a, b = min(itertools.combinations(range(problem.ranks), 2), key=lambda pair: problem.network.between(*pair)[1])
         slowest = problem.network.between(a, b)[1]
         cut = sum(
-            2 * message_bytes(problem.profiles[0], stage.stop, stage.send) * problem.batch_size
+            size(problem.profiles[0], stage.stop, stage.send) * problem.batch_size
             for stage, after in itertools.pairwise(plan.stages)
             if set(stage.ranks) != set(after.ranks)
+            for size in (message_bytes, gradient_message_bytes)
         )
         lines.append(
             f"With ddp every rank would send {human_bytes(each)} of gradients a step, which the slowest link "

@@ -18,14 +18,15 @@ from horizonml.errors import DataError, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
-from horizonml.machine.host import machine_info, shared_machine, versions
-from horizonml.machine.resources import available_cores, memory_limit
+from horizonml.machine.host import machine_info, versions
+from horizonml.machine.resources import memory_limit
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
 from horizonml.profiling.threads import choose_threads
-from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan
+from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan, optimizer_copies
+from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
@@ -64,7 +65,9 @@ class Generation:
         life, job, group = self.life, self.life.job, self.group
         if group.world_size < life.world_size:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
-        hosts = find_hosts(group)
+        if life.taken is None:
+            life.taken = rss_bytes()
+        hosts = find_hosts(group, life.taken)
         first = self._agree_on_begin()
         info = describe_data(job, group, life.info)
         known = life.state.model if life.state is not None and info == life.info else None
@@ -164,6 +167,7 @@ class Generation:
         if agreed is None:
             measured = known(life, self.started_as)
             agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
+            refuse_what_cannot_fit(agreed.plan, model, optimizer_copies(life.job), hosts, self.names)
             if agreed.measured is not None and agreed.measured is not measured:
                 life.measured, life.measured_for = agreed.measured, self.started_as
         elif kept is not None and kept.to_json() == agreed.to_json():
@@ -327,7 +331,11 @@ class Generation:
         steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
         display = display_for(about.rank, epochs, steps, done, life.observer, about.unigram)
         forecast = detector.forecast if detector is not None else None
-        expected = life.idle + forecast.memory[about.rank] if forecast is not None and forecast.memory else None
+        expected = (
+            (life.taken or life.idle) + forecast.memory[about.rank]
+            if forecast is not None and forecast.memory
+            else None
+        )
         life.lifeline.expected(expected)
         seconds = forecast.seconds if forecast is not None else None
         about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
@@ -350,23 +358,6 @@ class Generation:
                 flush=True,
             )
         return recorder
-
-
-def find_hosts(group: Group) -> list[Host]:
-    """Return the machines and containers of a group, with what each of its ranks may use there."""
-    nodes, rank = group.hosts, group.rank
-    # What the process itself takes is not there for the model.
-    own = memory_limit() / nodes.count(nodes[rank]) - rss_bytes()
-    limits = group.gather_json([available_cores(), own, *shared_machine()])
-    machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
-    hosts = []
-    for node in dict.fromkeys(nodes):
-        cores, memory, machine_, machine_cores = limits[nodes.index(node)]
-        shared = sum(other == machine_ for other in machines.values()) > 1
-        ranks = tuple(rank for rank, other in enumerate(nodes) if other == node)
-        place = (str(machine_), float(machine_cores)) if shared else ()
-        hosts.append(Host(ranks, float(cores), float(memory), *place))
-    return hosts
 
 
 def load_for(life: Life, session: Session, info: DataInfo) -> Data:

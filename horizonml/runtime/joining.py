@@ -36,7 +36,7 @@ class Place:
 
 def _room(group: Group) -> float:
     """Return the bytes that following may take on this rank."""
-    return _SHARE * memory_left() / group.hosts.count(group.hosts[group.rank])
+    return _SHARE * memory_left(processes=group.hosts.count(group.hosts[group.rank]))
 
 
 def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, place: Place) -> frozenset[int]:

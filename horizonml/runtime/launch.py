@@ -19,6 +19,7 @@ import yaml
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.network import listen, split_address
+from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, StopRequest, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
 from horizonml.planner.strategies import uses_horovod
@@ -29,7 +30,7 @@ from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
-from horizonml.text import count
+from horizonml.text import count, human_bytes
 
 RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
@@ -42,8 +43,8 @@ def train_as_rank(
     metrics: tuple[str, int] | None,
     stay: bool,
     observer: Observer | None = None,
-) -> None:
-    """Run one rank of a job. Raises HorizonError.
+) -> Outcome:
+    """Run one rank of a job, and return how its training ended. Raises HorizonError.
 
     Instead of an identity, the host:port of the rendezvous service makes this process a further rank of the run that
     meets there, with a number that the service gives.
@@ -75,7 +76,7 @@ def train_as_rank(
                 identity = ask_rank(settings_for(job), world_size, address, _Sayer(), lambda: stop.wanted)
             except Cancelled:
                 print(_farewell(job, Outcome.STOPPED_WAITING, None), flush=True)
-                return
+                return Outcome.STOPPED_WAITING
             print(f"rank {identity.rank}: this is the number that the rendezvous service has given", flush=True)
             _check_world_size(job, identity)
         own, server = Metrics(identity.rank), None
@@ -95,6 +96,7 @@ def train_as_rank(
                     time.sleep(0.2)
             elif server is not None:  # or the end would look like a crash
                 server.last_look(lambda: stop.wanted)
+        return outcome
 
 
 class _Sayer:
@@ -135,6 +137,16 @@ def check_strategy(job: Job) -> None:
         raise JobError(
             "parallel.strategy: horovod needs Horovod, which is not installed; `make horovod` builds it into .venv in "
             "about four minutes (or choose ddp, which needs nothing)"
+        )
+
+
+def check_memory(ranks: int, limit: float, each: int) -> None:
+    """Raise JobError if so many ranks, which take at least `each` bytes, cannot run within `limit` bytes."""
+    if ranks * each > limit:
+        raise JobError(
+            f"parallel.workers: {count(ranks, 'rank')} on this machine need at least {human_bytes(ranks * each)} of "
+            f"memory, because each of these processes loads PyTorch, and there are {human_bytes(limit)}; use at most "
+            f"{int(limit // each)}"
         )
 
 
@@ -192,7 +204,10 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     """Return the last message of a run; `step` is that of the newest checkpoint, if there is one."""
     if outcome is Outcome.ALREADY_COMPLETE:
         length = "epochs" if job.steps is None else "steps"
-        return f"{job.run_folder} is trained to the end already; --fresh starts over, --set {length}=N goes on"
+        return (
+            f"{job.run_folder} is trained to the end already; --fresh starts over, and --set {length}=N goes on (in "
+            f"Python: fresh=True, {length}=N)"
+        )
     if outcome is Outcome.COMPLETE_WITHOUT:
         return (
             "the job is complete: the other ranks have trained it to the end, and their disks have its checkpoints; "
@@ -201,7 +216,7 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     if outcome is Outcome.STOPPED:
         if step is None:
             return "stopped as asked: nothing was saved"
-        return f"stopped as asked: a checkpoint is saved (step {step}); run the same command again to continue from it"
+        return f"stopped as asked: a checkpoint is saved (step {step}); the same command or call continues from it"
     if outcome is Outcome.STOPPED_WAITING:
         return "stopped as asked, while waiting for the other ranks"
     if step is None:
@@ -244,6 +259,7 @@ def run_ranks(
     check_strategy(job)
     check_packages(job.telemetry)
     world_size = job.parallel.world_size()
+    check_memory(world_size, memory_limit(), process_memory())
     problem = foreign(job.run_folder) if fresh else None
     if problem is not None:
         raise JobError(problem)

@@ -51,6 +51,7 @@ class Life:
     lifeline: Lifeline
     feeds: Feeds
     idle: int = field(default_factory=rss_bytes)  # bytes of this process before it has a model
+    taken: int | None = None  # bytes of this process before it has layers
     state: TrainState | None = None
     data: Loaded | None = None
     info: DataInfo | None = None  # of the data that the state is for

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,8 @@ class _Rank:
         start = said.rfind("\nerror: ")  # the last line that begins this way; others' errors are quoted within lines
         text = said[start + len("\nerror: ") :] if start >= 0 else "\n".join(said.splitlines()[-15:])
         text = text or f"it ended with code {code} and said nothing"
-        return text if text.startswith(f"rank {self.number}") else f"rank {self.number}: {text}"
+        whose = re.match(rf"rank (?:{self.number}\b|\d+: )", text)  # another rank's error has its number already
+        return text if whose else f"rank {self.number}: {text}"
 
 
 class LocalRun:

@@ -14,7 +14,7 @@ from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.memory import keep_freed_memory
-from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
+from horizonml.machine.resources import available_cores, memory_share, threads_per_rank
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.planner.devices import Cluster, load_cluster
@@ -93,7 +93,7 @@ def plan_job(job: Job, devices: Path | None, as_given: bool, say: Say) -> Planne
 def _here(job: Job) -> Places:
     """Return this machine as the place of all of the job's ranks."""
     cores, world_size = available_cores(), job.parallel.world_size()
-    host = Host(tuple(range(world_size)), cores, memory_limit() / world_size - rss_bytes())
+    host = Host(tuple(range(world_size)), cores, memory_share(world_size) - rss_bytes())
     network = Network(1e-4, 1e9)  # ranks of one machine
     threads = job.parallel.threads or threads_per_rank(cores, world_size)
     return Places([f"rank {rank}" for rank in range(world_size)], [host], network, threads)

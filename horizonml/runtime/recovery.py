@@ -89,7 +89,7 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
     group.log = None  # drops that of an earlier plan
     if not recovery.mirror or not owners(plan):
         return None
-    left = memory_left() / group.hosts.count(group.hosts[group.rank])
+    left = memory_left(processes=group.hosts.count(group.hosts[group.rank]))
     spare = group.gather_json([session.state.bytes() if group.rank in owners(plan) else 0, left])
     short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare], group.hosts)
     if short is not None:

@@ -151,7 +151,8 @@ class _Loop:
         done, metrics = self.state.step, self.state.metrics
         # Version 0.1.0 evaluated at the end of each epoch, and did not save at which step.
         evaluated = metrics.get("step", metrics.get("epoch", 0) * self.per_epoch)
-        evaluating = done > 0 and self._is_evaluated(done) and evaluated != done
+        # A job that was shortened may have been trained beyond its end, where it has no evaluation.
+        evaluating = 0 < done <= self.total and self._is_evaluated(done) and evaluated != done
         best = self._evaluate(done) if evaluating else False
         saving = (self.ended or best) and self.checkpoints is not None and self.checkpoints.newest != done
         if saving and self.checkpoints is not None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
+from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.state.background import Background
 from horizonml.state.disks import Disks
@@ -76,7 +77,7 @@ class Checkpoints:
         self._resumption = Resumption(folder, group, self._disks, compatible)
         self._background = Background(group, "checkpoints", _SLOWEST_DISK)
         self._results: SimpleQueue[Saved] = SimpleQueue()
-        self._drift_told = self._broken_told = False
+        self._drift_told = self._broken_told = self._crowded_told = False
         self._causes: list[str] = []  # of the last failure, as they were told
 
     def _begin(self) -> None:
@@ -109,9 +110,10 @@ class Checkpoints:
         """Copy the state, and write a checkpoint of it while training goes on; all ranks call this after the same step.
 
         If the previous checkpoint is still being written, there will be none of this step, unless there `must` be one:
-        then training waits. `finished` tells what became of each.
+        then training waits. It also waits if a rank has no memory for its copy. `finished` tells what became of each.
         """
         started = time.perf_counter()
+        roomy = all(self._group.gather_json(self._has_room(state)))
         ready = self._prepare(state, plan)
         if must and any(busy for busy, _ in ready):
             self.save(state, plan, details)
@@ -124,10 +126,20 @@ class Checkpoints:
                 )
                 self._broken_told = True
             self.save(state, plan, details)
+        elif not roomy:
+            if not self._crowded_told:
+                _log.warning("there is too little memory for a copy of the state: training waits for its checkpoints")
+                self._crowded_told = True
+            self.save(state, plan, details)
         else:
             snapshot = take(state, plan, self._group, self._disks, details, copy=True)
             pause = time.perf_counter() - started
             self._background.start(lambda: self._write(snapshot, pause))
+
+    def _has_room(self, state: TrainState) -> bool:
+        """Tell whether a copy of this rank's state fits into the memory that is left for it."""
+        hosts = self._group.hosts
+        return state.bytes() < memory_left(processes=hosts.count(hosts[self._group.rank]))
 
     def finished(self) -> list[Saved]:
         """Return what became of the checkpoints that were written since the last call."""

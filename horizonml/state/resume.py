@@ -99,7 +99,9 @@ class Resumption:
                 _log.warning("%s; trying the one before", refused.text)
             problems += damaged
         if problems:
-            raise CheckpointError("no checkpoint can be resumed (--fresh starts over): " + "; ".join(problems))
+            raise CheckpointError(
+                "no checkpoint can be resumed (--fresh, or fresh=True in Python, starts over): " + "; ".join(problems)
+            )
         return None
 
     def newer_than(self, step: int) -> int | None:
@@ -159,7 +161,7 @@ class Resumption:
             return problem
         foreign = self._foreign(metadata)
         if foreign is not None:
-            advice = "use another name or folder, or --fresh to start over"
+            advice = "use another name or folder, or start over (--fresh, or fresh=True in Python)"
             return _Problem(f"{path} belongs to another run: {foreign}; {advice}", final=True)
         spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
         files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))

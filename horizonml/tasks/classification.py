@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
+from horizonml.errors import JobError
 from horizonml.tasks.task import BySample, OutputSpec, Tree, main_tensor, only_tensor
 
 
@@ -34,7 +35,13 @@ class Classification(BySample):
         return hits.sum(dtype=torch.float64).reshape(1)
 
     def outputs(self, info: DataInfo) -> OutputSpec:
-        """Return what the model must return for each sample: a logit for each class."""
+        """Return what the model must return for each sample: a logit for each class. Raises JobError."""
+        target = info.target
+        if target is not None and (target.dtype.is_floating_point or target.shape):
+            raise JobError(
+                "task.name: classification needs a class as the target of each sample, which is a whole number, but "
+                f"the data has {target.dtype} of shape {list(target.shape)}; choose regression or multi_label"
+            )
         return OutputSpec.vector(info.outputs)
 
 

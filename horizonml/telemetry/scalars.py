@@ -17,11 +17,14 @@ _STEP = {
     "loss": "train/loss",
     "epoch": "train/epoch",
     "lr": "train/learning_rate",
+    "gradient_norm": "train/gradient_norm",
     "divergence": "train/gradient_divergence",
+    "skipped": "train/skipped_samples",
     "wall": "time/step_seconds",
     "compute": "time/compute_seconds",
     "transfer": "time/transfer_seconds",
     "wait": "time/wait_seconds",
+    "load": "time/loading_seconds",
     "bytes_sent": "rank_0/bytes_sent",
     "bytes_received": "rank_0/bytes_received",
     "cpu_seconds": "rank_0/cpu_seconds",
@@ -62,6 +65,8 @@ class Scalars:
                 values = _named(record, _STEP) | _metrics(record, _STEP_FIELDS, "train")
                 if record["wall"] > 0:
                     values["time/samples_per_second"] = record["batch"] / record["wall"]
+                    if record.get("unit", "samples") != "samples":
+                        values[f"time/{record['unit']}_per_second"] = record["units"] / record["wall"]
             case "evaluation":
                 values = _named(record, _EVALUATION) | _metrics(record, _EVALUATION_FIELDS, "held_out")
             case "run":

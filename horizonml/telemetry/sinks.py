@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import Any, Protocol
 
+from horizonml.errors import JobError
 from horizonml.machine.extras import require
 from horizonml.telemetry.scalars import Point, Scalars
 from horizonml.telemetry.spec import TelemetrySpec
@@ -143,11 +144,21 @@ class Feeds:
 
 
 def check_packages(spec: TelemetrySpec) -> None:
-    """Raise MissingPackage unless the packages for the sinks that a job asks for are installed."""
+    """Raise MissingPackage unless the packages for the sinks that a job asks for are installed, or JobError."""
     if spec.tensorboard:
         _require("TensorBoard", "telemetry.tensorboard")
     if spec.mlflow is not None:
+        _check_folder(spec.mlflow)
         _require("MLflow", "telemetry.mlflow")
+
+
+def _check_folder(where: str) -> None:
+    """Raise JobError for a folder whose path means something else in the URI of its database."""
+    folder = Path(where).absolute()
+    if "://" not in where and where != "databricks" and any(letter in str(folder) for letter in "?%"):
+        raise JobError(
+            f"telemetry.mlflow: {folder}: MLflow cannot keep a database below a folder whose name has ? or %"
+        )
 
 
 def open_tensorboard(folder: Path) -> Sink:
@@ -159,7 +170,8 @@ def open_tensorboard(folder: Path) -> Sink:
 
 
 def open_mlflow(uri: str, folder: Path) -> Sink:
-    """Return a sink that logs the run in `folder` to MLflow. Raises MissingPackage, or an error of MLflow's."""
+    """Return a sink that logs the run in `folder` to MLflow. Raises HorizonError, or an error of MLflow's."""
+    _check_folder(uri)
     _require("MLflow", "MLflow")
     from horizonml.telemetry.mlflow import MlflowSink
 

@@ -17,6 +17,8 @@ from tests.distributed.processes import environment, horizonml, ours, steps, wai
 
 CLASSES = """
 import os
+import warnings
+import numpy
 import torch
 from torch import nn
 from horizonml.tasks.task import InputSpec, OutputSpec
@@ -61,8 +63,12 @@ class MyNet(nn.Module):
 TRAIN = """
 import json
 seen = []
+job = {
+    "name": "test", "epochs": 2, "batch_size": 32, "parallel": {"strategy": "pipeline"}, "ema": {"decay": 0.9},
+    "checkpoint": {"keep_best": "held_out_loss", "best_is": "highest"},  # so that the best is not the newest
+}
 run = horizonml.train(
-    {"name": "test", "epochs": 2, "batch_size": 32, "parallel": {"strategy": "pipeline"}},
+    job,
     model=MyNet, data=Curves(), task="regression", workers=3, on_step=seen.append,
 )
 found = {
@@ -79,10 +85,35 @@ assert type(model) is MyNet and not model.training
 torch.save(model.state_dict(), "from-run.pt")
 torch.save(horizonml.load("runs/test", model=MyNet).state_dict(), "loaded.pt")
 horizonml.export(run, "exported.pt")
+horizonml.export(run, "parameters.pt", average=False)
+torch.save(run.model(average=False).state_dict(), "from-run-parameters.pt")
+best = run.checkpoint(best=True)
+found["best"] = [best.name, horizonml.evaluate(best), {"loss": run.evaluations[0].loss, **run.evaluations[0].metrics}]
+torch.save(run.model(best=True).state_dict(), "from-run-best.pt")
+torch.save(horizonml.load(best).state_dict(), "best.pt")
 outputs = horizonml.predict(run, torch.zeros(5, 8))
 assert torch.equal(outputs, model(torch.zeros(5, 8)).detach())
 assert outputs.shape == horizonml.predict(run, Curves(5)).shape
+assert torch.equal(outputs, torch.from_numpy(horizonml.predict(run, numpy.zeros((5, 8))).numpy()))
+found["as tensors"] = horizonml.evaluate(run, (Curves(50).inputs, Curves(50).targets))
+try:
+    horizonml.predict(run, torch.zeros(8))
+except horizonml.HorizonError as error:
+    found["refused"] = str(error)
+with warnings.catch_warnings(record=True) as found_warnings:
+    warnings.simplefilter("always")
+    again = horizonml.train(
+        job,
+        model=MyNet, data=Curves(), task="regression", workers=3, on_step=seen.append, progress=False,
+    )
+found["again"] = [(one.category.__name__, str(one.message), one.filename) for one in found_warnings]
+assert len(again.history) == len(run.history) == len(seen)
 print(repr(run))
+fresh = horizonml.train(
+    job, model=MyNet, data=Curves(), task="regression", workers=1, parallel={"strategy": "single"}, epochs=1,
+    fresh=True, progress=False,
+)
+found["fresh"] = [len(fresh.history), len(horizonml.Run("runs/test.previous").history)]
 print("RESULT " + json.dumps(found))
 """
 
@@ -125,12 +156,29 @@ def test_a_script_trains_a_model_and_data_that_only_it_defines(script: Path) -> 
     assert found["metrics"].keys() == found["evaluated"].keys() == found["all"].keys()
     assert found["evaluated"] == pytest.approx(found["metrics"], rel=1e-5)
     assert found["all"]["loss"] != pytest.approx(found["metrics"]["loss"], rel=1e-3)
-    states = [
-        torch.load(script.parent / name, weights_only=True) for name in ("from-run.pt", "loaded.pt", "exported.pt")
-    ]
-    for other in states[1:]:
-        assert states[0].keys() == other.keys()
-        assert all(torch.equal(states[0][name], other[name]) for name in other)
+    assert found["as tensors"] == found["all"]
+    assert found["refused"] == "inputs: [8] is their shape, but the model takes [samples, 8]"
+    ((category, message, filename),) = found["again"]
+    assert (category, filename) == ("UserWarning", str(script))
+    assert message.startswith("runs/test had been trained to the end before")
+    assert found["fresh"] == [3, 6]
+    name, evaluated, recorded = found["best"]
+    assert name == "step-00000003"
+    assert evaluated == pytest.approx(recorded, rel=1e-5)
+    different = []
+    for names in (
+        ("from-run.pt", "loaded.pt", "exported.pt"),
+        ("from-run-parameters.pt", "parameters.pt"),
+        ("from-run-best.pt", "best.pt"),
+    ):
+        first, *others = (torch.load(script.parent / name, weights_only=True) for name in names)
+        different.append(first)
+        for other in others:
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[name], other[name]) for name in other)
+    averages, parameters, best = (state["last.weight"] for state in different)
+    assert not torch.equal(averages, parameters)
+    assert not torch.equal(averages, best)
     refused = horizonml(script.parent, "evaluate", "runs/test")
     assert refused.returncode == 2
     assert "error: MyNet was given to horizonml.train as an object" in refused.stderr
@@ -198,21 +246,24 @@ def test_an_error_of_on_step_ends_the_run_and_is_raised_as_it_is(script: Path) -
     process = begin(
         script,
         """
+calls = []
+
 def stop(step):
+    calls.append(step.step)
     if step.step == 3:
         raise RuntimeError("enough")
 
 try:
     horizonml.train({"name": "test", "epochs": 10000}, model=MyNet, data=Curves(), workers=2, on_step=stop)
 except RuntimeError as error:
-    print("CAUGHT", error)
+    print("CAUGHT", error, calls)
 import psutil
 print("LEFT", [child.name() for child in psutil.Process().children(recursive=True)])
 """,
     )
     output = finish(process)
     assert process.returncode == 0, output
-    assert "CAUGHT enough" in output
+    assert "CAUGHT enough [1, 2, 3]" in output  # and never again
     assert "LEFT []" in output
 
 

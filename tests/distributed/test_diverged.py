@@ -13,6 +13,7 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
+from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.errors import Diverged
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -38,6 +39,7 @@ class Case:
     clip_norm: float | None = None
     multiplied: bool = False
     batch: int = 1
+    steps: int = 1  # that are done before
 
 
 TIED = "LanguageModel"
@@ -45,6 +47,13 @@ CASES = {
     "ddp, 16-bit sums": Case(Shape((TWO,), Sync.FP16), 1, 1e9, multiplied=True),
     "hybrid, 16-bit sums": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, multiplied=True),
     "hybrid, 16-bit sums, clipped": Case(Shape((ONE, TWO), Sync.FP16), 2, 1e9, clip_norm=1.0, multiplied=True),
+    "ddp, PowerSGD's first steps": Case(Shape((TWO,), Sync.POWERSGD), 1, model="wide"),
+    "ddp, PowerSGD": Case(Shape((TWO,), Sync.POWERSGD), 1, model="wide", steps=WHOLE_STEPS + 1),
+    "hybrid, PowerSGD": Case(Shape((ONE, TWO), Sync.POWERSGD), 2, model="wide", steps=WHOLE_STEPS + 1),
+    "ddp, PowerSGD, infinite, clipped": Case(
+        Shape((TWO,), Sync.POWERSGD), 1, float("inf"), "wide", clip_norm=1.0, steps=WHOLE_STEPS + 1
+    ),
+    "ddp, PowerSGD, overflow": Case(Shape((TWO,), Sync.POWERSGD), -1, LARGE, "wide", steps=WHOLE_STEPS + 1),
     "beside a member without rows": Case(Shape(((50.0, 1.0),)), batch=2),
     "beside a member without rows, 16-bit sums": Case(
         Shape(((50.0, 1.0),), Sync.FP16), value=1e9, multiplied=True, batch=2
@@ -93,7 +102,8 @@ def outcome(session: Session, act: Callable[[], object]) -> tuple[str, bool]:
 
 def broken(rank: int, world_size: int, store: Store, case: Case) -> tuple[str, bool]:
     session = start(store, rank, world_size, case)
-    session.step(RandomBatch(0), LR)
+    for step in range(case.steps):
+        session.step(RandomBatch(step), LR)
     if case.rank in (rank, -1):
         breaking(session, case)
     return outcome(session, lambda: session.step(RandomBatch(case.batch), LR))
@@ -104,8 +114,20 @@ def test_no_rank_commits_a_step_whose_gradients_are_not_finite(pool: Pool, name:
     case = CASES[name]
     results = pool.run(case.shape.world_size, broken, case)
     assert len({message for message, _ in results}) == 1, results
-    assert re.match(r"step 1: the gradient of \S+ \(stage \d, rank \d\) is not finite", results[0][0]), results[0][0]
+    told = rf"step {case.steps}: the gradient of \S+ \(stage (\d), rank (\d)\) is not finite"
+    found = re.match(told, results[0][0])
+    assert found is not None, results[0][0]
+    stage, rank = map(int, found.groups())
+    assert rank in members(case)[stage]
+    assert case.rank < 0 or case.rank in members(case)[stage]  # all members have the sum
     assert all(unchanged for _, unchanged in results)
+    lossy = case.shape.sync in (Sync.FP16, Sync.POWERSGD)
+    assert results[0][0].endswith("or set parallel.gradient_compression: none") == lossy
+
+
+def members(case: Case) -> list[tuple[int, ...]]:
+    """The ranks of each stage."""
+    return [stage.ranks for stage in case.shape.plan(10).stages]
 
 
 def spoiled(rank: int, world_size: int, store: Store, case: Case, evaluating: bool) -> tuple[str, bool]:

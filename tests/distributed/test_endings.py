@@ -86,6 +86,12 @@ def test_who_dies_of_an_instruction_that_the_processor_lacks_says_so(tmp_path: P
         run(2, [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, kill_service=signal.SIGILL)
 
 
+def test_who_repeats_what_another_rank_said_names_that_one_only(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'test "$RANK" = 0 && exec sleep 60; echo "error: rank 0: there is no data" >&2; exit 2']
+    with pytest.raises(RankFailed, match=r"^rank 0: there is no data\n\(all .*rank-1\.log\)"):
+        run(2, command, tmp_path)
+
+
 def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Signals | None = None) -> None:
     """Run a local cluster to its end."""
     with LocalRun(world_size, command, logs, {}) as cluster:

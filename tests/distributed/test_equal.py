@@ -16,12 +16,13 @@ from horizonml.data.choose import load
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
+from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
-from horizonml.runtime.generation import find_hosts
+from horizonml.runtime.capacity import find_hosts
 from horizonml.runtime.trainer import Outcome, train
 from horizonml.state.equal import share_state
 from horizonml.state.spec import Sgd
@@ -98,7 +99,7 @@ def test_a_run_that_measured_first_equals_one_that_did_not(pool: Pool, tmp_path:
 def hosts_of(rank: int, world_size: int, store: Store, nodes: list[str]) -> list[Host]:
     group = Group(store, rank, world_size, 30.0, nodes)
     try:
-        return find_hosts(group)
+        return find_hosts(group, rss_bytes())
     finally:
         group.close()
 

@@ -182,7 +182,17 @@ def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "lost"), [("pipeline", 0), ("pipeline", 2), ("before members", 0), ("zb-h1", 1), ("tied", 0)]
+    ("name", "lost"),
+    [
+        ("pipeline", 0),
+        ("pipeline", 2),
+        ("before members", 0),
+        ("between members", 2),
+        ("zb-h1", 1),
+        ("interleaved", 1),
+        ("tied", 0),
+        ("tied before members", 0),
+    ],
 )
 def test_steps_whose_gradients_were_clipped_are_repeated_bit_for_bit(pool: Pool, name: str, lost: int) -> None:
     expect_rebuilt(pool, name, lost, 9, 12_000.0, CLIP_NORM)

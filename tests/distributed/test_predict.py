@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from horizonml import Run
 from tests.distributed.processes import horizonml
 
 ONE = ("--set", "epochs=1", "--set", "parallel.strategy=single", "--workers", "1")
@@ -100,6 +101,9 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     assert "(unigram baseline 22.6)" in trained.stdout
     recorded = horizonml(tmp_path, "evaluate", "runs/first")
     assert recorded.stdout.strip() in trained.stdout
+    again = json.loads(horizonml(tmp_path, "evaluate", "runs/first", "--json").stdout)
+    (last,) = Run(tmp_path / "runs" / "first").evaluations[-1:]
+    assert again == pytest.approx({"loss": last.loss, **last.metrics, "samples": last.samples}, rel=1e-4)
     measured = horizonml(tmp_path, "evaluate", "runs/first", "--data", "other.txt")
     assert measured.returncode == 0, measured.stderr
     assert re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity [\d.]+ \(\d+ samples\)", measured.stdout)
@@ -111,7 +115,16 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     assert written[0].stdout == written[1].stdout
     assert written[0].stdout.startswith("Shall I")
     assert len(written[0].stdout) == len("Shall I") + 90 + 1
-    elsewhere = ("--set", "data.path=other.txt", "--set", "data.samples=20", "--set", "epochs=2")
+    elsewhere = (
+        "--set",
+        "data.path=other.txt",
+        "--set",
+        "data.samples=20",
+        "--set",
+        "batch_size=16",
+        "--set",
+        "epochs=2",
+    )
     other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *elsewhere)
     assert other.returncode == 1
     assert "characters was 61 (SHA-256" in other.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from horizonml.data.dataset import Data
 from horizonml.errors import CheckpointError
 from horizonml.exports.export import export
 from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -62,6 +65,11 @@ def test_a_training_of_so_many_steps_is_evaluated_every_few_of_them_and_after_th
     assert (metadata.step, metadata.complete, metadata.metrics["step"]) == (10, True, 10)
 
 
+def test_a_model_is_evaluated_after_every_other_epoch_and_after_the_last_step(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, run, Kind("single", 1).job(tmp_path, evaluate={"every_epochs": 2}))  # of three epochs
+    assert [(line["step"], line["epoch"]) for line in records(tmp_path, "evaluation")] == [(14, 2), (21, 3)]
+
+
 def test_a_training_that_gets_no_better_ends_early_and_its_best_checkpoint_stays(pool: Pool, tmp_path: Path) -> None:
     kind = Kind("ddp 2", 2)
     changes = {
@@ -70,7 +78,7 @@ def test_a_training_that_gets_no_better_ends_early_and_its_best_checkpoint_stays
         "optimizer": {"lr": 0.4, "momentum": 0.9},
         "lr_schedule": {"name": "constant"},
         "early_stop": {"patience": 4},
-        "checkpoint": {"every_steps": 1, "keep": 1, "keep_best": "held_out_loss"},
+        "checkpoint": {"every_steps": 1000, "keep": 1, "keep_best": "held_out_loss"},
     }
     job = kind.job(tmp_path, **changes)
     results = pool.run(2, run, job)
@@ -96,6 +104,9 @@ def test_a_training_that_gets_no_better_ends_early_and_its_best_checkpoint_stays
     more = pool.run(2, run, kind.job(tmp_path, **{**changes, "early_stop": {"patience": 6}}))
     assert {(outcome, resumed.step) for outcome, _, resumed in more} == {("complete", last)}
     assert max(line["step"] for line in records(tmp_path, "step")) > last
+    losses = {line["step"]: line["loss"] for line in records(tmp_path, "evaluation")}
+    best = min(losses, key=lambda step: losses[step])
+    assert [step_of(path) for path in steps(tmp_path / "checkpoints")] == [max(losses), best]
 
 
 def test_the_best_checkpoint_of_an_interrupted_run_is_that_of_an_uninterrupted_one(pool: Pool, tmp_path: Path) -> None:
@@ -136,6 +147,30 @@ def test_the_best_checkpoint_of_an_interrupted_run_is_that_of_an_uninterrupted_o
         ((outcome, held, _),) = pool.run(1, run, single)
         assert outcome == "already complete"
         assert equal({key: value for key, value in state.items() if kept or "/average" not in key}, held)
+
+
+def on_a_slow_disk(rank: int, world_size: int, store: Store, job: Job) -> str:
+    """Train while every file takes longer to become durable than a step takes."""
+    durable = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        time.sleep(0.2)
+        durable(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    try:
+        return run(rank, world_size, store, job)[0]
+    finally:
+        os.fsync = durable
+
+
+def test_the_best_checkpoint_waits_for_a_slow_disk_and_is_not_left_out(pool: Pool, tmp_path: Path) -> None:
+    checkpoint = {"every_steps": 1000, "keep": 50, "keep_best": "held_out_loss", "background": True}
+    job = Kind("ddp 2", 2).job(tmp_path, steps=5, evaluate={"every_steps": 1}, checkpoint=checkpoint)
+    assert set(pool.run(2, on_a_slow_disk, job)) == {"complete"}
+    best = {line["step"] for line in records(tmp_path, "evaluation") if line["best"]}
+    assert len(best) > 2
+    assert {step_of(path) for path in steps(tmp_path / "checkpoints")} == {*best, 5}
 
 
 def told(rank: int, world_size: int, store: Store, done: list[int]) -> tuple[dict[str, Any], dict[str, Best], int]:

@@ -403,7 +403,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(
         shard.write_bytes(b"x" * 100)
     ((ok, text), _) = pool.run_each([(run, (rank, 2), (broken,)) for rank in range(2)])
     assert not ok
-    assert "no checkpoint can be resumed (--fresh starts over)" in text
+    assert "no checkpoint can be resumed (--fresh, or fresh=True in Python, starts over)" in text
     assert "step-00000021" in text
     with pytest.raises(CheckpointError, match="damaged"):
         export(tmp_path / "broken", tmp_path / "model.pt")

@@ -112,6 +112,7 @@ MAY_BE_EMPTY = (
     "horizonml_recovery_seconds",
     "horizonml_replica",
     "horizonml_plan_memory_bytes",  # of automatic plans
+    "horizonml_gradient_norm",  # of gradients that are clipped
 )
 
 

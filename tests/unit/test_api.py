@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import pickle
 import subprocess
 import sys
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import horizonml
-from horizonml.api.given import Given
-from horizonml.api.history import Evaluation, Step, Table
+from horizonml.api.given import Given, in_plain_words, in_this_process
+from horizonml.api.history import Evaluation, Step, Table, read_records
 from horizonml.api.jobs import make_job
 from horizonml.api.transfer import packed, unpack
 from horizonml.errors import DataError, HorizonError, JobError, ModelError
 from horizonml.machine.code import find
+from horizonml.runtime.launch import check_memory, run_ranks
 from horizonml.tasks.regression import Regression
+from tests.runs import append, write_run
 
 NAMES = {
     "Evaluation", "HorizonError", "Job", "PlannedJob", "Run", "Step", "Task", "__version__", "evaluate", "export",
@@ -118,6 +121,12 @@ def test_sections_are_named_by_texts_and_folders(tmp_path: Path) -> None:
         (lambda: make_job(3), "job: give the path of a job file"),  # type: ignore[arg-type]
         (lambda: make_job("digitz"), "did you mean 'digits'?"),
         (lambda: make_job(None, model="resnet19"), "did you mean"),
+        (lambda: make_job(None, data="digit"), "data: 'digit' is no folder that is here, .*did you mean 'digits'?"),
+        (lambda: make_job(None, data=__file__), "data: .*test_api.py is a file, and a folder of images is expected"),
+        (lambda: make_job(None, workers="2"), "parallel.workers: '2'"),  # type: ignore[arg-type]
+        (lambda: horizonml.train(on_step=3), "on_step: give a function"),  # type: ignore[arg-type]
+        (lambda: horizonml.evaluate("runs", batch_size=0), "batch_size: 0 is not a number of samples"),
+        (lambda: horizonml.predict("runs", Net, batch_size=0), "batch_size: 0 is not a number of samples"),
     ],
 )
 def test_mistakes_in_jobs_name_the_field(call: Any, words: str) -> None:
@@ -222,3 +231,54 @@ def find_model_of(given: Given, thing: nn.Module, find_model: Any) -> nn.Module:
     given.install()
     built: nn.Module = find_model(name)()
     return built
+
+
+def test_tables_become_data_frames() -> None:
+    frame = Table([row(1, accuracy=0.5), row(2, accuracy=0.75)], Step).to_pandas()
+    assert list(frame["accuracy"]) == [0.5, 0.75]
+    assert list(frame.columns) == ["step", "epoch", "loss", "accuracy", "seconds", "samples", "learning_rate"]
+
+
+def test_errors_name_objects_as_their_makers_did() -> None:
+    with pytest.raises(HorizonError, match=r"^Inner returned an object of type NoneType"), in_plain_words():
+        raise ModelError("horizonml.api.given:Inner returned an object of type NoneType")
+
+
+def test_models_are_used_as_the_ranks_do_whatever_the_script_has_chosen() -> None:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with in_this_process():
+            assert (torch.zeros(1).device.type, torch.zeros(1).dtype) == ("cpu", torch.float32)
+        assert (torch.zeros(1).device.type, torch.zeros(1).dtype) == ("meta", torch.float64)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_more_ranks_than_fit_into_memory_are_refused_before_any_is_started() -> None:
+    check_memory(4, 1000, 250)
+    with pytest.raises(JobError, match=r"parallel\.workers: 5 ranks .* need at least 1\.2 KiB of memory.* at most 4"):
+        check_memory(5, 1000, 250)
+    with pytest.raises(JobError, match="10,000 ranks on this machine need at least"):
+        run_ranks(make_job({"parallel": {"strategy": "ddp", "workers": 10_000}})[0], ["false"], False, {})
+
+
+def test_every_step_of_a_history_counts_once_as_it_was_done_last(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=3, steps=6)
+    (tmp_path / "rank-2.jsonl").write_text(
+        (tmp_path / "rank-2.jsonl").read_text().replace('"loss": 2.0', '"loss": 7.0')
+    )
+    lines = [json.loads(line) for line in (tmp_path / "rank-1.jsonl").read_text().splitlines()]
+    again = [{**line, "time": 500.0 + line["step"], "loss": 9.0} for line in lines if line.get("step", 0) > 4]
+    append(tmp_path / "rank-1.jsonl", {**lines[0], "time": 500.0, "rank": 0, "host": "another"})  # which is rank 0 now
+    append(tmp_path / "rank-1.jsonl", *(line for line in again if line["kind"] in ("step", "evaluation")))
+    about, steps, evaluations = read_records(tmp_path)
+    assert about is not None
+    assert about["host"] == "another"
+    assert steps.column("step") == [1, 2, 3, 4, 5, 6]
+    assert steps.column("loss") == [2.0, 1.0, pytest.approx(2 / 3), 0.5, 9.0, 9.0]
+    assert [(one.step, one.loss) for one in evaluations] == [(3, 0.3), (6, 9.0)]
+    (tmp_path / "rank-0.jsonl").unlink()
+    (tmp_path / "rank-1.jsonl").unlink()
+    assert read_records(tmp_path)[1].column("loss")[0] == 7.0  # on the disk of a machine without rank 0

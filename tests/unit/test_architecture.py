@@ -27,7 +27,7 @@ TABLE: dict[str, set[str]] = {
     "tasks": {"data", "job", "machine", "spec"},
     "models": {"data", "machine", "spec", "tasks"},
     "planner": {"job", "plan", "spec"},
-    "state": {"comm", "data", "job", "models", "plan", "spec", "tasks"},
+    "state": {"comm", "data", "job", "machine", "models", "plan", "spec", "tasks"},
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
     "telemetry": {"engine", "job", "machine", "plan", "spec"},

@@ -64,7 +64,7 @@ def test_a_card_without_records_says_so(tmp_path: Path) -> None:
     export(path, tmp_path / "model.pt", verify=0)
     text = (tmp_path / "model.pt.md").read_text()
     found = rows(text)
-    assert found["data"] == "folder; the checkpoint does not say how many samples"
+    assert found["data"] == "a folder of images; the checkpoint does not say how many samples"
     assert (found["inputs"], found["on held-out data"], found["check"]) == (
         "not recorded", "not evaluated", "not verified",
     )  # fmt: skip
@@ -80,6 +80,16 @@ def test_a_card_does_not_tell_where_a_job_ran_or_logged(tmp_path: Path) -> None:
     text = (tmp_path / "model.pt.md").read_text()
     assert "secret" not in text
     assert "private" not in text
+
+
+def test_a_fine_tuned_model_names_the_weights_that_it_began_with(tmp_path: Path) -> None:
+    path, _ = checkpoint_of(tmp_path / "run", job(model="{name: digits_cnn, weights: before.pt, freeze: ['!head']}"))
+    metadata = json.loads((path / "checkpoint.json").read_text())
+    metadata["compatible"]["weights"] = "ab" * 32
+    (path / "checkpoint.json").write_text(json.dumps(metadata))
+    export(path, tmp_path / "model.pt")
+    text = (tmp_path / "model.pt.md").read_text()
+    assert f"It began with the weights `before.pt`, SHA-256 `{'ab' * 32}`. Parameters that `model.freeze`" in text
 
 
 def test_devices_that_measure_no_energy_are_counted(tmp_path: Path) -> None:

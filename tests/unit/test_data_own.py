@@ -6,9 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch.utils.data import TensorDataset, random_split
 
+from horizonml.api.jobs import make_job
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.spec import DataSpec
@@ -179,3 +182,59 @@ def test_what_differs_from_machine_to_machine_is_not_part_of_the_training() -> N
     base = "data: {name: table, path: %s, targets: [y], workers: %s}"
     assert parse(base % ("a.csv", 2), "job").digest() == parse(base % ("b.csv", "auto"), "job").digest()
     assert parse("data: {corrupt: skip}", "job").digest() != parse("{}", "job").digest()
+
+
+ROWS, SUMS = torch.arange(40.0).reshape(20, 2), torch.arange(20.0).reshape(20, 1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (ROWS, SUMS),
+        [ROWS, SUMS],
+        (ROWS.double().numpy(), SUMS.double().numpy()),
+        {"inputs": ROWS, "targets": SUMS},
+        lambda: (ROWS, SUMS),
+    ],
+)
+def test_tensors_and_arrays_are_data_with_a_sample_in_each_row(given: Any) -> None:
+    job, objects = make_job(None, data=given)
+    objects.install()
+    info = described(job.data)
+    assert (info.train, info.held_out, info.inputs, info.task) == (16, 4, (TensorSpec((2,)),), "regression")
+    data = loaded(job.data, inputs=True, targets=True)
+    assert torch.equal(read_all(data).sort(0).values, ROWS)
+    some = torch.tensor([3, 5])
+    assert torch.equal(data.train.targets(some), data.train.inputs(some)[:, :1] / 2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ((ROWS[:12], SUMS[:12]), (ROWS[12:], SUMS[12:])),
+        random_split(TensorDataset(ROWS, SUMS), [12, 8]),  # a list
+        (TensorDataset(ROWS[:12], SUMS[:12]), (ROWS[12:], SUMS[12:])),
+    ],
+)
+def test_pairs_of_data_are_trained_on_and_held_out(given: Any) -> None:
+    job, objects = make_job(None, data=given)
+    objects.install()
+    assert (described(job.data).train, described(job.data).held_out) == (12, 8)
+
+
+def test_inputs_and_targets_may_consist_of_several_tensors() -> None:
+    job, objects = make_job(None, data=({"left": ROWS, "right": SUMS}, numpy.arange(20) % 3))
+    objects.install()
+    info = described(job.data)
+    assert (info.names, info.task, info.outputs) == (("left", "right"), "classification", 3)
+    job, objects = make_job({"data": {"classes": 5}}, data=((ROWS, SUMS), torch.arange(20) % 3))
+    objects.install()
+    assert described(job.data).outputs == 5
+    assert len(described(job.data).inputs) == 2
+
+
+def test_tensors_of_other_lengths_are_refused() -> None:
+    job, objects = make_job(None, data=(ROWS, SUMS[:9]))
+    objects.install()
+    with pytest.raises(DataError, match="inputs and targets have 20, 9 rows; give a row for each sample"):
+        describe(job.data)

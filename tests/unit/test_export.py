@@ -15,6 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -131,12 +132,13 @@ def test_what_the_card_says_loads_the_model(tmp_path: Path, name: str, monkeypat
     assert done.card == tmp_path / f"{name}.md"
     assert only(tmp_path, name, f"{name}.md")
     monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (9, 8), (200, 100, 0)).save("picture.png")
     found = {"input": IMAGES}
     exec(code_of(done.card), found)
-    outputs = found["outputs"] if "outputs" in found else found["model"](IMAGES)  # type: ignore[operator]
-    outputs = torch.as_tensor(outputs[0]) if name == "model.onnx" else outputs
-    assert outputs.shape == (5, 10)
-    assert difference(outputs, model(IMAGES)) < 1e-4
+    outputs = torch.as_tensor(found["outputs"] if "outputs" in found else found["model"](IMAGES))  # type: ignore[operator]
+    inputs = torch.as_tensor(found["input"])
+    assert outputs.shape == (len(inputs), 10)
+    assert difference(outputs, model(inputs)) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])

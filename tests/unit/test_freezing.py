@@ -16,6 +16,7 @@ from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import judge
+from horizonml.planner.explain import bottleneck, why
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LayerProfile, Profile
@@ -127,6 +128,15 @@ def test_the_planner_counts_what_is_trained_alone() -> None:
     assert {(message.sender, message.receiver) for message in half.messages} == {(0, 1)}
     assert {(message.sender, message.receiver) for message in every.messages} == {(0, 1), (1, 0)}
     assert half.seconds < every.seconds
+
+
+def test_a_plan_is_explained_with_the_gradients_that_travel() -> None:
+    pipeline = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 4, (1,), (1.0,))), micro_batches=2)
+    for frozen, back, cut in ((0, ", and back", "40.0 KiB"), (2, "", "20.0 KiB")):
+        slow = replace(problem(frozen), network=Network(1e-4, 1e4))
+        found = judge(slow, pipeline)
+        assert f"stage 0 to 1 (20.0 KiB{back})" in bottleneck(slow, found, ["rank 0", "rank 1"])
+        assert f"between stages of this plan {cut} travel in all" in why(slow, found, ["rank 0", "rank 1"])[0]
 
 
 def test_members_of_a_frozen_stage_sum_nothing() -> None:

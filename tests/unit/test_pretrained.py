@@ -101,8 +101,18 @@ def test_damaged_files_are_told(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(ModelError, match="is not a state dict: it holds no tensors by name"):
         model(tmp_path / "list.pt")
+    (tmp_path / "card.md").write_text("A text.")
+    with pytest.raises(
+        ModelError, match=r"card.md is not a file of weights, or it is damaged; give a safetensors file"
+    ):
+        model(tmp_path / "card.md")
+    (tmp_path / "runs" / "first" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"it is a run's folder, so export its model: horizonml export .*runs/first "):
+        model(tmp_path / "runs" / "first")
     with pytest.raises(ModelError, match="is neither a file nor a folder on this machine"):
         model(tmp_path / "nowhere.pt")
+    with pytest.raises(ModelError, match=rf"model.weights: nowhere.pt is .*, as seen from {Path.cwd()}; copy it there"):
+        model("nowhere.pt")
     with pytest.raises(ModelError, match=r"model.weights.sha256: .* has [0-9a-f]{64}, not 0000"):
         model({"source": str(file(tmp_path, weights())), "sha256": "0" * 64})
 
@@ -156,7 +166,12 @@ def test_a_head_of_another_shape_begins_anew_as_it_would_without_weights(tmp_pat
     assert made.pretrained.notes == (
         "13.weight begins anew: some.safetensors has [1000, 64], the model [5, 64]",
         "13.bias begins anew: some.safetensors has [1000], the model [5]",
+        "model.weights: 17 of 19 tensors begin with the values of some.safetensors",
     )
+    tuned = model(tmp_path / "some.safetensors", outputs=5, freeze=["!13"])
+    assert tuned.pretrained is not None
+    total = sum(value.numel() for value in models.backbone(5).parameters())
+    assert tuned.pretrained.notes[-1] == f"325 of {total:,} parameters are trained, and the others are frozen"
     spec = ModelSpec(name="tests.models:backbone")
     fresh = values(build(spec, 0, 5, InputSpec.of(SHAPE)))
     expect(made, weights() | {name: fresh[name] for name in ("13.weight", "13.bias")})
@@ -173,13 +188,17 @@ def test_names_that_do_not_match_are_refused_unless_that_is_allowed(tmp_path: Pa
     made = model({"source": str(path), "strict": False})
     assert not torch.equal(values(made)["9.bias"], gone)
     assert made.pretrained is not None
-    assert len(made.pretrained.notes) == 2
+    assert len(made.pretrained.notes) == 3
     with pytest.raises(
         ModelError, match=r"no tensor of .* belongs to tests.models:backbone: the file has a, b; the model 0.weight"
     ):
         model(file(tmp_path, {"a": torch.ones(1), "b": torch.ones(1)}, "other.safetensors"))
     many = file(tmp_path, {"0.weight": tensors["0.weight"]}, "few.safetensors")
-    with pytest.raises(ModelError, match=r"lacks 1.weight, 1.bias, 1.running_mean, ... \(\d+ tensors\)"):
+    with pytest.raises(
+        ModelError,
+        match=r"is probably for another model, since it fits 1 of 19 tensors of tests.models:backbone: it lacks "
+        r"1.weight, 1.bias, 1.running_mean, ... \(18 tensors\); with model.weights.strict: false, the others begin",
+    ):
         model(many)
 
 
@@ -250,7 +269,9 @@ def test_torchvisions_weights_are_downloaded_once_and_verified(tmp_path: Path, c
             made = build(ModelSpec.model_validate({"name": "resnet18", "weights": source}), 0, 5, shape)
             assert torch.equal(values(made)["layer4.1.conv2.weight"], expected["layer4.1.conv2.weight"])
         assert asked == ["/resnet18-f37072fd.pth"]
-        (cache / "weights" / "resnet18-f37072fd.pth").write_bytes(b"damaged")
+        # It is not what torchvision's name promises, so it does not take the place of that file.
+        assert not (cache / "weights" / "resnet18-f37072fd.pth").exists()
+        (cache / "weights" / f"resnet18-f37072fd-{sha256[:16]}.pth").write_bytes(b"damaged")
         build(ModelSpec.model_validate({"name": "resnet18", "weights": source}), 0, 5, shape)
         assert len(asked) == 2
         # torchvision's name promises another file.

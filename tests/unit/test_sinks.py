@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ import pytest
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horizonml.errors import HorizonError
+from horizonml.errors import HorizonError, JobError
 from horizonml.machine import extras
 from horizonml.report.lead import lead_records
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import Source
+from horizonml.telemetry.record import Source, StepRecord
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.scalars import Point, Scalars
-from horizonml.telemetry.sinks import Feed, Feeds
+from horizonml.telemetry.sinks import Feed, Feeds, check_packages
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.runs import append, write_run
 from tests.unit.test_metrics import INFO, STEP
@@ -162,10 +162,15 @@ def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_pat
 
 
 def test_a_run_that_goes_on_in_another_process_goes_on_in_mlflow(tmp_path: Path) -> None:
+    statuses = []
     for generation in range(2):
         feeds = Feeds(TelemetrySpec(mlflow=str(tmp_path / "flow")), tmp_path / "run")
         record_run(tmp_path / "run", feeds, generation, 4 * generation, 4 * generation + 4)
         feeds.close()
+        client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/flow/mlflow.db")
+        (found,) = client.search_runs([one.experiment_id for one in client.search_experiments()])
+        statuses.append(found.info.status)
+    assert statuses == ["FAILED", "FINISHED"]
     check(in_mlflow(tmp_path / "flow"), expected(tmp_path / "run"))
     assert "flow" not in (tmp_path / "run" / "mlflow.json").read_text()
 
@@ -184,6 +189,18 @@ def test_every_step_counts_once_whichever_process_was_rank_0(tmp_path: Path) -> 
     assert sum(record["loss"] == 9.0 for record in steps) == len([line for line in later if line["kind"] == "step"]) > 0
     with pytest.raises(HorizonError, match="has no steps of a run"):
         lead_records(tmp_path / "elsewhere")
+
+
+def test_whatever_is_a_number_in_a_step_s_record_is_shown() -> None:
+    """A field that is added to the records is either shown or named here."""
+    numbers = {field.name: 2.0 for field in fields(StepRecord) if field.name not in ("links", "metrics", "unit")}
+    left_out = {"step", "time", "samples", "batch", "units"}
+    point = Scalars().point({"kind": "step", **numbers, "unit": "tokens"})
+    assert point is not None
+    of_its_own = {"time/samples_per_second", "time/tokens_per_second"}
+    assert len(set(point.values) - of_its_own) == len(set(numbers) - left_out)
+    assert point.values.keys() >= {*of_its_own, "train/gradient_norm", "train/skipped_samples", "time/loading_seconds"}
+    assert point.values["time/tokens_per_second"] == 1.0
 
 
 def test_a_metric_of_any_task_and_values_that_are_no_numbers() -> None:
@@ -289,4 +306,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     refused = command(tmp_path, "log", "run", "--mlflow", "sqlite:////proc/none/x.db")
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: run cannot be logged: ")
+    strange = command(tmp_path, "log", "run", "--mlflow", "50%")
+    assert strange.returncode == 2
+    assert "50%: MLflow cannot keep a database below a folder whose name has ? or %" in strange.stderr
+    with pytest.raises(JobError, match=r"telemetry\.mlflow: .*what\?: MLflow cannot keep a database"):
+        check_packages(TelemetrySpec(mlflow=str(tmp_path / "what?")))
+    check_packages(TelemetrySpec(mlflow="http://server/?a=%41"))
     assert "Traceback" not in refused.stderr

@@ -91,6 +91,7 @@ REFUSED = {
     "my_net:Net.smal": r"Net.*has no 'smal'; did you mean 'small'\?",
     "my_net:exakt": r"my_net\.py has no 'exakt'; did you mean 'exact'\?",
     "my_nett:exact": r"there is no module my_nett in .*, or among the installed packages; did you mean 'my_net'\?",
+    "qqqqzzzz:exact": r"there is no module qqqqzzzz in .* packages; start in the folder that has qqqqzzzz\.py$",
     "my_net.inner:exact": "failed|there is no module my_net.inner",
 }
 

@@ -9,16 +9,19 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
-from horizonml.runtime.stopping import Evaluations
+from horizonml.runtime.stopping import Evaluations, recorded
 from horizonml.state.average import decay_of, sources
 from horizonml.state.best import KEPT, STOPPING, Best, best_from
 from horizonml.state.keeping import superfluous
 from horizonml.state.optim import learning_rate
 from horizonml.state.scales import Scales
 from horizonml.state.spec import Ema, LrSchedule
-from horizonml.tasks.classification import Classification
+from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.language_model import LanguageModel
+from horizonml.tasks.regression import Regression
+from horizonml.tasks.segmentation import Segmentation
 from horizonml.tasks.task import Task
+from horizonml.telemetry.record import metric_key
 from tests.tasks import KINDS
 
 
@@ -88,6 +91,16 @@ def test_of_a_metric_of_the_users_own_the_job_says_which_value_is_best() -> None
     evaluations = Evaluations(parse(text + ", best_is: lowest}", "job"), task)
     best = evaluations.note({}, {"held_out_mean_absolute_error": 2.0}, 1)
     assert evaluations.note(best, {"held_out_mean_absolute_error": 1.0}, 2)[KEPT].step == 2
+
+
+def test_of_the_metrics_of_every_task_it_is_known_which_value_is_best() -> None:
+    errors = {"loss", "perplexity", "mae", "rmse"}
+    for task in (Classification(), MultiLabel(), Regression(), Segmentation(3), LanguageModel(4)):
+        for name in ("loss", *recorded(task)):
+            evaluations = Evaluations(parse(f"checkpoint: {{keep_best: held_out_{metric_key(name)}}}", "job"), task)
+            metric = f"held_out_{metric_key(name)}"
+            best = evaluations.note(evaluations.note({}, {metric: 0.5}, 1), {metric: 0.25}, 2)
+            assert (best[KEPT].step == 2) == (name in errors), name
 
 
 def test_the_best_checkpoint_must_be_saved() -> None:

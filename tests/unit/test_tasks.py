@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 from horizonml.data.tensors import TensorSpec
-from horizonml.errors import ModelError
+from horizonml.errors import JobError, ModelError
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -34,6 +36,13 @@ def test_image_classification_sums_cross_entropy_and_hits() -> None:
 def test_image_classification_says_what_a_model_must_take_and_return() -> None:
     task, info = Classification(), image_info(7, (3, 20, 20), 10, 2)
     assert (task.input(info).tensors, task.outputs(info)) == ((TensorSpec((3, 20, 20)),), OutputSpec.vector(7))
+
+
+@pytest.mark.parametrize("target", [TensorSpec((2,)), TensorSpec(()), TensorSpec((2,), torch.int64)])
+def test_classification_refuses_targets_that_are_no_classes(target: TensorSpec) -> None:
+    info = replace(image_info(7, (3, 20, 20), 10, 2), target=target)
+    with pytest.raises(JobError, match=r"task\.name: classification needs a class .* choose regression or multi_label"):
+        Classification().outputs(info)
 
 
 def test_a_model_that_does_not_accept_its_input_is_told_with_the_tasks_advice() -> None:
