@@ -54,6 +54,12 @@ def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
     unreadable = next((info.unreadable for info in seen.values() if info.unreadable is not None), None)
     seen = {rank: replace(info, unreadable=unreadable) for rank, info in seen.items()}
     for rank, info in seen.items():
+        differing = sorted(set(info.characters) ^ set(seen[first].characters))
+        if differing:
+            raise DataError(
+                f"data.path: the texts of rank {first} and rank {rank} differ: only one of them has {differing[0]!r}; "
+                "give all ranks the same file"
+            )
         if info != seen[first]:
             raise DataError(
                 f"data: rank {first} sees {_words(seen[first])}, rank {rank} sees {_words(info)}; "

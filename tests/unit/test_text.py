@@ -109,6 +109,13 @@ def test_the_unigram_baseline_is_what_frequencies_alone_can_tell(tmp_path: Path)
     assert unigram_perplexity(spec(path)) == pytest.approx(expected, rel=1e-6)
 
 
+def test_ranks_with_texts_of_other_characters_are_told_apart(alphabet: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(alphabet.read_text().replace("ü", "ö"))
+    with pytest.raises(DataError, match="texts of rank 0 and rank 1 differ: only one of them has 'ö'"):
+        agree([describe(spec(alphabet)), describe(spec(other))], spec(alphabet))
+
+
 def test_a_subset_is_the_same_for_everyone(alphabet: Path, tmp_path: Path) -> None:
     given = spec(alphabet, samples=5)
     info = describe(given)
