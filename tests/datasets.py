@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, random_split
 
 
 class Points(Dataset[Any]):
@@ -79,11 +81,71 @@ class Ragged(Points):
         return point[: 4 if index == 9 else 5], value
 
 
+class Stuck(Points):
+    """Every point but the first ones takes for ever, in a process that loads samples."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        if multiprocessing.parent_process() is not None and self.reads > 18:
+            threading.Event().wait()
+        return super().__getitem__(index)
+
+
 class Endless(IterableDataset[Any]):
     """No sample has an index."""
 
     def __iter__(self) -> Iterator[int]:
         yield 1
+
+
+class Sized(Endless):
+    """No sample has an index, although their number is known."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Lengthless(Points):
+    """A mistake in `__len__`."""
+
+    def __len__(self) -> int:
+        raise TypeError("how should I know")
+
+
+class Strange(Points):
+    """Points as `how` says: tensors that are not dense, have a gradient, a strange dtype or no values, or none."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> Any:
+        import numpy
+
+        point, value = super().__getitem__(index)
+        match self.how:
+            case "sparse":
+                return point.to_sparse(), value.to_sparse()
+            case "gradient":
+                return point.requires_grad_() * 1, value
+            case "uint16":
+                return numpy.arange(5, dtype=numpy.uint16) + index, value
+            case "complex":
+                return point + 1j, value
+            case "meta":
+                return point.to("meta"), value
+            case "word":
+                return point, "large"
+            case "three":
+                return point, value, value
+        raise SystemExit(f"no {self.how}")
+
+
+def split() -> list[Subset[Any]]:
+    """Two parts in a list, as torch returns them."""
+    return random_split(Points(), [50, 11], torch.Generator().manual_seed(1))
 
 
 def pair(train: int = 20, test: int = 5) -> tuple[Points, Points]:

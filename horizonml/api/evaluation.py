@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -253,9 +253,12 @@ def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:
 
 
 def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBatch]:
-    """Yield the samples of a part of a job's data in batches. Raises HorizonError."""
+    """Yield the samples of a part of a job's data in batches; all of them in the order of the data, if it has one.
+
+    Raises HorizonError.
+    """
     spec = found.job.data
-    info = describe(spec, channels_for(found.job))
+    info = describe(spec, channels_for(found.job), _encoding_for(found))
     if info is None:
         where = spec.folder or spec.path or spec.name
         raise DataError(f"data: {where} is not here; say where the data lies with --data, or data= in Python")
@@ -265,16 +268,31 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
     if replace(info, unreadable=found.info.unreadable) == found.info:
         info = found.info  # which knows what cannot be read
     opened = load_data(spec, info, cache_folder() / "data")
+    if part == "all" and opened.whole is not None and not any(info.unreadable or ()):
+        for indices in _places(info.train + info.held_out, batch_size):
+            yield DataBatch(opened.whole, indices)
+        return
     for name, length in (("train", info.train), ("held-out", info.held_out)):
         if part in (name, "all"):
-            for indices in torch.arange(length).split(batch_size):
+            for indices in _places(length, batch_size):
                 yield opened.batch(name == "train", indices)
+
+
+def _places(length: int, batch_size: int) -> Iterator[Tensor]:
+    """Yield the numbers below `length`, as many at a time as there are in a batch."""
+    return (indices for indices in torch.arange(length).split(batch_size) if len(indices))
+
+
+def _encoding_for(found: Trained) -> Mapping[str, Any] | None:
+    """Return how content of the job's data becomes numbers, if the model was trained on data of that kind."""
+    before = job_of(found.path, found.metadata).data
+    return found.info.encoding if before.name == found.job.data.name else None
 
 
 def _check_own_content(found: Trained) -> None:
     """Raise DataError if other data than that of the training is scaled or numbered by its own content."""
     before, spec = job_of(found.path, found.metadata).data, found.job.data
-    if (spec.name, spec.path) == (before.name, before.path):
+    if (spec.name, spec.path) == (before.name, before.path) or _encoding_for(found) is not None:
         return
     if spec.name == "table" and spec.normalize:
         raise DataError(

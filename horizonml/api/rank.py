@@ -22,13 +22,15 @@ from horizonml.telemetry.record import EvaluationRecord, StepRecord
 def main() -> None:
     """Train as the rank that the environment names."""
     objects, records = map(int, sys.argv[1:])
-    from horizonml.api.transfer import NOTHING_DONE, unpack
+    from horizonml.api.transfer import NOTHING_DONE, Objects, unpack
+    from horizonml.machine.code import hand_down
     from horizonml.runtime.launch import train_as_rank
 
     identity = from_rank(os.environ)
     if identity is None:
         raise IdentityError("RANK and WORLD_SIZE are not set: call horizonml.train, which starts its ranks itself")
     job, fresh = unpack(objects)
+    hand_down(Objects(objects))
     sender = Sender(os.fdopen(records, "w", encoding="utf-8"))
     outcome = train_as_rank(job, identity, fresh, None, False, sender)
     if outcome is Outcome.ALREADY_COMPLETE:

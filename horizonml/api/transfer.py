@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,6 +52,23 @@ def unpack(descriptor: int) -> tuple[Job, bool]:
         install(name, kind, partial(_unpickled, content, start, stop))
         start = stop
     return from_values(header["job"], "the job"), bool(header["fresh"])
+
+
+class Objects:
+    """Gives the objects of a run to a process that loads samples for a rank: it inherits the file, too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self._descriptor),)
+
+    def __call__(self) -> None:
+        unpack(self._descriptor)
+
+
+def _received(duplicate: Any) -> Objects:
+    return Objects(duplicate.detach())
 
 
 def _pickled(kind: str, thing: Any) -> bytes:

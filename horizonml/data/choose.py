@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from horizonml.data import hub, images, own, stream, table, text
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.holdout import check_divided
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError
 
 
-def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the data, or None if this machine does not have it.
 
-    `channels` is the number of colour channels that the model expects, if it takes images. Raises DataError.
+    `channels` is the number of colour channels that the model expects, if it takes images. With the `encoding` of a
+    model that was trained before on data of this kind, content becomes numbers as it did then. Raises DataError.
     """
     if spec.name in IMAGES:
         return images.describe(spec, channels)
     if spec.name == "table":
-        return table.describe(spec)
+        return table.describe(spec, encoding)
     if spec.name == "stream":
         return stream.describe(spec)
     if spec.name == "text":
         return text.describe(spec)
-    return own.describe(spec, _opener(spec))
+    return own.describe(spec, _opener(spec, encoding))
 
 
 def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
@@ -37,11 +42,11 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
         return stream.load(spec, info, inputs, targets)
     if spec.name == "text":
         return text.load(spec, info)
-    return own.load(spec, info, _opener(spec), inputs, targets)
+    return own.load(spec, info, _opener(spec, info.encoding), inputs, targets)
 
 
-def _opener(spec: DataSpec) -> own.Opener:
-    return own.open_own if spec.is_own else hub.open_hub
+def _opener(spec: DataSpec, encoding: Mapping[str, Any] | None) -> own.Opener:
+    return own.open_own if spec.is_own else partial(hub.open_hub, encoding=encoding)
 
 
 def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
@@ -61,10 +66,12 @@ def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
                 "give all ranks the same file"
             )
         if info != seen[first]:
-            raise DataError(
-                f"data: rank {first} sees {_words(seen[first])}, rank {rank} sees {_words(info)}; "
-                "give all ranks the same data"
-            )
+            one, other = _words(seen[first]), _words(info)
+            differs = f"rank {first} sees {one}, rank {rank} sees {other}"
+            if one == other:
+                differs = f"rank {rank} sees other content than rank {first}, of the same size"
+            raise DataError(f"data: {differs}; give all ranks the same data")
+    check_divided(spec, seen[first].train, seen[first].held_out)
     return seen[first]
 
 

@@ -65,6 +65,9 @@ class DataInfo:
     unreadable: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     shards: tuple[int, ...] = ()  # the number of training samples in each, where samples are fetched in shards
     labels: tuple[str, ...] = ()  # the names of the classes in their order, if they have any
+    # How the training part says that content becomes numbers, as a JSON object: means, words or a vocabulary. Whoever
+    # reads other content for the same model does it in the same way. None where there is nothing to remember.
+    encoding: Mapping[str, Any] | None = field(default=None, hash=False)
     characters: str = ""  # those of a text that consists of characters, in the order of their numbers
     # The perplexity on the held-out part of a model that knows how frequent each token is, and nothing else. It is not
     # compared, because processors may differ in its last bit.
@@ -83,6 +86,7 @@ class DataInfo:
             "unreadable": self.unreadable,
             "shards": self.shards,
             "labels": list(self.labels),
+            "encoding": self.encoding,
             "characters": self.characters,
             "unigram": self.unigram,
         }
@@ -102,6 +106,7 @@ class DataInfo:
             None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
             tuple(map(int, value["shards"])),
             tuple(map(str, value["labels"])),
+            value.get("encoding"),
             str(value.get("characters", "")),  # which older checkpoints lack, as what follows
             None if value.get("unigram") is None else float(value["unigram"]),
         )
@@ -150,9 +155,9 @@ class Data:
     info: DataInfo
     train: Split
     held_out: Split
-    decodes: bool = False  # whether reading a sample takes work that is worth doing ahead of the step
     draws: bool = False  # whether reading a sample draws from the generators that all of the process shares
     identity: str | None = None  # changes whenever a file of the data changes, where that can be told
+    whole: Split | None = None  # all samples in the order in which the data has them, if the two parts are cut from it
 
     def batch(self, training: bool, indices: Tensor, augment_seed: int | None = None) -> DataBatch:
         """Return a batch of training or held-out samples, with others in place of those that cannot be read."""

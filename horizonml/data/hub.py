@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from horizonml.text import nearest
 _HELD_OUT = ("test", "validation", "valid", "val")
 
 
-def open_hub(spec: DataSpec) -> Opened:
-    """Open the data set of a job. Raises DataError, or FileNotFoundError if this machine does not have it."""
+def open_hub(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> Opened:
+    """Open the data set of a job; with an `encoding`, words have the numbers that they had in an earlier data set.
+
+    Raises DataError, or FileNotFoundError if this machine does not have it.
+    """
     require("datasets", "data: huggingface")
     path = Path(spec.path or "")
     if not path.exists():
@@ -31,9 +34,9 @@ def open_hub(spec: DataSpec) -> Opened:
     if train is None:
         raise DataError(f"data.path: {path} has the parts {', '.join(parts)}, and none is called 'train'")
     held_out = next((parts[name] for name in _HELD_OUT if name in parts), None)
-    columns = Columns(train, spec, {})
+    columns = Columns(train, spec, (encoding or {}).get("words", {}))
     other = Columns(held_out, spec, columns.words) if held_out is not None else None
-    return Opened(columns, other, f"data.path: {path}")
+    return Opened(columns, other, f"data.path: {path}", {"words": columns.words} if columns.words else None)
 
 
 def _read(path: Path) -> Any:
@@ -52,7 +55,7 @@ def _read(path: Path) -> Any:
 class Columns:
     """Provides the rows of a table of features as samples."""
 
-    def __init__(self, rows: Any, spec: DataSpec, words: dict[str, list[str]]) -> None:
+    def __init__(self, rows: Any, spec: DataSpec, words: Mapping[str, Sequence[str]]) -> None:
         """Choose the columns; `words` are the values of those of text, if another part has them. Raises DataError."""
         known = list(rows.column_names)
         self._targets = list(spec.targets or ())
@@ -68,7 +71,8 @@ class Columns:
             for name, columns in (("input", self._inputs), ("target", self._targets))
         }
         texts = [name for name in self._targets if getattr(self._features[name], "dtype", "") == "string"]
-        self.words = words or {name: sorted(map(str, rows.unique(name))) for name in texts}
+        found = words or {name: sorted(word for word in rows.unique(name) if word is not None) for name in texts}
+        self.words = {name: list(some) for name, some in found.items()}
         self._numbers = {name: {word: place for place, word in enumerate(found)} for name, found in self.words.items()}
 
     @property

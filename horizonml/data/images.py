@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from horizonml.data.dataset import Data, DataInfo, Inputs
 from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
-from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, subset
+from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, in_order, subset
 from horizonml.data.pictures import PHOTO_MEAN, PHOTO_SIZE, PHOTO_STD
 from horizonml.data.seeds import name_seed
 from horizonml.data.source import ArraySource, Source
@@ -150,10 +150,13 @@ def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targe
         if isinstance(part.source, ArraySource):
             part.source.keep(inputs, targets)
     splits = [ImageSplit(part.source, part.members, info, spec) for part in (train, test)]
+    whole = None
+    if train.source is test.source:
+        whole = ImageSplit(train.source, in_order(train.members, test.members), info, spec)
     if not isinstance(train.source, FolderSource) or not isinstance(test.source, FolderSource):
-        return Data(info, splits[0], splits[1])
+        return Data(info, splits[0], splits[1], whole=whole)
     identity = train.source.identity + test.source.identity if spec.corrupt == "skip" else None
-    return Data(info, splits[0], splits[1], decodes=True, identity=identity)
+    return Data(info, splits[0], splits[1], identity=identity, whole=whole)
 
 
 @dataclass(frozen=True)

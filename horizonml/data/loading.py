@@ -14,12 +14,10 @@ from typing import overload
 from torch import Tensor
 
 from horizonml.data.dataset import Batch, DataBatch, DataInfo, Inputs, Rows, Tree, WholeSamples
-from horizonml.data.needs import Needs
+from horizonml.data.needs import Needs, sample_bytes
 from horizonml.data.own import OwnSplit
 from horizonml.data.samples import join, rows_of
 from horizonml.data.workers import Known, Pending, Workers
-
-_UNKNOWN_BYTES = 64  # of a target, where the description of the data does not tell
 
 
 @dataclass
@@ -124,8 +122,7 @@ class Ahead(Sequence[Batch]):
         """
         self._batches, self._numbers, self._needs, self._workers = batches, numbers, needs, workers
         self._prefetch, self._memory = prefetch if workers.count else 0, memory
-        self._input_bytes = sum(spec.bytes_per_sample for spec in info.inputs)
-        self._target_bytes = info.target.bytes_per_sample if info.target is not None else _UNKNOWN_BYTES
+        self._input_bytes, self._target_bytes = sample_bytes(info)
         self._planned: deque[tuple[int, LoadedBatch]] = deque()
         self._cuts: dict[int, list[tuple[int, int, bool, bool]]] = {}
 

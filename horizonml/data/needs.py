@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from horizonml.data.dataset import DataInfo
+from horizonml.data.spec import DataSpec
+
 Range = tuple[int, int]
 
 _MOST_ROWS = 16  # of a chunk
+_UNKNOWN_BYTES = 64  # of a target, where the description of the data does not tell
+_DECODED = ("folder", "huggingface", "stream")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,20 @@ class Needs:
             if inputs or targets:
                 found += [(row, min(row + size, end), inputs, targets) for row in range(begin, end, size)]
         return found
+
+
+def loads_ahead(spec: DataSpec) -> bool:
+    """Return whether ranks load samples of the next steps while a step computes.
+
+    By itself, that is where reading a sample takes work: it is decoded, fetched, or made by code of the user's own.
+    """
+    return spec.is_own or spec.name in _DECODED if spec.workers == "auto" else spec.workers > 0
+
+
+def sample_bytes(info: DataInfo) -> tuple[int, int]:
+    """Return the bytes of the inputs and of the targets of a sample."""
+    targets = info.target.bytes_per_sample if info.target is not None else _UNKNOWN_BYTES
+    return sum(spec.bytes_per_sample for spec in info.inputs), targets
 
 
 def _covers(ranges: Sequence[Range], row: int) -> bool:

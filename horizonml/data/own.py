@@ -6,26 +6,24 @@ set that raises FileNotFoundError when it is made is described by the ranks that
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from horizonml.data.arrays import Arrays, as_parts
+from horizonml.data.arrays import as_parts
 from horizonml.data.dataset import Data, DataInfo, Inputs, Rows, Tree
-from horizonml.data.holdout import divide, hold_out, subset
+from horizonml.data.holdout import divide, hold_out, in_order, subset
+from horizonml.data.purpose import labels_of, outputs_of, task_of
 from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, sample_of, seeded, stack, tree_of
 from horizonml.data.seeds import name_seed
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, HorizonError, is_out_of_memory
 from horizonml.machine.code import find, where
-
-_WRAPPED = ("dataset", "data")  # attributes under which data sets such as torch's Subset keep the one that they wrap
-_TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,15 @@ class Opened:
     train: Any
     held_out: Any | None
     title: str
+    encoding: Mapping[str, Any] | None = None  # how content becomes numbers, if that is learned from the training part
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Return the number of samples of each part."""
-        return len(self.train), len(self.held_out) if self.held_out is not None else 0
+        """Return the number of samples of each part. Raises DataError."""
+        try:
+            return len(self.train), len(self.held_out) if self.held_out is not None else 0
+        except Exception as error:
+            raise DataError(f"{self.title} does not tell its length: {where(error)}") from error
 
 
 Opener = Callable[[DataSpec], Opened]
@@ -63,10 +65,10 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     _, first = _first(opened, spec)
     target = first.targets if isinstance(first.targets, Tensor) else None
     described = TensorSpec(tuple(target.shape), target.dtype) if target is not None else None
-    task = _task(opened, first.specs, described)
-    outputs = _outputs(spec, opened, task, described)
+    task = task_of(opened.train, first.specs, described)
+    outputs = outputs_of(spec, opened.train, opened.title, task, described)
     found = DataInfo(train, held_out, first.specs, first.names, outputs, described, task)
-    return replace(found, labels=_labels(opened, outputs))
+    return replace(found, labels=labels_of(opened.train, outputs), encoding=opened.encoding)
 
 
 def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
@@ -88,7 +90,9 @@ def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: 
         parts = (opened.train, members), (opened.train, others)
     draws = _draws(opened, spec)
     train, held_out = (OwnSplit(dataset, members, info, opened.title, draws) for dataset, members in parts)
-    return Data(info, train, held_out, decodes=True, draws=draws)
+    every = in_order(parts[0][1], parts[1][1])
+    whole = OwnSplit(opened.train, every, info, opened.title, draws) if opened.held_out is None else None
+    return Data(info, train, held_out, draws=draws, whole=whole)
 
 
 def missing(spec: DataSpec, error: Exception) -> str:
@@ -107,7 +111,7 @@ def open_own(spec: DataSpec) -> Opened:
             made = build(**spec.options)
     except (FileNotFoundError, HorizonError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
         given = f" with data.options {spec.options}" if spec.options else ""
@@ -119,13 +123,19 @@ def open_own(spec: DataSpec) -> Opened:
     if len(parts) != 2:
         raise DataError(f"data.name: {spec.name} returned {len(parts)} things; return a data set, or (train, held_out)")
     for part in parts:
-        if part is not None and not (hasattr(part, "__getitem__") and hasattr(part, "__len__")):
+        if part is not None and not _is_map_style(part):
             raise DataError(
                 f"data.name: {spec.name} returned a {type(part).__name__} without __getitem__ and __len__; return a "
                 "map-style torch.utils.data.Dataset. Iterable ones give no sample by its index; for shards that do not "
                 "fit a disk there is data.name: stream"
             )
     return Opened(parts[0], parts[1], f"data.name: {spec.name}")
+
+
+def _is_map_style(part: Any) -> bool:
+    """Return whether samples can be read by their index; torch's base class only seems to have a `__getitem__`."""
+    method = getattr(type(part), "__getitem__", None)
+    return method is not None and method is not Dataset.__getitem__ and hasattr(part, "__len__")
 
 
 def _first(opened: Opened, spec: DataSpec) -> tuple[int, Sample]:
@@ -150,7 +160,7 @@ def _get(dataset: Any, index: int, title: str, seed: int | None, method: str = "
         raise DataError(f"{title}: sample {index} cannot be read: {error}") from error
     except HorizonError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
         raise DataError(f"{title}: sample {index} cannot be read: {where(error)}") from error
@@ -163,62 +173,6 @@ def _draws(opened: Opened, spec: DataSpec) -> bool:
         before = random_state()
         _get(opened.train, index, opened.title, None)
         return random_state() != before
-
-
-def _task(opened: Opened, inputs: Sequence[TensorSpec], target: TensorSpec | None) -> str:
-    """Return what the data is made for: what it says itself, or what its targets look like."""
-    told = _attribute(opened.train, ("task",))
-    if isinstance(told, str) and told in _TASKS:
-        return told
-    if target is None or target.dtype.is_floating_point:
-        return "regression"
-    if not target.shape:
-        return "classification"
-    if len(target.shape) == 2 and len(inputs[0].shape) == 3:
-        return "segmentation"
-    if target.dtype == torch.int64 and inputs[0] == target:
-        return "language_model"
-    return "multi_label"
-
-
-def _outputs(spec: DataSpec, opened: Opened, task: str, target: TensorSpec | None) -> int:
-    """Return how many classes, labels, words or values the model predicts. Raises DataError."""
-    told = _attribute(opened.train, ("outputs", "num_classes", "classes"))
-    if told is not None:
-        return int(told) if isinstance(told, int) else len(told)
-    if spec.classes is not None:
-        return spec.classes
-    if target is None:
-        return 0
-    if task in ("regression", "multi_label"):
-        return math.prod(target.shape)
-    if task == "classification" and isinstance(opened.train, Arrays):
-        return opened.train.count_classes()
-    raise DataError(
-        f"{opened.title}: the targets are whole numbers, but of how many classes? Set data.classes, or give the data "
-        "set an attribute `classes` (a list or a number)"
-    )
-
-
-def _labels(opened: Opened, outputs: int) -> tuple[str, ...]:
-    """Return the names of the classes, if the data set has an attribute `classes` with a name for each."""
-    told = _attribute(opened.train, ("classes",))
-    names = list(told) if isinstance(told, Sequence | Mapping) and not isinstance(told, str) else []
-    return tuple(map(str, names)) if len(names) == outputs else ()
-
-
-def _attribute(dataset: Any, names: Sequence[str]) -> Any:
-    """Return the first of these attributes that a data set has, or the one that it wraps."""
-    for _ in range(10):
-        for name in names:
-            value = getattr(dataset, name, None)
-            if isinstance(value, (int, str, Sequence, Mapping)) and not isinstance(value, bool):
-                return value
-        inner = next((getattr(dataset, name) for name in _WRAPPED if hasattr(dataset, name)), None)
-        if inner is None or not hasattr(inner, "__getitem__"):
-            return None
-        dataset = inner
-    return None
 
 
 class OwnSplit:
@@ -246,7 +200,7 @@ class OwnSplit:
         place = f"{self._title}: sample {index}"
         if not inputs and callable(getattr(self._dataset, "target", None)):
             value = _get(self._dataset, index, self._title, seed, "target")
-            return Sample((), (), tree_of(value, f"{place}: the targets"))
+            return Sample((), (), tree_of(value, f"{place}: the target"))
         if not targets and callable(getattr(self._dataset, "input", None)):
             tensors, names = inputs_of(_get(self._dataset, index, self._title, seed, "input"), place)
             sample = Sample(tensors, names, [])

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from horizonml.data.dataset import Inputs, Tree
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.tensors import DTYPES, TensorSpec
 from horizonml.errors import DataError
 
 _SHAPE = (
     "return a pair (inputs, targets) or a mapping with the keys 'inputs' and 'targets'; inputs are a tensor, several "
     "in a tuple, or a mapping by the names of the model's arguments"
 )
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64}  # PyTorch calculates little with the narrower ones
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ def sample_of(value: Any, place: str) -> Sample:
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) == 2:
         inputs, targets = value
     else:
-        raise DataError(f"{place} is a {type(value).__name__}; {_SHAPE}")
+        size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        raise DataError(f"{place} is a {type(value).__name__}{size}; {_SHAPE}")
     tensors, names = inputs_of(inputs, place)
-    return Sample(tensors, names, tree_of(targets, f"{place}: the targets"))
+    return Sample(tensors, names, tree_of(targets, f"{place}: the target"))
 
 
 def inputs_of(value: Any, place: str) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
@@ -75,7 +77,7 @@ def tensor_of(value: Any, place: str) -> Tensor:
     Python and numpy calculate with 64 bits by default, so their floating-point numbers become float32.
     """
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return _usable(value.detach(), place)
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
     if isinstance(value, float):
@@ -87,9 +89,21 @@ def tensor_of(value: Any, place: str) -> Tensor:
             tensor = torch.from_numpy(numpy.array(value))
         except TypeError as error:
             raise DataError(f"{place} is an array that PyTorch cannot hold: {error}") from error
-        return tensor.float() if tensor.dtype == torch.float64 else tensor
+        return tensor.float() if tensor.dtype == torch.float64 else _usable(tensor, place)
     advice = "; convert it, for example with torchvision.transforms.ToTensor()" if hasattr(value, "getbands") else ""
     raise DataError(f"{place} is a {type(value).__name__}, which is no tensor{advice}")
+
+
+def _usable(tensor: Tensor, place: str) -> Tensor:
+    """Return a tensor in the memory of this machine, dense, and of a dtype that models take. Raises DataError."""
+    if tensor.is_meta:
+        raise DataError(f"{place} is a tensor on the device meta, which has no values")
+    if tensor.dtype in _WIDER:
+        tensor = tensor.to(_WIDER[tensor.dtype])
+    if tensor.dtype not in DTYPES:
+        known = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in DTYPES))
+        raise DataError(f"{place} has the dtype {str(tensor.dtype).removeprefix('torch.')}; convert it to {known}")
+    return (tensor if tensor.layout == torch.strided else tensor.to_dense()).cpu()
 
 
 def stack(trees: Sequence[Tree], place: str) -> Tree:

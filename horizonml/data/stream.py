@@ -20,10 +20,11 @@ from torch import Tensor
 
 from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.origin import Index, Origin, Shard
 from horizonml.data.own import Opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of
 from horizonml.data.samples import tree_of
-from horizonml.data.shards import Cache, Index, Origin, Shard, table_of
+from horizonml.data.shards import Cache, table_of
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 from horizonml.files import cache_folder

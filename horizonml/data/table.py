@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from horizonml.data.columns import Column, Problems, as_input, as_target, with_scale
 from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.holdout import divide, hold_out
+from horizonml.data.holdout import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
@@ -24,119 +24,208 @@ _ENDINGS = (".csv", ".parquet")
 
 @dataclass(frozen=True)
 class _Content:
-    """Holds the columns of a table: inputs `[rows, values]`, targets, and what is wrong with rows, by row."""
+    """Holds the columns of a table: inputs `[rows, values]`, targets, and what is wrong with either, by row."""
 
-    inputs: Tensor
-    scaled: Tensor  # bool `[values]`: which of the inputs are numbers
-    targets: Tensor
-    classes: int  # 0 for numbers
-    labels: tuple[str, ...]  # the classes' names, if they are words
-    problems: dict[int, str]
+    inputs: Tensor  # not scaled yet
+    targets: Tensor | None  # None in a table for predictions, which need none
+    input_columns: tuple[Column, ...]
+    target_columns: tuple[Column, ...]
+    input_problems: Problems
+    target_problems: Problems
+    known: bool = False  # whether the columns are those of an earlier table, and not learned from this one
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes that are learned; 0 for numbers."""
+        how = self.target_columns[0]
+        return max(2, len(how.words)) if how.words is not None else how.classes
+
+    def encoding(self, rows: Tensor, scaled: bool) -> dict[str, Any]:
+        """Return how content becomes numbers, with a scale that is learned from the complete rows among these."""
+        complete = [row for row in rows.tolist() if row not in self.input_problems and row not in self.target_problems]
+        columns, place = [], 0
+        for how in self.input_columns:
+            if how.words is None and scaled:
+                if not complete:
+                    raise DataError(f"data.path: no row to train on is complete; {_first(self)}")
+                how = with_scale(how, self.inputs[torch.tensor(complete), place])
+            columns.append(how.to_json())
+            place += _width(how)
+        return {"inputs": columns, "targets": [how.to_json() for how in self.target_columns]}
+
+
+def _first(content: _Content) -> str:
+    problems = content.input_problems or content.target_problems
+    row = min(problems)
+    return f"row {row + 1} has {problems[row]}"
+
+
+def _width(how: Column) -> int:
+    """Return how many values a column has."""
+    return max(1, len(how.words)) if how.words is not None else 1
 
 
 _kept: dict[str, _Content] = {}  # what was read to be described, until it is loaded
 
 
-def describe(spec: DataSpec) -> DataInfo | None:
-    """Return a description of the table, or None if this machine does not have it. Raises DataError."""
+def describe(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
+    """Return a description of the table, or None if this machine does not have it.
+
+    With the `encoding` of an earlier table, the columns are those of that table, and the targets may be missing. Raises
+    DataError.
+    """
     if not Path(spec.path or "").exists():
         return None
-    content = _read(spec)
+    content = _read(spec, encoding)
     _kept.clear()
     _kept[spec.model_dump_json()] = content
     train, held_out = divide(spec, len(content.inputs), 0)
-    inputs, target = (TensorSpec(tuple(part.shape[1:]), part.dtype) for part in (content.inputs, content.targets))
-    outputs = content.classes or content.targets.shape[1]
+    if encoding is None:
+        encoding = content.encoding(hold_out(len(content.inputs), train, held_out)[0], spec.normalize)
+    inputs = TensorSpec(tuple(content.inputs.shape[1:]), content.inputs.dtype)
+    found = DataInfo(train, held_out, (inputs,), encoding=encoding)
+    if content.targets is None:
+        return found
+    target = TensorSpec(tuple(content.targets.shape[1:]), content.targets.dtype)
     task = "classification" if content.classes else "regression"
-    return DataInfo(train, held_out, (inputs,), (), outputs, target, task, labels=content.labels)
+    words = content.target_columns[0].words or ()
+    labels = words if len(words) == content.classes else ()
+    return replace(found, outputs=content.classes or content.targets.shape[1], target=target, task=task, labels=labels)
 
 
 def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
     """Read the wanted parts of the table that `info` describes. Raises DataError."""
     content = _kept.pop(spec.model_dump_json(), None)
     if not inputs and not targets:
-        nothing = TableSplit(torch.empty(0), torch.empty(0), {}, torch.empty(0, dtype=torch.int64), spec)
+        nothing = TableSplit(torch.empty(0), torch.empty(0), {}, {}, torch.empty(0, dtype=torch.int64), spec)
         return Data(info, nothing, nothing)
     if content is None:
         if not Path(spec.path or "").exists():
             raise DataError(f"data.path: {spec.path} is not there, but this rank's stage reads it")
-        content = _read(spec)
+        content = replace(_read(spec, info.encoding), known=False)
     members = hold_out(len(content.inputs), info.train, info.held_out)
-    values = content.inputs
-    if inputs and spec.normalize and bool(content.scaled.any()):
-        values = _scaled(values, content, members[0])
-    train, held_out = (TableSplit(values, content.targets, content.problems, rows, spec) for rows in members)
-    return Data(info, train, held_out)
+    encoding = info.encoding or content.encoding(members[0], spec.normalize)  # an old checkpoint has none
+    values = _scaled(content.inputs, encoding) if inputs else content.inputs
+    problems = content.target_problems | content.input_problems
+    own = content.input_problems if content.known else problems
+    train, held_out, whole = (
+        TableSplit(values, content.targets, own, problems, rows, spec, content.known)
+        for rows in (*members, in_order(*members))
+    )
+    return Data(info, train, held_out, whole=whole)
 
 
-def _scaled(values: Tensor, content: _Content, members: Tensor) -> Tensor:
-    """Return the inputs with each number scaled by the mean and the deviation of the complete training rows."""
-    complete = torch.tensor([row for row in members.tolist() if row not in content.problems])
-    known = values[complete].double()
-    mean, deviation = known.mean(0), known.std(0, unbiased=False)
-    deviation = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-    scaled = ((values.double() - mean) / deviation).to(values.dtype)
-    return torch.where(content.scaled, scaled, values)
+def _scaled(values: Tensor, encoding: Mapping[str, Any]) -> Tensor:
+    """Return the inputs, with each column of numbers scaled as all ranks have agreed."""
+    parts, place = [], 0
+    for how in map(Column.from_json, encoding["inputs"]):
+        parts.append(how.scaled(values[:, place : place + _width(how)]))
+        place += _width(how)
+    return torch.cat(parts, 1)
 
 
 class TableSplit:
     """Provides rows of a table by index, counted from 0 within the split."""
 
     def __init__(
-        self, inputs: Tensor, targets: Tensor, problems: dict[int, str], members: Tensor, spec: DataSpec
+        self,
+        inputs: Tensor,
+        targets: Tensor | None,
+        input_problems: Problems,
+        problems: Problems,
+        members: Tensor,
+        spec: DataSpec,
+        known: bool = False,
     ) -> None:
-        """Prepare the split; `members` are its rows."""
-        self._inputs, self._targets, self._problems, self._members = inputs, targets, problems, members
-        self._path = spec.path
+        """Prepare the split; `members` are its rows, and `input_problems` what keeps their inputs from being used.
 
-    def _rows(self, indices: Tensor) -> Tensor:
+        `known` says whether the model has been trained before, on another table.
+        """
+        self._inputs, self._targets, self._members = inputs, targets, members
+        self._input_problems, self._problems, self._spec = input_problems, problems, spec
+        self._advice = "complete it, or remove it" + ("" if known else ", or set data.corrupt: skip")
+
+    def _rows(self, indices: Tensor, problems: Problems) -> Tensor:
         rows = self._members[indices]
-        if self._problems:
+        if problems:
             for row in rows.tolist():
-                if row in self._problems:
-                    raise DataError(
-                        f"data.path: {self._path}: row {row + 1} has {self._problems[row]}; complete it, remove it, or "
-                        "set data.corrupt: skip"
-                    )
+                if row in problems:
+                    raise DataError(f"data.path: {self._spec.path}: row {row + 1} has {problems[row]}; {self._advice}")
         return rows
 
     def inputs(self, indices: Tensor) -> Tensor:
-        """Return the columns that the model gets. Raises DataError for a row in which a value is missing."""
-        return self._inputs[self._rows(indices)]
+        """Return the columns that the model gets. Raises DataError for a row that cannot be used."""
+        return self._inputs[self._rows(indices, self._input_problems)]
 
     def targets(self, indices: Tensor) -> Tensor:
-        """Return the columns that are learned. Raises DataError for a row in which a value is missing."""
-        return self._targets[self._rows(indices)]
+        """Return the columns that are learned. Raises DataError for a row that cannot be used."""
+        if self._targets is None:
+            names = ", ".join(map(repr, self._spec.targets or ()))
+            raise DataError(f"data.targets: {self._spec.path} has not {names}, so it can be used for predictions only")
+        return self._targets[self._rows(indices, self._problems)]
 
     def augment(self, inputs: Inputs, batch: int, start: int, seed: int) -> Inputs:
         """Return the inputs as they are."""
         return inputs
 
 
-def _read(spec: DataSpec) -> _Content:
-    """Read the columns of a table. Raises DataError."""
-    table = _load(Path(spec.path or ""))
-    known, targets = table.column_names, list(spec.targets or ())
-    inputs = list(spec.inputs or (name for name in known if name not in targets))
-    for field, names in (("inputs", inputs), ("targets", targets)):
-        for name in names:
+def _read(spec: DataSpec, encoding: Mapping[str, Any] | None) -> _Content:
+    """Read the columns of a table; those of an encoding if there is one. Raises DataError."""
+    wanted = {name: _wanted(spec, name, encoding) for name in ("inputs", "targets")}
+    texts = [how.name for part in wanted.values() for how in part if isinstance(how, Column) and how.words is not None]
+    table = _load(Path(spec.path or ""), texts)
+    known, place = table.column_names, str(spec.path)
+    targets = wanted["targets"]
+    inputs = wanted["inputs"] or [name for name in known if name not in targets]
+    absent = encoding is not None and not any(_name(how) in known for how in targets)
+    for field, columns in (("inputs", inputs), ("targets", () if absent else targets)):
+        for name in map(_name, columns):
             if name not in known:
-                raise DataError(f"data.{field}: {spec.path} has no column {name!r}{nearest(name, known)}")
+                why = ", on which the model was trained" if encoding is not None else ""
+                raise DataError(f"data.{field}: {place} has no column {name!r}{why}{nearest(name, known)}")
     if not table.num_rows or not inputs:
-        raise DataError(f"data.path: {spec.path} has no {'rows' if inputs else 'columns but the targets'}")
-    problems: dict[int, str] = {}
-    parts = [_input(name, table.column(name).combine_chunks(), problems, spec) for name in inputs]
+        raise DataError(f"data.path: {place} has no {'rows' if inputs else 'columns but the targets'}")
+    input_problems: Problems = {}
+    target_problems: Problems = {}
+    parts = [as_input(how, table.column(_name(how)).combine_chunks(), input_problems, place) for how in inputs]
     values = torch.cat([part for part, _ in parts], 1)
-    scaled = torch.cat([torch.full((part.shape[1],), numbers) for part, numbers in parts])
-    columns = {name: table.column(name).combine_chunks() for name in targets}
-    found, classes = _targets(columns, problems, spec)
-    text = columns[targets[0]] if classes and len(targets) == 1 else None
-    labels = tuple(_words(text)[1]) if text is not None and _is_text(text) else ()
-    return _Content(values, scaled, found, classes, labels if len(labels) == classes else (), problems)
+    ways = tuple(how for _, how in parts)
+    if absent:
+        found = tuple(how for how in targets if isinstance(how, Column))
+        return _Content(values, None, ways, found, input_problems, {}, True)
+    given = (len(targets) == 1, spec.classes, target_problems, place)
+    learned = [as_target(how, table.column(_name(how)).combine_chunks(), *given) for how in targets]
+    has_classes = len(learned) == 1 and learned[0][0].dtype == torch.int64
+    goals = learned[0][0] if has_classes else torch.stack([values for values, _ in learned], 1)
+    return _Content(
+        values, goals, ways, tuple(how for _, how in learned), input_problems, target_problems, encoding is not None
+    )
 
 
-def _load(path: Path) -> Any:
-    """Read a file, or all files of a folder in the order of their names. Raises DataError."""
+def _wanted(spec: DataSpec, field: str, encoding: Mapping[str, Any] | None) -> Sequence[Column | str]:
+    """Return the columns to read: those of the encoding, or the names that the job gives. Raises DataError."""
+    named = list((spec.inputs if field == "inputs" else spec.targets) or ())
+    if encoding is None:
+        return named
+    columns = [Column.from_json(value) for value in encoding[field]]
+    names = [column.name for column in columns]
+    if named and sorted(named) != sorted(names):
+        raise DataError(
+            f"data.{field}: {', '.join(named)}, but the model was trained on the columns {', '.join(names)}; "
+            f"name these, or leave data.{field} out"
+        )
+    return columns
+
+
+def _name(how: Column | str) -> str:
+    return how.name if isinstance(how, Column) else how
+
+
+def _load(path: Path, texts: Sequence[str]) -> Any:
+    """Read a file, or all files of a folder in the order of their names; `texts` hold text, whatever it looks like.
+
+    Raises DataError.
+    """
     require("pyarrow", "data: table")
     import pyarrow
     from pyarrow import csv, parquet
@@ -144,77 +233,14 @@ def _load(path: Path) -> Any:
     files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS) if path.is_dir() else [path]
     if not files:
         raise DataError(f"data.path: there is no {' or '.join(_ENDINGS)} file in {path}")
+    options = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
     try:
-        read = [parquet.read_table(file) if file.suffix == ".parquet" else csv.read_csv(file) for file in files]
+        read = [
+            parquet.read_table(file) if file.suffix == ".parquet" else csv.read_csv(file, convert_options=options)
+            for file in files
+        ]
         return pyarrow.concat_tables(read, promote_options="permissive")
     except Exception as error:  # pyarrow has many errors, most of them subclasses of ValueError
         if is_out_of_memory(error):
             raise
         raise DataError(f"data.path: {path} cannot be read as a table: {error}") from error
-
-
-def _is_text(column: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(column.type) or types.is_large_string(column.type))
-
-
-def _note_missing(name: str, column: Any, problems: dict[int, str]) -> None:
-    """Note the rows in which a column has no value."""
-    if column.null_count:
-        missing = torch.from_numpy(column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)).nonzero()
-        for row in missing.flatten().tolist():
-            problems.setdefault(row, f"no value in the column {name!r}")
-
-
-def _input(name: str, column: Any, problems: dict[int, str], spec: DataSpec) -> tuple[Tensor, bool]:
-    """Return a column as `[rows, values]`, and whether it holds numbers; text has a value for each word."""
-    _note_missing(name, column, problems)
-    if _is_text(column):
-        numbers, words = _words(column)
-        return functional.one_hot(numbers, len(words)).float(), False
-    return _numbers(name, column, problems, spec)[:, None], True
-
-
-def _numbers(name: str, column: Any, problems: dict[int, str], spec: DataSpec) -> Tensor:
-    """Return a column of numbers as float32; missing values are NaN. Raises DataError."""
-    from pyarrow import types
-
-    kind = column.type
-    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)):
-        raise DataError(f"data.path: {spec.path}: the column {name!r} holds {kind}; numbers and text can be used")
-    values = torch.from_numpy(column.cast("float64").to_numpy(zero_copy_only=False).copy())
-    for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
-        problems.setdefault(row, f"no finite number in the column {name!r}")
-    return values.float()
-
-
-def _words(column: Any) -> tuple[Tensor, Sequence[str]]:
-    """Return the number of each row's word, among the sorted words; a missing one is 0."""
-    words = sorted(word for word in column.unique().to_pylist() if word is not None)
-    places = {word: place for place, word in enumerate(words)}
-    return torch.tensor([places.get(word, 0) for word in column.to_pylist()]), words
-
-
-def _targets(columns: dict[str, Any], problems: dict[int, str], spec: DataSpec) -> tuple[Tensor, int]:
-    """Return what is learned: classes `[rows]` and their number, or numbers `[rows, columns]` and 0.
-
-    A single column of text or of truth values has classes, and one of whole numbers if `data.classes` is given.
-    """
-    from pyarrow import types
-
-    for name, column in columns.items():
-        _note_missing(name, column, problems)
-    (first, column), *others = columns.items()
-    if not others and _is_text(column):
-        numbers, words = _words(column)
-        return numbers, max(2, len(words))
-    if not others and types.is_boolean(column.type):
-        return _numbers(first, column, problems, spec).nan_to_num().long(), 2
-    if not others and spec.classes is not None and types.is_integer(column.type):
-        classes = _numbers(first, column, problems, spec).nan_to_num().long()
-        if int(classes.min()) < 0 or int(classes.max()) >= spec.classes:
-            found = f"{int(classes.min())} to {int(classes.max())}"
-            raise DataError(f"data.classes: {spec.classes}, but the column {first!r} has the classes {found}")
-        return classes, spec.classes
-    return torch.stack([_numbers(name, one, problems, spec) for name, one in columns.items()], 1), 0

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"})
+_NAMES = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
+DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _NAMES)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class TensorSpec:
     def from_json(cls, value: Any) -> TensorSpec:
         """Return the description from which `to_json` made `value`. Raises ValueError."""
         shape, name = value
-        dtype = getattr(torch, name) if name in _DTYPES else None
+        dtype = getattr(torch, name) if name in _NAMES else None
         if dtype is None:
             raise ValueError(f"{name!r} is no dtype of a tensor")
         return cls(tuple(map(int, shape)), dtype)

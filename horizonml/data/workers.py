@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +20,17 @@ import torch
 
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataBatch, DataInfo, Rows
+from horizonml.data.needs import loads_ahead
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError
+from horizonml.machine.code import inheritance
 from horizonml.machine.resources import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
 _CLOSE_SECONDS = 5.0  # for workers to finish what they read
+_PATIENCE = 30.0  # seconds without samples after which the log says so
+
+_log = logging.getLogger(__name__)
 
 
 class Pending(Protocol):
@@ -56,7 +62,7 @@ def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: 
             "data.worker_kind: the data set draws random numbers, which threads share, so that no run could be "
             "repeated; choose processes or auto"
         )
-    count = spec.workers if isinstance(spec.workers, int) else _automatic(data)
+    count = spec.workers if isinstance(spec.workers, int) else _automatic(spec)
     if not count or not (inputs or targets):
         return Inline()
     if spec.worker_kind == "processes" or data.draws:
@@ -64,9 +70,9 @@ def workers_for(spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: 
     return Threads(count)
 
 
-def _automatic(data: Data) -> int:
+def _automatic(spec: DataSpec) -> int:
     """Return how many workers are worth having: as many as computing leaves cores free, but at least one."""
-    if not data.decodes:
+    if not loads_ahead(spec):
         return 0
     return max(1, min(_MOST_WORKERS, int(available_cores()) - torch.get_num_threads()))
 
@@ -124,13 +130,25 @@ class _Executed:
     def rows(self) -> Rows:
         if self._found is None:
             try:
-                self._found = self._unpack(self._future.result())
+                self._found = self._unpack(self._patient_result())
             except BrokenExecutor as error:
                 raise DataError(
                     "data.workers: a process that loads samples was ended from outside; the machine may be out of "
                     "memory (see dmesg). Lower data.workers, data.prefetch or data.memory"
                 ) from error
         return self._found
+
+    def _patient_result(self) -> Any:
+        """Return what was read; while it does not come, say so, since all ranks wait for it."""
+        seconds = 0.0
+        while wait_for_futures([self._future], _PATIENCE).not_done:
+            seconds += _PATIENCE
+            _log.warning(
+                "data: samples that a step needs have not been read for %.0f s, and all ranks wait for them; if they "
+                "never come, look at the data set's __getitem__ and at the disk or the server that it reads",
+                seconds,
+            )
+        return self._future.result()
 
     def cancel(self) -> None:
         self._future.cancel()
@@ -179,20 +197,46 @@ class Processes(_Executor):
 
     def __init__(self, count: int, spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> None:
         self._data = data
-        given = (spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
-        super().__init__(ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _open, given), count)
+        context = multiprocessing.get_context("spawn")
+        end, self._end = context.Pipe(duplex=False)
+        given = (end, inheritance(), spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
+        super().__init__(ProcessPoolExecutor(count, context, _open, given), count)
 
     def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
         """Hand the rows to a process."""
         part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
         return self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
 
+    def close(self) -> None:
+        """End the workers; one that is stuck, or whose fellow was killed, is ended as it is."""
+        running = [future for future in self._begun if not future.cancel()]
+        _, stuck = wait_for_futures(running, _CLOSE_SECONDS)
+        if stuck or self._is_broken():
+            self._end.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._end.close()
+
+    def _is_broken(self) -> bool:
+        try:
+            self._executor.submit(int).cancel()
+        except BrokenExecutor:
+            return True
+        return False
+
 
 _opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none
 
 
-def _open(spec: str, info: dict[str, Any], cache: str, inputs: bool, targets: bool) -> None:
-    """Begin a process that loads samples; it ends with the process that started it."""
+def _open(
+    end: Connection,
+    inherited: list[Callable[[], object]],
+    spec: str,
+    info: dict[str, Any],
+    cache: str,
+    inputs: bool,
+    targets: bool,
+) -> None:
+    """Begin a process that loads samples; it ends with the process that started it, or when that closes `end`."""
     global _opened
     # Signals reach the whole group of processes; it is the rank that decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -201,12 +245,14 @@ def _open(spec: str, info: dict[str, Any], cache: str, inputs: bool, targets: bo
     assert parent is not None
 
     def leave() -> None:
-        wait([parent.sentinel])
+        wait([parent.sentinel, end])
         os._exit(1)
 
     threading.Thread(target=leave, name="leave-with-parent", daemon=True).start()
     torch.set_num_threads(1)
     try:
+        for receive in inherited:
+            receive()
         _opened = load(DataSpec.model_validate_json(spec), DataInfo.from_json(info), Path(cache), inputs, targets)
     except HorizonError as error:
         _opened = error

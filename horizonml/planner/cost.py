@@ -146,7 +146,7 @@ def trained_bytes(profile: Profile, stage: Stage) -> int:
 
 
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:
-    """Return the bytes of parameters, gradients, optimizer state and activations that each rank needs.
+    """Return the bytes of parameters, gradients, optimizer state, activations and samples that each rank needs.
 
     `lists[r]` are the actions of rank r in a step with a full batch; ranks of one lane may share a list.
     """
@@ -167,5 +167,14 @@ def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Act
         key = id(actions), tuple(kept[rank].values())
         if key not in held:
             held[key] = most_bytes_held(actions, kept[rank])
-        memory[rank] += held[key]
+        memory[rank] += held[key] + problem.loading.held(*_rows_loaded(problem, plan, rank, size))
     return memory
+
+
+def _rows_loaded(problem: Problem, plan: Plan, rank: int, size: int) -> tuple[int, int]:
+    """Return of how many samples of a batch a rank reads inputs and targets; `size` is that of a micro-batch."""
+    read = []
+    for stage in (plan.stages[0], plan.stages[-1]):
+        first, end = stage.rows(size)[stage.ranks.index(rank)] if rank in stage.ranks else (0, 0)
+        read.append(min(problem.batch_size, (end - first) * plan.micro_batches))
+    return read[0], read[1]

@@ -203,6 +203,11 @@ def remedy(problem: Problem, found: Candidate) -> str:
         return (
             "The processes alone take more memory than there is: fewer ranks on a machine, or more memory, are needed."
         )
+    ahead = problem.loading.memory
+    while ahead:
+        ahead //= 2
+        if Evaluator(replace(problem, loading=replace(problem.loading, memory=ahead))).judge(found.plan).usable:
+            return f"With data.memory: {ahead} the plan fits, as fewer samples are loaded ahead of the step."
     own, evaluator = found.plan.micro_batches, Evaluator(problem)
     for other in sorted(MICRO_BATCHES, key=lambda number: abs(number - own)):
         if other <= problem.batch_size and evaluator.judge(replace(found.plan, micro_batches=other)).usable:

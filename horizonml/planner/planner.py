@@ -11,7 +11,7 @@ from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel
 from horizonml.planner.evaluator import Candidate
 from horizonml.planner.hardware import Host, Network
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import NO_LOADING, Loading, Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import search
 from horizonml.planner.strategies import constraints_of
@@ -57,6 +57,7 @@ def problem_for(
     optimizer_copies: int,
     last_batch: int = 0,
     powersgd_bytes: Sequence[int] = (),
+    loading: Loading = NO_LOADING,
 ) -> Problem:
     """Return what a job leaves open to the search, with a profile for every rank; see `Problem` for the rest."""
     return Problem(
@@ -68,6 +69,7 @@ def problem_for(
         last_batch,
         powersgd_bytes,
         constraints_of(job.parallel),
+        loading,
     )
 
 

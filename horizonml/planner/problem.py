@@ -66,6 +66,26 @@ class Constraints:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """Says what the samples take that ranks load ahead of the step: bytes of a sample's parts, and the limits."""
+
+    input_bytes: int = 0
+    target_bytes: int = 0
+    batches: int = 0  # ahead of the one that is trained on; 0 if nothing is loaded ahead
+    memory: int = 0  # bytes of all these together
+
+    def held(self, input_rows: int, target_rows: int) -> int:
+        """Return the bytes that a rank holds that needs so many rows of a batch."""
+        if not self.batches:
+            return 0
+        batch = input_rows * self.input_bytes + target_rows * self.target_bytes
+        return batch + min(self.memory, self.batches * batch)
+
+
+NO_LOADING = Loading()
+
+
+@dataclass(frozen=True)
 class Problem:
     """Describes the devices, links and model for which plans are made, and the constraints on the plans.
 
@@ -83,6 +103,7 @@ class Problem:
     last_batch: int = 0
     powersgd_bytes: Sequence[int] = ()
     constraints: Constraints = Constraints()
+    loading: Loading = NO_LOADING
 
     @property
     def layers(self) -> int:

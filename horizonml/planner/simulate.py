@@ -53,7 +53,7 @@ class Prediction:
 
     seconds: float  # of a step
     parts: dict[str, float]  # what the seconds of the last rank to finish consist of
-    memory: dict[int, float]  # bytes of parameters, gradients, optimizer state and activations, by rank
+    memory: dict[int, float]  # bytes of parameters, gradients, optimizer state, activations and samples, by rank
     lacking: dict[int, float]  # bytes that are lacking, by rank; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
     spans: list[WorkSpan]

@@ -13,6 +13,8 @@ from typing import Any
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
+from horizonml.data.needs import loads_ahead, sample_bytes
+from horizonml.data.spec import DataSpec
 from horizonml.errors import HorizonError, ModelError, PlanError
 from horizonml.job.schema import Job
 from horizonml.models.download import locate
@@ -24,7 +26,7 @@ from horizonml.planner.evaluator import Candidate
 from horizonml.planner.explain import largest_layer, shortage, uncut
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
-from horizonml.planner.problem import Problem
+from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.strategies import uses_powersgd
 from horizonml.profiling.measure import cached_profile
@@ -257,7 +259,15 @@ def describe_problem(
     """Return the planner's problem, with a profile for every rank."""
     powersgd = powersgd_bytes(model) if uses_powersgd(job.parallel) else ()
     last = info.train % job.batch_size
-    return problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd)
+    loading = loading_for(job.data, info)
+    return problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd, loading)
+
+
+def loading_for(spec: DataSpec, info: DataInfo) -> Loading:
+    """Return what samples take that are loaded ahead of the step."""
+    if not loads_ahead(spec):
+        return Loading()
+    return Loading(*sample_bytes(info), spec.prefetch, spec.memory)
 
 
 def powersgd_bytes(model: Model) -> list[int]:

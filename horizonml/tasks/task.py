@@ -106,7 +106,7 @@ class BySample:
 
     def units(self, targets: Tree) -> int:
         """Return the number of samples."""
-        return len(only_tensor(targets))
+        return rows_in(targets)
 
     def report(self, loss: float, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics as they are."""
@@ -116,6 +116,16 @@ class BySample:
         """Return what the model takes."""
         advice = "Set data.image_size to a size the model accepts." if len(info.inputs[0].shape) == 3 else ""
         return InputSpec(info.inputs, info.names, advice)
+
+
+def rows_in(tree: Tree) -> int:
+    """Return the number of samples in a tree of tensors, each of which has them all. Raises DataError without any."""
+    if isinstance(tree, Tensor):
+        return len(tree)
+    parts = list(tree.values()) if isinstance(tree, Mapping) else list(tree)
+    if not parts:
+        raise DataError("the targets have no tensor; give at least one")
+    return rows_in(parts[0])
 
 
 def only_tensor(tree: Tree) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, stand_ins
 from horizonml.data.sampler import Sampler
+from horizonml.data.shards import write_index
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -34,7 +36,10 @@ from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, ours, rank_process, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import distance
+from tests.programs import need_package
 from tests.records import run_info
+from tests.unit.test_data_stream import write_shard
+from tests.web import served
 
 PIPELINE = [{"ranks": [0], "layers": [0, 0]}, {"ranks": [1], "layers": [1, 2]}, {"ranks": [2], "layers": [3, 4]}]
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -65,11 +70,13 @@ def run(rank: int, world_size: int, store: Store, job: Job) -> tuple[dict[str, T
     try:
         info = describe_data(job, group)
         model, task = model_for(job, info), task_for(job, info)
-        session = session_for(fixed_plan(job, 5, world_size), model, group, job.optimizer, job.batch_size, task)
+        session = session_for(
+            fixed_plan(job, len(model.chain), world_size), model, group, job.optimizer, job.batch_size, task
+        )
         data = load(job.data, info, Path("unused"), session.is_first, session.is_last)
         if job.data.corrupt == "skip":
             info = find_unreadable(job, session, data, lambda text: None)
-            data = Data(info, data.train, data.held_out, data.decodes, data.draws)
+            data = Data(info, data.train, data.held_out, data.draws)
         recorder = Recorder(
             job.run_folder / f"{world_size}-rank-{rank}.jsonl", Silent(), run_info(job, session.plan, rank), 1
         )
@@ -122,6 +129,46 @@ def test_every_plan_trains_on_a_data_set_of_ones_own_as_one_process_does(pool: P
             assert all(line["load"] <= line["wait"] for line in records)
             # Two of the three are in the training part, in two epochs.
             assert sum(line["skipped"] for line in records) == (4 if kind == "skipped" else 0)
+
+
+def stream_of(folder: Path, path: str | Path, parallel: dict[str, Any]) -> Job:
+    """Two epochs of five steps on 40 pictures, in four shards."""
+    values = {
+        "folder": str(folder), "epochs": 2, "batch_size": 8, "model": {"name": "tests.models:plain"},
+        "data": {
+            "name": "stream", "path": str(path), "inputs": ["png"], "targets": ["cls"], "image_size": 8, "channels": 1,
+        },
+        "optimizer": {"lr": 0.05}, "checkpoint": {"every_steps": 1}, "parallel": {"micro_batches": 2, **parallel},
+    }  # fmt: skip
+    return parse(json.dumps(values), "job")
+
+
+def train_stream(rank: int, world_size: int, store: Store, job: Job, cache: Path) -> dict[str, Tensor]:
+    """Train on a stream; `cache` is where this machine keeps its shards."""
+    os.environ["HORIZONML_CACHE"] = str(cache)
+    try:
+        return run(rank, world_size, store, job)[0]
+    finally:
+        del os.environ["HORIZONML_CACHE"]
+
+
+def test_three_ranks_train_on_a_stream_over_http_as_one_does_on_its_folder(pool: Pool, tmp_path: Path) -> None:
+    need_package("aiohttp")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(5):
+        write_shard(shards / f"{number}.tar", 10 * number, 10)
+    write_index(shards, held_out=["4.tar"], classes=3)
+    (expected,) = pool.run(1, train_stream, stream_of(tmp_path, shards, {"strategy": "single"}), tmp_path / "unused")
+    with served(shards) as (url, asked):
+        found = pool.run(3, train_stream, stream_of(tmp_path, url, {"strategy": "pipeline"}), tmp_path / "cache")
+    assert not (tmp_path / "unused").exists()
+    assert sorted(path for path in asked if path.endswith(".tar")) == [f"/{number}.tar" for number in range(5)]
+    together = {key: value for state in found for key, value in state.items() if key.startswith("model/")}
+    assert together.keys() == {key for key in expected if key.startswith("model/")}
+    assert {key: distance(value, expected[key]) for key, value in together.items()} == pytest.approx(
+        dict.fromkeys(together, 0.0), abs=1e-5
+    )
 
 
 MINE = """

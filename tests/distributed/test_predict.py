@@ -13,6 +13,7 @@ from PIL import Image
 
 from horizonml import Run
 from tests.distributed.processes import horizonml
+from tests.programs import need_package
 
 ONE = ("--set", "epochs=1", "--set", "parallel.strategy=single", "--workers", "1")
 
@@ -128,3 +129,38 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *elsewhere)
     assert other.returncode == 1
     assert "characters was 61 (SHA-256" in other.stderr
+
+
+SUMS = """
+from torch import nn
+
+
+def build(num_outputs):
+    return nn.Linear(4, num_outputs)
+"""
+
+
+def test_another_table_is_predicted_row_by_row_with_the_scale_and_the_words_of_the_training(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    worth = {"Bern": 5, "Aarau": 2, "Chur": 1}
+    rows = [(20 + 7 * number % 180, list(worth)[number % 3]) for number in range(120)]
+    sold = "".join(f"{area},{town},{area / 100 + worth[town]}\n" for area, town in rows)
+    (tmp_path / "sold.csv").write_text(f"area,town,price\n{sold}")
+    (tmp_path / "sums.py").write_text(SUMS)
+    (tmp_path / "job.yaml").write_text(
+        "{folder: run, epochs: 80, batch_size: 16, model: {name: 'sums:build'}, optimizer: {name: adam, lr: 0.05}, "
+        "data: {name: table, path: sold.csv, targets: [price]}, parallel: {strategy: single}}"
+    )
+    result = horizonml(tmp_path, "train", "job.yaml")
+    assert result.returncode == 0, result.stderr
+    many = [(area, town) for area in (150, 30, 90) for town in ("Chur", "Bern")]
+    for name, asked in (("many", many), ("one", [(80, "Bern")])):
+        (tmp_path / f"{name}.csv").write_text("town,area\n" + "".join(f"{town},{area}\n" for area, town in asked))
+        result = horizonml(tmp_path, "predict", "run", "--data", f"{name}.csv", "--out", f"{name}-prices.csv")
+        assert result.returncode == 0, result.stderr
+        with (tmp_path / f"{name}-prices.csv").open() as file:
+            found = [float(row["value 0"]) for row in csv.DictReader(file)]
+        assert found == pytest.approx([area / 100 + worth[town] for area, town in asked], abs=0.05)
+    refused = horizonml(tmp_path, "evaluate", "run", "--data", "one.csv")
+    assert refused.returncode == 1
+    assert refused.stderr == "error: data.targets: one.csv has not 'price', so it can be used for predictions only\n"

@@ -19,8 +19,12 @@ import horizonml
 from horizonml.api.given import Given, in_plain_words, in_this_process
 from horizonml.api.history import Evaluation, Step, Table, read_records
 from horizonml.api.jobs import make_job
-from horizonml.api.transfer import packed, unpack
+from horizonml.api.transfer import Objects, packed, unpack
+from horizonml.data.choose import describe
+from horizonml.data.choose import load as load_data
+from horizonml.data.workers import Processes, workers_for
 from horizonml.errors import DataError, HorizonError, JobError, ModelError
+from horizonml.machine import code
 from horizonml.machine.code import find
 from horizonml.runtime.launch import check_memory, run_ranks
 from horizonml.tasks.regression import Regression
@@ -182,6 +186,24 @@ def test_objects_travel_to_children_and_are_made_when_they_are_needed() -> None:
     assert fresh
     assert find(job.model.name, "model.name", ModelError)().layers[1].out_features == 4
     assert find(job.data.name, "data.name", DataError)() == [1, 2, 3]
+
+
+def test_objects_travel_on_to_the_processes_that_load_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_inheritance", [])
+    points = [(torch.full((3,), float(number)), torch.zeros(1)) for number in range(10)]
+    job, given = make_job(None, data=points, fields={"data": {"worker_kind": "processes", "workers": 1}})
+    given.install()
+    with packed(job, given, fresh=True) as descriptor:
+        code.hand_down(Objects(descriptor))
+        info = describe(job.data)
+        assert info is not None
+        data = load_data(job.data, info, Path("unused"))
+        workers = workers_for(job.data, data, Path("unused"), True, True)
+        rows = workers.read(data.batch(True, torch.arange(8)), 0, 8, True, False).rows()
+        workers.close()
+    assert isinstance(workers, Processes)
+    assert isinstance(rows.inputs, Tensor)
+    assert torch.equal(rows.inputs, data.train.inputs(torch.arange(8)))
 
 
 def test_an_object_that_cannot_travel_is_named() -> None:

@@ -108,7 +108,7 @@ def test_augmentation_shifts_and_mirrors_pixels(tmp_path: Path) -> None:
 )
 def test_wishes_that_the_data_cannot_fulfil(spec: DataSpec, words: str) -> None:
     with pytest.raises(DataError, match=words):
-        describe(spec)
+        agree([describe(spec)], spec)
 
 
 def test_ranks_must_see_the_same_data() -> None:
@@ -117,6 +117,8 @@ def test_ranks_must_see_the_same_data() -> None:
     assert agree([None, one, one], spec) == one
     with pytest.raises(DataError, match=r"rank 1 sees 11 training and 2 held-out samples"):
         agree([one, other], spec)
+    with pytest.raises(DataError, match=r"rank 2 sees other content than rank 0, of the same size"):
+        agree([one, None, replace(one, encoding={"words": ["a"]})], spec)
     with pytest.raises(DataError, match="not a directory on any rank"):
         agree([None, None], spec)
 

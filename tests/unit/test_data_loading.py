@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,17 +169,55 @@ def test_workers_end_with_who_started_them() -> None:
     assert len(gone) <= before[1]
 
 
-def test_a_worker_process_that_is_killed_is_told() -> None:
-    spec, data = opened(workers=1, worker_kind="processes")
+def own_workers() -> list[psutil.Process]:
+    """Return the processes that load samples for this one."""
+    return [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
+    spec, data = opened(workers=2, worker_kind="processes")
+    workers = workers_for(spec, data, Path("unused"), True, True)
+    batches = ahead(data, workers, halves)
+    for number in range(2):
+        batches.take(number).inputs(0, 8)
+    killed, *others = own_workers()
+    assert others, "both workers must have begun"
+    killed.kill()
+    batch = data.batch(True, torch.arange(8))
+    rows = (workers.read(batch, 0, 8, True, True).rows() for _ in itertools.count())
+    with pytest.raises(DataError, match="a process that loads samples was ended from outside"):
+        deque(rows, maxlen=0)
+    batches.close()
+    workers.close()
+    assert own_workers() == []
+
+
+def test_samples_that_do_not_come_are_told_of_while_a_step_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("horizonml.data.workers._PATIENCE", 0.05)
+    _, data = opened()
+    workers, free = Threads(1), threading.Event()
+    holder = workers._executor.submit(free.wait)
+    threading.Timer(0.5, free.set).start()
+    rows = workers.read(data.batch(True, torch.arange(4)), 0, 4, True, True).rows()
+    assert holder.done()
+    assert rows.inputs is not None
+    assert "samples that a step needs have not been read for 0 s, and all ranks wait" in caplog.text
+    workers.close()
+
+
+def test_a_worker_process_that_is_stuck_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("horizonml.data.workers._CLOSE_SECONDS", 0.2)
+    spec, data = opened(name="tests.datasets:Stuck", workers=1, worker_kind="processes")
     workers = workers_for(spec, data, Path("unused"), True, True)
     batches = ahead(data, workers, halves)
     batches.take(0).inputs(0, 8)
-    for child in psutil.Process().children():
-        if "resource_tracker" not in " ".join(child.cmdline()):
-            child.kill()
-    with pytest.raises(DataError, match="a process that loads samples was ended from outside"):
-        read(batches, 12)
+    batches.take(3)  # it has the sample that never comes
+    assert own_workers()
+    batches.close()
     workers.close()
+    assert own_workers() == []
 
 
 def test_data_in_memory_needs_no_workers_and_files_do(tmp_path: Path) -> None:

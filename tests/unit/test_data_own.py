@@ -83,6 +83,26 @@ def test_any_tree_of_numbers_and_arrays_becomes_rows_of_tensors() -> None:
         assert targets["pair"][1][0].dtype == torch.bool
 
 
+def test_tensors_of_any_kind_become_dense_ones_without_a_history() -> None:
+    plain = loaded(spec("Points")).batch(True, torch.arange(9)).rows(0, 9, True, True)
+    for how in ("sparse", "gradient"):
+        found = loaded(spec("Strange", how=how)).batch(True, torch.arange(9)).rows(0, 9, True, True)
+        for one, other in ((found.inputs, plain.inputs), (found.targets, plain.targets)):
+            assert isinstance(one, torch.Tensor)
+            assert isinstance(other, torch.Tensor)
+            assert not one.requires_grad
+            assert torch.equal(one, other)
+    whole = loaded(spec("Strange", how="uint16"))
+    assert whole.info.inputs == (TensorSpec((5,), torch.int32),)
+    assert whole.train.inputs(torch.arange(3)).dtype == torch.int32
+
+
+def test_a_list_of_two_data_sets_is_a_pair() -> None:
+    data = loaded(spec("split"))
+    assert (data.info.train, data.info.held_out) == (50, 11)
+    assert torch.equal(read_all(data).sort(0).values, Points().points.sort(0).values)
+
+
 def test_targets_are_read_alone_where_the_data_set_can_do_that(tmp_path: Path) -> None:
     data = loaded(spec("Classes"), inputs=False)
     assert data.train.targets(torch.arange(24)).bincount().tolist() == [8, 8, 8]
@@ -130,11 +150,17 @@ def test_a_rank_without_the_files_still_takes_part(tmp_path: Path) -> None:
         (spec("failing", reason="my mistake"), r"failed: .*tests/datasets\.py:\d+: RuntimeError: my mistake"),
         (spec("three"), "returned 3 things"),
         (spec("Endless"), "returned a Endless without __getitem__ and __len__"),
+        (spec("Sized"), "returned a Sized without __getitem__ and __len__"),
+        (spec("Lengthless"), r"does not tell its length: .*datasets\.py:\d+: TypeError: how should I know"),
+        (spec("Strange", how="complex"), r"sample 0: the input has the dtype complex64; convert it to bfloat16 or"),
+        (spec("Strange", how="meta"), r"sample 0: the input is a tensor on the device meta"),
+        (spec("Strange", how="word"), r"sample 0: the target is a str, which is no tensor"),
+        (spec("Strange", how="three"), r"sample 0 is a tuple of 3; return a pair"),
+        (spec("Strange", how="good"), r"sample 0 cannot be read: .*datasets\.py:\d+: SystemExit: no good"),
         (spec("numbers"), r"of how many classes\? Set data.classes"),
         (spec("Points", broken=[0]), r"sample 0 cannot be read: .*tests/datasets\.py:\d+: ValueError: the disk lost"),
         (spec("Points", samples=0), "has no samples"),
     ],
-    ids=["name", "options", "mistake", "three", "iterable", "classes", "sample", "empty"],
 )
 def test_mistakes_are_told_with_their_place(of: DataSpec, words: str) -> None:
     with pytest.raises(DataError, match=words):

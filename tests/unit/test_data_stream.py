@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import io
 import json
+import shutil
+import socket
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -16,10 +18,12 @@ import pytest
 import torch
 from PIL import Image
 
+from horizonml.data import origin
 from horizonml.data.choose import describe, load
 from horizonml.data.dataset import Data
 from horizonml.data.loading import Ahead
 from horizonml.data.needs import Needs
+from horizonml.data.origin import Origin, Shard
 from horizonml.data.sampler import ShardSampler, sampler_for
 from horizonml.data.shards import write_index
 from horizonml.data.spec import DataSpec
@@ -61,11 +65,23 @@ def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """The shards over HTTP, and what is asked for."""
     need_package("aiohttp")
     asked: list[str] = []
+    done = threading.Event()
 
     class Handler(SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path.rpartition("/")[2])
-            super().do_GET()
+            name = self.path.rpartition("/")[2]
+            asked.append(name)
+            if name == "busy.tar" and asked.count(name) < 3:
+                self.send_error(503)
+            elif name == "cut.tar" and asked.count(name) < 2:
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"the beginning")
+            elif name == "silent.tar":
+                done.wait(60)
+            else:
+                super().do_GET()
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing."""
@@ -73,6 +89,7 @@ def server(folder: Path) -> Iterator[tuple[str, list[str]]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}", asked
+        done.set()
         http.shutdown()
 
 
@@ -170,8 +187,38 @@ def test_what_is_wrong_with_shards_is_told(folder: Path, server: tuple[str, list
     with (folder / "02.tar").open("r+b") as file:
         file.seek(600)
         file.write(b"damaged")
-    with pytest.raises(DataError, match=r"02.tar cannot be fetched, after 4 attempts: its checksum is"):
+    with pytest.raises(DataError, match=r"02.tar is damaged: its checksum is \w+, but the index has"):
         opened(spec(url)).train.inputs(torch.arange(20, 30))
     (folder / "index.json").write_text('{"train": 3}')
     with pytest.raises(DataError, match=r"index.json is no index of shards"):
         describe(spec(folder))
+
+
+def test_a_server_is_asked_again_while_it_has_trouble(
+    folder: Path, server: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    url, asked = server
+    for name, attempts in (("busy.tar", 3), ("cut.tar", 2)):
+        shutil.copy(folder / "03.tar", folder / name)
+        Origin(url).fetch(Shard(name, EACH), tmp_path / name)
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+        assert asked.count(name) == attempts
+
+
+def test_a_server_that_stays_away_ends_the_run_with_its_address(
+    folder: Path, server: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, asked = server
+    with pytest.raises(DataError, match=r"/99.tar is not there, although the index lists it"):
+        Origin(url).fetch(Shard("99.tar", EACH), tmp_path / "shard")
+    assert asked == ["99.tar"]  # what is not there is asked for once
+    monkeypatch.setattr(origin, "_SILENCE", 0.3)
+    with pytest.raises(DataError, match=r"/silent.tar cannot be fetched: it does not answer; see whether the server"):
+        Origin(url, patience=0.1).fetch(Shard("silent.tar", EACH), tmp_path / "shard")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(
+            DataError, match=rf"{away}/index.json cannot be fetched \(\d attempts in 1 s\): .*[Cc]onnect"
+        ):
+            Origin(away, patience=1.0).index()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from horizonml.data.choose import agree, describe, load
-from horizonml.data.dataset import Data
+from horizonml.data.columns import Column, with_scale
+from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError
@@ -123,6 +125,103 @@ def test_mistakes_in_columns_and_files(tmp_path: Path, houses: Path) -> None:
         load(away, info, tmp_path, targets=False)
 
 
+def write_flats(folder: Path, rows: list[str], header: str = "town,area,y") -> DataSpec:
+    return spec(write(folder / "flats.csv", header, rows))
+
+
+def test_another_table_is_read_as_the_one_that_was_trained_on(houses: Path, tmp_path: Path) -> None:
+    info = describe(spec(houses))
+    assert info is not None
+    known = DataInfo.from_json(json.loads(json.dumps(info.to_json())))
+    assert known == info
+    # Its columns have another order and it has one more, other numbers, and only one of the towns.
+    flats = write_flats(tmp_path, [f"Chur,{n},{n},x" for n in (100, 300, 500, 700)], "town,area,y,note")
+    other = describe(flats, encoding=known.encoding)
+    assert other is not None
+    assert (other.inputs, other.outputs, other.task, other.encoding) == (info.inputs, 1, "regression", info.encoding)
+    data = load(flats, other, Path("unused"))
+    members = loaded(spec(houses)).train._members.double()
+    areas = data.train.targets(torch.arange(3))[:, 0].double()
+    expected = (areas - members.mean()) / members.std(unbiased=False)
+    assert torch.allclose(data.train.inputs(torch.arange(3))[:, 0], expected.float())
+    assert data.train.inputs(torch.arange(3))[:, 1:].tolist() == [[0.0, 0.0, 1.0]] * 3
+
+
+def test_what_another_table_lacks_is_told(houses: Path, tmp_path: Path) -> None:
+    info = describe(spec(houses))
+    assert info is not None
+
+    def other(*rows: str, header: str = "town,area,y") -> Data:
+        flats = write_flats(tmp_path, list(rows), header)
+        found = describe(flats, encoding=info.encoding)
+        assert found is not None
+        return load(flats, found, Path("unused"))
+
+    with pytest.raises(DataError, match=r"no column 'area', on which the model was trained; did you mean 'areas'"):
+        other("Chur,1,2", "Chur,1,2", header="town,areas,y")
+    with pytest.raises(DataError, match=r"the column 'area' holds text, such as 'big', where numbers are needed"):
+        other("Chur,big,2", "Chur,1,2")
+    with pytest.raises(DataError, match=r"row \d has 'Basel' in the column 'town', .* training had not \(it had"):
+        read_all(other("Basel,1,2", "Basel,1,2"))
+    with pytest.raises(DataError, match=r"data.inputs: town, but the model was trained on the columns area, town"):
+        describe(spec(houses, inputs=["town"]), encoding=info.encoding)
+    # Predictions need no targets: neither the column nor, where it is there, its values.
+    for header, rows in (("town,area", ("Bern,1", "Chur,2")), ("town,area,y", ("Bern,1,", "Chur,2,"))):
+        data = other(*rows, header=header)
+        assert read_all(data).shape == (2, 4)
+        with pytest.raises(
+            DataError, match=r"has not 'y', so it can be used for predictions|no value in the column 'y'"
+        ):
+            data.train.targets(torch.tensor([0]))
+
+
+def test_classes_of_another_table_have_their_numbers_of_the_training(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    codes = [f"0{n % 3},{n % 2},{('ant', 'bee', 'cow')[n % 3]}" for n in range(ROWS)]
+    info = describe(spec(write(tmp_path / "a.csv", "code,z,y", [f"x{row}" for row in codes])))
+    assert info is not None
+    assert info.labels == ("ant", "bee", "cow")
+    few = spec(write(tmp_path / "b.csv", "code,z,y", ["x02,1,cow", "x01,1,bee", "x01,1,bee"]))
+    found = describe(few, encoding=info.encoding)
+    assert found is not None
+    assert (found.outputs, found.labels) == (3, info.labels)
+    data = load(few, found, Path("unused"))
+    targets = torch.cat([data.train.targets(torch.arange(2)), data.held_out.targets(torch.arange(1))])
+    assert sorted(targets.tolist()) == [1, 1, 2]
+    strange = spec(write(tmp_path / "c.csv", "code,z,y", ["x02,1,dog", "x01,1,bee"]))
+    found = describe(strange, encoding=info.encoding)
+    assert found is not None
+    data = load(strange, found, Path("unused"))
+    with pytest.raises(DataError, match="'dog' in the column 'y', which the training had not"):
+        torch.cat([part.targets(torch.tensor([0])) for part in (data.train, data.held_out)])
+
+
+def test_words_that_look_like_numbers_stay_words(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    info = describe(spec(write(tmp_path / "a.csv", "code,y", [f"{('007', '1b', '12')[n % 3]},{n}" for n in range(9)])))
+    assert info is not None
+    numbers = spec(write(tmp_path / "b.csv", "code,y", ["007,1", "12,1", "007,3"]))
+    found = describe(numbers, encoding=info.encoding)
+    assert found is not None
+    assert sorted(read_all(load(numbers, found, Path("unused"))).argmax(1).tolist()) == [0, 0, 1]
+
+
+def test_a_scale_is_the_same_on_every_processor() -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(5)).mul(1e4)
+    how = with_scale(Column("x"), values)
+    assert how.mean == pytest.approx(float(values.double().mean()), rel=1e-9)
+    assert how.deviation == pytest.approx(float(values.double().std(unbiased=False)), rel=1e-9)
+    assert with_scale(Column("x"), torch.full((3,), 7.0)).deviation == 1.0
+    pairs = torch.tensor([1e16, 1.0, -1e16, 1.0], dtype=torch.float64)
+    assert with_scale(Column("x"), pairs).mean == 0.5  # (1e16 - 1e16) + (1 + 1), and never another order
+
+
+def test_a_table_without_a_complete_row_to_train_on_is_told(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    with pytest.raises(DataError, match=r"no row to train on is complete; row 1 has no value in the column 'x'"):
+        describe(spec(write(tmp_path / "a.csv", "x,y", [f",{n}" for n in range(9)])))
+
+
 # Hugging Face --------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +261,11 @@ def test_numbers_text_and_lists_of_a_hugging_face_data_set(tmp_path: Path) -> No
     columns = {"a": [float(n) for n in range(10)], "b": list(range(10)), "y": ["even", "odd"] * 5}
     data = loaded(spec(hub(tmp_path / "text", columns), "huggingface"))
     assert (data.info.inputs, data.info.outputs) == ((TensorSpec((2,)),), 2)
+    odd = spec(hub(tmp_path / "odd", {"a": [1.0] * 5, "b": [1] * 5, "y": ["odd"] * 5}), "huggingface")
+    other = describe(odd, encoding=data.info.encoding)
+    assert other is not None
+    assert other.outputs == 2
+    assert load(odd, other, Path("unused")).train.targets(torch.arange(4)).tolist() == [1] * 4
     every = torch.arange(8)
     assert torch.equal(data.train.inputs(every)[:, 0].long() % 2, data.train.targets(every))
     lists = {"ids": [[n, n + 1, 3] for n in range(10)], "mask": [[1, 1, 0]] * 10, "y": [n / 2 for n in range(10)]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from horizonml.errors import JobError
+from horizonml.errors import DataError, JobError
 from horizonml.job.jobfile import parse
 from horizonml.tasks.checks import check_results
 from horizonml.tasks.choose import task_for
@@ -96,3 +96,11 @@ def test_what_a_class_lacks_is_told(
 def test_results_of_the_wrong_kind_are_told(loss: Any, sums: Any, says: str) -> None:
     with pytest.raises(JobError, match=says):
         check_results(Classification(), loss, sums, True)
+
+
+def test_samples_are_counted_in_any_tree_of_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = chosen(tmp_path, monkeypatch, "margins", MARGIN)
+    assert task.units({"boxes": [torch.zeros(7, 4), {"more": torch.zeros(7)}], "count": torch.zeros(7)}) == 7
+    assert task.units(torch.zeros(5, 2)) == 5
+    with pytest.raises(DataError, match="the targets have no tensor"):
+        task.units({"boxes": []})

@@ -1,9 +1,12 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from horizonml.data.spec import DataSpec
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -11,14 +14,17 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
 from horizonml.planner.candidates import equal_split
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
+from horizonml.planner.explain import remedy
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
-from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.problem import Constraints, Loading, Problem
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.programme import Programme
 from horizonml.planner.search import search
 from horizonml.planner.simulate import Prediction
 from horizonml.profiling.probe import tournament
+from horizonml.runtime.agreement import loading_for
+from tests.records import image_info
 
 FAST = Network(0.0, 1e12)
 
@@ -308,3 +314,32 @@ def test_containers_share_their_machine() -> None:
         return predict(plan, profile(0.001), 40, hosts, FAST, 0).seconds
 
     assert [seconds(cores) for cores in (4.0, 2.0, 1.0)] == pytest.approx([0.03, 0.06, 0.12])
+
+
+def test_samples_that_are_loaded_ahead_need_memory_where_they_are_read() -> None:
+    kib, mib = 1 << 10, 1 << 20
+    info = image_info(10, (3, 32, 32), 1000, 100)  # 12 KiB a sample, and 8 bytes for its class
+    plan = Plan(
+        (Stage(0, 1, (0, 1), (3.0, 1.0)), Stage(1, 2, (2,), (1.0,)), Stage(2, 3, (3,), (1.0,))), micro_batches=4
+    )
+
+    def extra(**data: Any) -> list[float]:
+        spec = DataSpec(**{"name": "folder", "folder": "here", **data})
+        hosts, layers = one_host(4, 4), profile(0.001, 0.001, 0.001, saved=100)
+        plain = Problem([layers] * 4, hosts, FAST, 64, 0)
+        found = [judge(problem, plan) for problem in (plain, replace(plain, loading=loading_for(spec, info)))]
+        return [found[1].prediction.memory[rank] - found[0].prediction.memory[rank] for rank in range(4)]
+
+    # The batch that is trained on and two more; the members of the first stage read three quarters and one.
+    assert extra() == [3 * 48 * 12 * kib, 3 * 16 * 12 * kib, 0, 3 * 64 * 8]
+    assert extra(memory=100 * kib) == [48 * 12 * kib + 100 * kib, 16 * 12 * kib + 100 * kib, 0, 3 * 64 * 8]
+    assert extra(prefetch=1) == [2 * 48 * 12 * kib, 2 * 16 * 12 * kib, 0, 2 * 64 * 8]
+    assert extra(workers=0) == extra(name="cifar10") == [0, 0, 0, 0]
+    assert extra(name="cifar10", workers=1) == extra()
+    own = profile(0.001, 0.001, 0.001, saved=100)
+    tight = Problem([own] * 4, one_host(4, 4, 1.5 * mib), FAST, 64, 0, loading=Loading(12 * kib, 8, 2, 256 * mib))
+    found = judge(tight, plan)
+    assert found.prediction.lacking.keys() == {0}
+    assert (
+        remedy(tight, found) == "With data.memory: 524288 the plan fits, as fewer samples are loaded ahead of the step."
+    )

@@ -1,0 +1,167 @@
+"""Fetches the index and the shards of a stream from the place where they lie: http(s), S3 and its like, or a folder.
+
+fsspec knows how to ask each kind of server. A server that is away for a while is asked again, up to a limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizonml.errors import DataError
+from horizonml.machine.extras import require
+
+INDEX = "index.json"
+
+_PATIENCE = 30.0  # seconds for which a file is asked for again and again while the server does not give it
+_PAUSE = 0.5  # seconds before the second attempt; each further pause is twice as long,
+_LONGEST_PAUSE = 2.0  # up to this
+_CONNECT, _SILENCE = 10.0, 30.0  # seconds to wait for a connection, and for the next bytes that come through it
+_DOWNLOADS = 3  # of a shard whose checksum is wrong
+_NEEDS = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs"}
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of this machine's disk, and not of the server
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Describes a shard: its name beside the index, the number of its samples, and its checksum if that is known."""
+
+    name: str
+    samples: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Index:
+    """Describes all shards of a data set."""
+
+    train: tuple[Shard, ...]
+    held_out: tuple[Shard, ...]
+    classes: Any = None  # a list of names, or a number
+
+
+class Origin:
+    """Knows the place where shards come from: a folder of this machine, or a URL."""
+
+    def __init__(self, path: str, patience: float = _PATIENCE) -> None:
+        """Prepare to read from `path`, for up to `patience` seconds a file. Raises DataError or MissingPackage."""
+        self._patience = patience
+        self.path, protocol = path.rstrip("/"), path.partition("://")[0] if "://" in path else ""
+        self.folder = Path(path) if not protocol else None
+        if protocol:
+            if protocol in _NEEDS:
+                require(_NEEDS[protocol], f"data.path: {protocol}")
+            import fsspec
+
+            try:
+                self._files, self._root = fsspec.core.url_to_fs(self.path, **_options(protocol))
+            except (ValueError, ImportError) as error:
+                raise DataError(f"data.path: {path}: {error}") from error
+
+    def index(self) -> Index | None:
+        """Return the description of the shards; None for a folder that lacks one. Raises FileNotFoundError."""
+        if self.folder is None:
+            content = self._patiently(INDEX, lambda: self._files.cat_file(f"{self._root}/{INDEX}"), self._patience)
+            return _parse(content, self.path)
+        if not self.folder.is_dir():
+            raise FileNotFoundError(self.path)
+        file = self.folder / INDEX
+        return _parse(file.read_bytes(), self.path) if file.is_file() else None
+
+    def fetch(self, shard: Shard, into: Path, patient: bool = True) -> None:
+        """Copy a shard into a file; unless `patient`, with a single attempt. Raises DataError."""
+        problem = ""
+        for _ in range(_DOWNLOADS if patient else 1):
+            self._patiently(
+                shard.name,
+                lambda: self._files.get_file(f"{self._root}/{shard.name}", str(into)),
+                self._patience if patient else 0.0,
+            )
+            found = checksum(into) if shard.sha256 is not None else None
+            if found == shard.sha256:
+                return
+            problem = f"its checksum is {found}, but the index has {shard.sha256}"
+        raise DataError(
+            f"data.path: {self.path}/{shard.name} is damaged: {problem}; repair it, or write the index anew"
+        )
+
+    def _patiently(self, name: str, action: Callable[[], Any], patience: float) -> Any:
+        """Return what `action` returns, which is tried again for a while if it fails. Raises DataError.
+
+        What is not there does not come by waiting: FileNotFoundError for the index, so that other ranks may have it.
+        """
+        begin, pause, attempts = time.monotonic(), _PAUSE, 0
+        while True:
+            attempts += 1
+            try:
+                return action()
+            except FileNotFoundError as error:
+                if name == INDEX:
+                    raise
+                raise DataError(f"data.path: {self.path}/{name} is not there, although the index lists it") from error
+            except Exception as error:  # every kind of file system has errors of its own
+                if isinstance(error, OSError) and error.errno in _DISK:
+                    raise
+                left = begin + patience - time.monotonic()
+                if left <= 0 or isinstance(error, PermissionError):
+                    tried = "" if attempts == 1 else f" ({attempts} attempts in {patience:.0f} s)"
+                    raise DataError(
+                        f"data.path: {self.path}/{name} cannot be fetched{tried}: {_words(error)}; see whether the "
+                        "server is up and can be reached from here"
+                    ) from error
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _options(protocol: str) -> dict[str, Any]:
+    """Return the options of a kind of file system, so that a server that falls silent is noticed.
+
+    Files may take as long as they need as long as something comes: fsspec's own limit for http(s) is five minutes.
+    """
+    if protocol in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
+        return {"client_kwargs": {"timeout": timeout}}
+    if protocol == "s3":
+        return {
+            "config_kwargs": {"connect_timeout": _CONNECT, "read_timeout": _SILENCE, "retries": {"max_attempts": 1}}
+        }
+    return {}
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return str(error) or type(error).__name__
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _parse(content: bytes, place: str) -> Index:
+    """Return what an index says; the index of WebDataset's `wids` is understood, too. Raises DataError."""
+    try:
+        value = json.loads(content)
+        train, held_out = value.get("train", value.get("shardlist")), value.get("held_out", [])
+        lists = [tuple(map(_shard, part)) for part in (train, held_out)]
+        if any("/" in shard.name or not shard.name.endswith(".tar") for part in lists for shard in part):
+            raise ValueError("every shard must be a .tar file beside the index")
+        return Index(lists[0], lists[1], value.get("classes"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {error}") from error
+
+
+def _shard(entry: Mapping[str, Any]) -> Shard:
+    name, samples = entry.get("name", entry.get("url")), entry.get("samples", entry.get("nsamples"))
+    checksum = entry.get("sha256")
+    return Shard(str(name), int(str(samples)), None if checksum is None else str(checksum))
