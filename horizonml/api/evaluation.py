@@ -68,8 +68,8 @@ def evaluate(
     Parameters:
         checkpoint: A run, the folder of a run, or the folder of a checkpoint.
         data: What to evaluate on, as for `train`; by default the data that the model was trained on.
-        part: "held-out", "train" or "all" samples; by default those held out of the training's data, and all of other
-            data.
+        part: "held-out", "train" or "all" samples; by default the held-out samples of the data that the model was
+            trained on, and all samples of other data.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
         task: The task, likewise.
         batch_size: Samples that are evaluated at a time.
@@ -154,9 +154,9 @@ def export(
         checkpoint: A run, the folder of a run, or the folder of a checkpoint.
         output: The file to write: model.pt (a state dict), model.safetensors, model.onnx, or model.pt2 (torch.export).
         format: "state-dict", "safetensors", "onnx" or "torch-export"; "auto" goes by the file's ending.
-        samples: How many held-out samples the file is compared on with the model before it is kept; 0 for none.
+        samples: Number of held-out samples on which the file is compared with the model before it is kept; 0 for none.
         model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
-        average: Whether parameters are their moving averages; by default if the run evaluated those.
+        average: Whether to export the moving averages of the parameters; by default if the run evaluated those.
 
     Raises HorizonError.
     """
@@ -230,7 +230,7 @@ def parse_part(text: str | None, other: bool) -> Parts:
             return "all" if other else "held-out"
         case "held-out" | "train" | "all":
             return text
-    raise JobError(f"part: {text!r} is none of held-out, train and all")
+    raise JobError(f"part: {text!r} is not one of held-out, train and all")
 
 
 def evaluated(found: Trained, part: Parts, batch_size: int) -> Result:

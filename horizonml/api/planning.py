@@ -55,11 +55,11 @@ def plan(
     The model's layers are measured in this process, once for a model and a machine. No rank is started.
 
     Parameters:
-        job: A job, as for `train`; so are `model`, `data`, `task`, `workers` and further fields.
+        job: The job, as for `train`.
         devices: A file that describes devices and links, to plan for them instead of for this machine.
-        model: The model.
-        data: The data.
-        task: The task.
+        model: The model, as for `train`.
+        data: The data, as for `train`.
+        task: The task, as for `train`.
         workers: The number of ranks; with `devices` it is the number of devices.
         **fields: Further fields of the job, such as `parallel={"strategy": "pipeline"}`.
 
@@ -90,7 +90,7 @@ def _text(planned: Planned) -> str:
     problem, found, names = planned.problem, planned.found, planned.places.names
     lines = [found.plan.describe(planned.model.chain.names)]
     if not planned.predicted:
-        return "\n".join([*lines, "no prediction: what layers send in their middle is not in the profile"])
+        return "\n".join([*lines, "no prediction: the profile does not say what is sent within layers"])
     seconds, size = found.prediction.seconds, planned.job.batch_size
     lines += [
         f"predicted: {human_seconds(seconds)} a step of {count(size, 'sample')} ({size / seconds:,.0f} samples/s)",

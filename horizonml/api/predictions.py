@@ -49,8 +49,8 @@ def _files(found: Trained, files: Sequence[Path], batch_size: int) -> Iterator[D
     spec, shape = found.job.data, found.info.inputs[0].shape
     if spec.name not in IMAGES:
         raise DataError(
-            f"files can be given for a model that was trained on images by name ({', '.join(IMAGES)}), and this one "
-            f"was trained on {spec.name}; give --data"
+            f"image files can be given for a model that was trained on one of the data sets {', '.join(IMAGES)}, and "
+            f"this one was trained on {spec.name}; use --data"
         )
     if missing := [path for path in files if not path.is_file()]:
         raise DataError(f"{missing[0]} is not a file")
@@ -70,8 +70,8 @@ def _values(found: Trained, outputs: Tree) -> Tensor:
                 "horizonml generate, or take the outputs from horizonml.predict in Python"
             )
         raise DataError(
-            f"{found.job.model.name} returns values {shape} for each sample, which are no row of a table; use "
-            "horizonml.predict in Python"
+            f"{found.job.model.name} returns values {shape} for each sample, which do not fit into a row of a table; "
+            "use horizonml.predict in Python"
         )
     values = outputs.reshape(len(outputs), -1).float()
     if isinstance(found.task, Classification):

@@ -44,7 +44,8 @@ def train(
 ) -> Run:
     """Train a job with all its ranks on this machine, and return the run.
 
-    A run goes on from its newest checkpoint, as `horizonml train` does: give it a `name` of its own, or `fresh=True`.
+    A run goes on from its newest checkpoint, as with `horizonml train`. To start another one, give it a `name` of its
+    own, or `fresh=True`.
     Ctrl-C saves a checkpoint and raises KeyboardInterrupt; the same call goes on from there.
 
     Parameters:
@@ -56,9 +57,10 @@ def train(
             targets); a pair of either to train on and to hold out; a function that returns one of these; a name; or a
             folder of images.
         task: What is learned: a name such as "regression", or a class or an instance that implements `horizonml.Task`.
-        workers: The number of ranks. What they share is planned (`parallel.strategy: auto`), unless the job says it.
+        workers: The number of ranks. The planner decides how they divide the work (`parallel.strategy: auto`), unless
+            the job sets a strategy.
         on_step: Called in this process with every step, in order. An error that it raises ends the run.
-        fresh: Whether to start over, and keep the run before beside it as NAME.previous.
+        fresh: Whether to start over; the earlier run is kept beside the new one as NAME.previous.
         progress: Whether to print the progress: a bar on a terminal, and plain lines elsewhere.
         **fields: Further fields of the job, such as `epochs=3` or `optimizer={"name": "adam"}`. A section is changed
             field by field.

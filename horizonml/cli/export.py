@@ -34,7 +34,7 @@ def export(
         typer.Option(
             metavar="N",
             min=0,
-            help="How many held-out samples the file is compared on with the model before it is kept (0: none).",
+            help="Number of held-out samples on which the file is compared with the model (0: no comparison).",
         ),
     ] = 16,
     card: Annotated[
@@ -50,8 +50,8 @@ def export(
         bool | None,
         typer.Option(
             "--average/--no-average",
-            help="Whether to take the moving averages of the parameters (see ema.decay); by default if the run "
-            "evaluated them.",
+            help="Whether to export the moving averages of the parameters (see ema.decay) instead of the parameters. "
+            "Default: if the run evaluated them.",
             show_default=False,
         ),
     ] = None,
@@ -60,15 +60,16 @@ def export(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a field of the checkpoint's job, e.g. data.folder=pictures where the data has moved "
+            help="Override a field of the checkpoint's job, e.g. data.folder=pictures if the data has moved "
             "(repeatable).",
         ),
     ] = None,
 ) -> None:
-    """Export a trained model, and compare the file with the model before saying that it is done.
+    """Export a trained model to a file, and verify the file.
 
-    A state dict or a safetensors file holds the weights. An ONNX file or a torch.export archive holds the computation,
-    too; for these the model is built by the code that the checkpoint's job names, and the batch may have any size.
+    The file is compared with the model before it is kept. A state dict or a safetensors file holds the weights. An ONNX
+    file or a torch.export archive holds the computation, too, for batches of any size; to write one, the model is built
+    by the code that the checkpoint's job names.
     """
     from horizonml.exports.export import export as export_checkpoint
     from horizonml.state.adapters import export_adapters

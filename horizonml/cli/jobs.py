@@ -16,13 +16,13 @@ from horizonml.text import nearest
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Where to write them; it is made if it is not there.")
+        Path, typer.Argument(metavar="FOLDER", help="The folder to write to; it is created if it does not exist.")
     ] = Path(),
     data: Annotated[
         str,
         typer.Option(
             metavar="KIND",
-            help="What to train on: digits (part of the package), images (yours, in a folder for each class), table "
+            help="What to train on: digits (part of the package), images (your own, in one folder per class), table "
             "(CSV or Parquet files), text (for a small GPT), or own (a data set of your own, in Python).",
         ),
     ] = "digits",
@@ -30,12 +30,14 @@ def init(
         str,
         typer.Option(
             metavar="NAME",
-            help="own (a network of your own, in Python, or a small GPT for text), or the name of a known model such "
+            help="own (a network of your own, in Python; for text, a small GPT), or the name of a built-in model such "
             "as resnet18.",
         ),
     ] = "own",
 ) -> None:
-    """Write a commented job file to start from, and the code that it names.
+    """Write a commented job file to start from.
+
+    If the job names code of your own, a small example of that code is written beside it.
 
     horizonml init first
 
@@ -51,7 +53,7 @@ def init(
     for path, about in write(folder, data, model).items():
         print(f"{path}: {about}")
     there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    before = "" if data in ("digits", "text", "own") else "say in job.yaml where your data lies, then "
+    before = "" if data in ("digits", "text", "own") else "set the path of your data in job.yaml, then "
     print(f"\nnext: {before}{there}horizonml train job.yaml")
 
 

@@ -14,7 +14,7 @@ def log(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Write TensorBoard's event files into FOLDER/NAME, which must not have any.",
+            help="Write TensorBoard event files to FOLDER/NAME, which must not contain any yet.",
             show_default=False,
         ),
     ] = None,
@@ -22,16 +22,17 @@ def log(
         str | None,
         typer.Option(
             metavar="URI",
-            help="Log to MLflow: the URI of a server, or a folder for a database. A run that was logged there before "
-            "is completed.",
+            help="Log to MLflow: the URI of a server, or a folder for a database. If part of the run was logged there "
+            "before, the rest is added.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Show a run in TensorBoard or MLflow, from its records.
+    """Log a recorded run to TensorBoard or MLflow.
 
-    Jobs do this while they train if telemetry.tensorboard or telemetry.mlflow says so; this command is for runs that
-    did not, and for what could not be delivered. The records themselves stay as they are.
+    A job with telemetry.tensorboard or telemetry.mlflow logs while it trains. Use this command for a run that did not,
+    or to add what could not be delivered then, for example because the server was down. The run's own records are not
+    changed.
     """
     from horizonml.errors import HorizonError, JobError
     from horizonml.report.lead import lead_records
@@ -39,7 +40,7 @@ def log(
     from horizonml.telemetry.sinks import Sink, deliver, open_mlflow, open_tensorboard
 
     if tensorboard is None and mlflow is None:
-        raise JobError("say where to: --tensorboard FOLDER, --mlflow URI, or both")
+        raise JobError("say where to log the run: --tensorboard FOLDER, --mlflow URI, or both")
     records, sinks = lead_records(run), list[tuple[str, Sink]]()
     if tensorboard is not None:
         folder = tensorboard / run.absolute().name

@@ -27,7 +27,7 @@ app = typer.Typer(
     name="horizonml",
     help="Train a neural network together on the small machines you already have.\n\n"
     "Start with: horizonml train digits --set parallel.strategy=pipeline --workers 5\n\n"
-    "Your own: horizonml init",
+    "For your own model or data: horizonml init",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain text: no types of flags, and paragraphs that fill the line

@@ -15,8 +15,8 @@ JobFile = Annotated[
     Path,
     typer.Argument(
         metavar="JOB",
-        help="A job file (YAML), or a ready job: cifar10, digits, explicit-plan, folder, synthetic. A job file whose "
-        "model is `module:callable` runs that code: use only those that you trust.",
+        help="A job file (YAML), or a ready job: cifar10, digits, explicit-plan, folder, synthetic, text. A job file "
+        "whose model is `module:callable` runs that code: use only those that you trust.",
         show_default=False,
     ),
 ]

@@ -19,24 +19,26 @@ def plan(
         typer.Option(
             metavar="FILE",
             help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml. "
-            "The best plan for all of them is shown, whatever the job's strategy and workers.",
+            "Shows the best plan for all of these devices, whatever the job's strategy and workers.",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write the plan there; `train --plan` takes it.", show_default=False),
+        typer.Option(metavar="FILE", help="Write the plan to this file, for `train --plan`.", show_default=False),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw a step of the plan, rank by rank, there (PNG).", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Draw a step of the plan, rank by rank, to this file (PNG).", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Show the plan for a job, and why it is as it is.
+    """Show the plan for a job, and explain it.
 
-    First the model's layers and their measured times, then who gets which of them, what limits the plan, and how
-    simpler plans compare.
+    The output lists the model's layers with their measured times, says which rank computes which of them and what
+    limits the plan, and compares the plan with simpler ones.
     """
     from horizonml.cli.planning import show_plan
 
@@ -55,7 +57,8 @@ def simulate(
         ),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the step, rank by rank, there (PNG).", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the step, rank by rank, to this file (PNG).", show_default=False),
     ] = None,
     overrides: Overrides = None,
 ) -> None:

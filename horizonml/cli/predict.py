@@ -18,8 +18,9 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="DATA",
-        help="The name of a data set, as in a job file, or a folder of images with a folder for each class. Default: "
-        "the data that the model was trained on.",
+        help="The name of a data set, as in a job file; a folder that holds one folder of images per class; or, for a "
+        "model that was trained on a table, a text, or another kind of data with a path, the path of more such data. "
+        "Default: the data that the model was trained on.",
         show_default=False,
     ),
 ]
@@ -32,13 +33,13 @@ Overrides = Annotated[
         "data.options.year=2024 (repeatable).",
     ),
 ]
-BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="How many samples are computed at a time.")]
+BatchSize = Annotated[int, typer.Option(metavar="N", min=1, help="Number of samples that are computed at a time.")]
 Part = Annotated[
     str | None,
     typer.Option(
         metavar="PART",
-        help="held-out, train or all samples. Default: those that were held out of the training's data, and all of "
-        "other data.",
+        help="Which samples to use: held-out, train or all. Default: the held-out samples of the data that the model "
+        "was trained on, and all samples of other data.",
         show_default=False,
     ),
 ]
@@ -52,10 +53,11 @@ def evaluate(
     batch_size: BatchSize = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Measure a trained model on data, in this process.
+    """Evaluate a trained model on data, in this process.
 
-    The loss and the metrics are those of the training. On the samples that were held out there, they are what the
-    training recorded. A checkpoint whose model is `module:callable` runs that code: use only those that you trust.
+    The loss and the metrics are those of the job's task. On the held-out samples of the training's own data, they are
+    the values that the training recorded. A checkpoint whose model is `module:callable` runs that code: use only those
+    that you trust.
 
     horizonml evaluate runs/first
 
@@ -91,11 +93,11 @@ def predict(
     overrides: Overrides = None,
     batch_size: BatchSize = 256,
 ) -> None:
-    """Write what a trained model predicts.
+    """Predict with a trained model, and write a table.
 
-    For classes, a row holds the predicted class and the probability of each; for labels, the probability of each; for
-    numbers, the numbers. Give image files, or data as for `horizonml evaluate`. A checkpoint whose model is
-    `module:callable` runs that code: use only those that you trust.
+    For classification, a row has the predicted class and the probability of each class; for multi-label tasks, the
+    probability of each label; for regression, the predicted values. Give image files, or data as for `horizonml
+    evaluate`. A checkpoint whose model is `module:callable` runs that code: use only those that you trust.
 
     horizonml predict runs/first new-pictures/*.jpg --out predictions.csv
 

@@ -26,7 +26,7 @@ def report(
 ) -> None:
     """Write a page about runs and benches.
 
-    It has findings in words, tables, and pictures of where the time went. The page is one HTML file; its pictures, and
+    The page has findings in words, tables, and pictures of where the time went. It is one HTML file; its pictures, and
     the numbers as CSV and JSON, are written beside the records.
     """
     require("matplotlib", "`horizonml report`")

@@ -17,7 +17,7 @@ def train(
     overrides: Overrides = None,
     workers: Workers = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the run before is kept beside it as NAME.previous.")
+        bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
     metrics: Annotated[
         str | None,
@@ -57,17 +57,17 @@ def train(
         str | None,
         typer.Option(
             metavar="SEED,SEED,...",
-            help="Train once for each of these seeds, one after the other on this machine, and show the mean and the "
-            "deviation of what they reach. The runs are in folders of their own inside the job's.",
+            help="Train once with each of these seeds, one run after the other on this machine, and show the mean and "
+            "the standard deviation of their metrics. Each run has its own folder, seed-SEED, inside the job's.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Train a job.
 
-    Started by torchrun, Compose, Kubernetes, mpirun or srun, this process is one rank of the job; with --join, it is
-    one more rank of a run. Started by hand, it runs the rendezvous service and all ranks on this machine. The run goes
-    on from its newest checkpoint, if there is one. Ctrl-C saves a checkpoint and stops.
+    If torchrun, Compose, Kubernetes, mpirun or srun starts this process, it is one rank of the job; with --join, it is
+    one more rank of a run. If you start it by hand, it runs the rendezvous service and all ranks on this machine. The
+    run goes on from its newest checkpoint, if there is one. Ctrl-C saves a checkpoint and stops.
     """
     from horizonml.rendezvous.identity import identify
 

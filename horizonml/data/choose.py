@@ -80,7 +80,7 @@ def _nowhere(spec: DataSpec) -> str:
     if spec.name == "folder":
         return f"data.folder: {spec.folder} is not a directory on any rank"
     if not spec.is_own:
-        return f"data.path: {spec.path} is not there on any rank"
+        return f"data.path: {spec.path} does not exist on any rank"
     try:
         own.open_own(spec)
     except FileNotFoundError as error:

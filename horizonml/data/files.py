@@ -47,7 +47,7 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
     except Timeout as error:
         raise DataError(
             f"data: another process has been downloading {name} into {folder} for {_LOCK_SECONDS:.0f} s; "
-            f"if none is, delete {error.lock_file}"
+            f"if no such process is running, delete {error.lock_file}"
         ) from error
     except Exception as error:  # torchvision fails on damaged files in any way, including asserts
         if is_out_of_memory(error):
@@ -87,7 +87,7 @@ class FolderSplits:
             if held_out is not None:
                 extra = sorted({path.name for path in held_out.iterdir() if path.is_dir()} - set(self.classes))
                 if extra:
-                    raise DataError(f"data.folder: {held_out} has classes that {base} has not: {', '.join(extra)}")
+                    raise DataError(f"data.folder: {held_out} has classes that {base} lacks: {', '.join(extra)}")
                 self.test = self._files(held_out)
 
     def _files(self, base: Path) -> list[tuple[Path, int]]:

@@ -32,7 +32,7 @@ def open_hub(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> Opene
     parts = found if isinstance(found, dict) else {"train": found}
     train = parts.get("train", next(iter(parts.values())) if len(parts) == 1 else None)
     if train is None:
-        raise DataError(f"data.path: {path} has the parts {', '.join(parts)}, and none is called 'train'")
+        raise DataError(f"data.path: {path} has the splits {', '.join(parts)}, and none is called 'train'")
     held_out = next((parts[name] for name in _HELD_OUT if name in parts), None)
     columns = Columns(train, spec, (encoding or {}).get("words", {}))
     other = Columns(held_out, spec, columns.words) if held_out is not None else None

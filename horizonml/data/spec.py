@@ -20,28 +20,35 @@ class DataSpec(Spec):
 
     name: str = Field(
         "digits",
-        description="digits is embedded; cifar10, svhn and mnist are downloaded once per machine; folder reads "
-        "one directory of images per class; synthetic makes noise of any shape, to measure speed. table reads columns "
-        "of CSV or Parquet files; huggingface reads columns of a data set that was saved with `save_to_disk`, or of a "
-        "local one; stream fetches shards (tar files) while training; text is for language models. Or "
-        "`module:callable`, code of your own that returns a `torch.utils.data.Dataset`, or a pair of them (training "
-        "and held out), and is imported and run; see docs/data.md.",
+        description="digits is part of the package; cifar10, svhn and mnist are downloaded once per machine; folder "
+        "reads one directory of images per class; synthetic generates noise of any shape, to measure speed. table "
+        "reads columns of CSV or Parquet files; huggingface reads columns of a Hugging Face data set on disk; stream "
+        "fetches shards (tar files) while training; text is for language models. `module:callable` is code of your "
+        "own, which is imported and run, and returns a `torch.utils.data.Dataset`, or a pair of them (training and "
+        "held-out samples); see docs/data.md.",
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for your own `name`.")
-    folder: str | None = Field(None, description="Where the data lies (required for `folder`), or is downloaded to.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments for a `name` that is `module:callable`."
+    )
+    folder: str | None = Field(
+        None, description="Directory that holds the data (required for `folder`), or to which it is downloaded."
+    )
     path: str | None = Field(
         None,
-        description="The file or folder of a table or a Hugging Face data set, or the folder or URL of a stream's "
-        "index (required for these); or a text file in UTF-8 (default: Shakespeare's sonnets, which are embedded).",
+        description="Where the data of `table`, `huggingface` or `stream` lies (required for these): a file or folder, "
+        "or for a stream the folder or URL that holds its shards. For `text`, a text file in UTF-8 (default: "
+        "Shakespeare's sonnets, which are part of the package).",
     )
     inputs: list[str] | None = Field(
-        None, description="The columns, or in a stream the extensions, that the model gets (default: all others)."
+        None,
+        description="Columns that the model takes, or for a stream the extensions of the files (default: all columns "
+        "that are not targets).",
     )
-    targets: list[str] | None = Field(None, description="The columns or extensions that are learned.")
+    targets: list[str] | None = Field(None, description="Columns or extensions that the model learns to predict.")
     normalize: bool = Field(
         True,
-        description="Scale each column of numbers that a table gives to the model by the mean and the standard "
-        "deviation of its training part.",
+        description="Scale each numeric input column of a table by the mean and the standard deviation of its training "
+        "samples.",
     )
     download: bool = Field(True, description="Whether missing data may be downloaded.")
     samples: int | None = Field(None, ge=1, description="Train on this many samples only (default: all).")
@@ -49,7 +56,7 @@ class DataSpec(Spec):
         0.2,
         gt=0,
         lt=1,
-        description="Share of the samples held out for evaluation, where the data set has no test split of its own.",
+        description="Share of the samples held out for evaluation, if the data set has no test split of its own.",
     )
     image_size: int | None = Field(None, ge=1, description="Resize images to this many pixels square.")
     channels: Literal[1, 3] | None = Field(
@@ -59,50 +66,49 @@ class DataSpec(Spec):
     classes: int | None = Field(
         None,
         ge=2,
-        description="Number of classes, where the data does not tell (`synthetic`: 10). With it, whole numbers in the "
-        "target column of a table are classes.",
+        description="Number of classes, if the data does not say (`synthetic`: 10). For a table with one target column "
+        "of whole numbers, setting this makes them classes.",
     )
     augment: bool = Field(
         False,
-        description="Shift training images by up to an eighth of their size, and mirror them where that keeps "
+        description="Shift training images by up to an eighth of their size, and mirror them if that keeps "
         "the class (cifar10, folder, synthetic).",
     )
     corrupt: Literal["stop", "skip"] = Field(
         "stop",
-        description="What happens to a sample that cannot be read. stop ends all ranks with its name; skip reads every "
-        "sample once before the first step, and replaces each one that cannot be read by the next that can, in the "
-        "same way on all ranks. Records and metrics count them.",
+        description="What happens if a sample cannot be read. stop ends all ranks and names the sample; skip reads "
+        "every sample once before the first step, and replaces each one that cannot be read with the next one that "
+        "can, in the same way on all ranks. Records and metrics count the replacements.",
     )
     workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = Field(
         "auto",
-        description="How many threads or processes load the samples of the next steps while a step computes; 0 loads "
-        "each step's samples when it needs them. auto takes the cores that computing leaves free, from 1 to 4, for "
+        description="Number of threads or processes that load the samples of the next steps while a step computes; 0 "
+        "loads each step's samples when it needs them. auto uses the cores that computing leaves free, 1 to 4, for "
         "data that is read from files or by your own code, and 0 for data that lies in memory.",
     )
     worker_kind: Literal["auto", "threads", "processes"] = Field(
         "auto",
-        description="Whether workers are threads, which share memory, or processes, which run Python code side by side "
-        "and have random numbers of their own. auto takes processes only for a data set that draws random numbers.",
+        description="Whether workers are threads, which share memory, or processes, which run Python code in parallel "
+        "and have their own random number generators. auto uses processes only for a data set that draws random "
+        "numbers.",
     )
-    prefetch: int = Field(2, ge=1, description="For how many steps samples are loaded ahead, at most.")
-    memory: int = Field(
-        256 << 20, ge=0, description="Most bytes of samples that are loaded ahead of the step that needs them."
-    )
+    prefetch: int = Field(2, ge=1, description="Largest number of steps for which samples are loaded ahead.")
+    memory: int = Field(256 << 20, ge=0, description="Largest number of bytes of samples that are loaded ahead.")
     disk: int = Field(
-        4 << 30, ge=1, description="Most bytes of a stream's shards that a machine keeps on its disk at a time."
+        4 << 30, ge=1, description="Largest number of bytes of a stream's shards that a machine keeps on its disk."
     )
 
     tokens: str = Field(
         "characters",
-        description="What a text consists of (`text` only): characters; bytes; or the path of a tokenizer in the JSON "
-        "format of Hugging Face's tokenizers.",
+        description="How a text is divided into tokens (`text` only): characters, bytes, or the path of a Hugging Face "
+        "tokenizer in JSON format (tokenizer.json).",
     )
     length: int = Field(64, ge=1, description="Number of tokens in a sample (`text` only).")
     stride: int | None = Field(
         None,
         ge=1,
-        description="Distance between the beginnings of training samples, in tokens (`text` only; default: `length`, "
-        "so that samples do not overlap).",
+        description="Number of tokens from the beginning of one training sample to the next (`text` only; default: "
+        "`length`, so that samples do not overlap).",
     )
 
     @model_validator(mode="after")
@@ -119,11 +125,11 @@ class DataSpec(Spec):
         if self.name in FILES and self.path is None:
             raise ValueError(f"path: say where the {self.name} data lies")
         if self.name in FILES and not self.targets:
-            raise ValueError("targets: name the columns or extensions that are learned")
+            raise ValueError("targets: name the columns or extensions that the model learns to predict")
         if self.name == "stream" and not self.inputs:
-            raise ValueError("inputs: name the extensions that the model gets, such as [jpg]")
+            raise ValueError("inputs: name the extensions that the model takes, such as [jpg]")
         if both := sorted({*(self.inputs or ())} & {*(self.targets or ())}):
-            raise ValueError(f"targets: {both[0]!r} is among the inputs, too")
+            raise ValueError(f"targets: {both[0]!r} is one of the inputs, too; remove it from one of the two")
         if self.name == "stream" and self.samples is not None:
             raise ValueError("samples: a stream trains on all of its shards; list fewer of them in its index")
         if self.name == "stream" and self.corrupt == "skip":

@@ -67,8 +67,8 @@ def _index(spec: DataSpec) -> Index:
         index = replace(index, train=index.train[:-count], held_out=index.train[-count:])
     if not index.train:
         raise DataError(
-            f"data.path: {spec.path} has too few shards: one is needed to train on, and one to evaluate on. Write them "
-            "with webdataset's ShardWriter, for example"
+            f"data.path: {spec.path} has too few shards: at least one to train on and one to evaluate on are needed. "
+            "You can write them with webdataset's ShardWriter"
         )
     return index
 
@@ -133,7 +133,7 @@ class Samples:
         except (OSError, SyntaxError, ValueError) as error:
             raise DataError(f"its .{name} file is damaged: {error}") from error
         known = ", ".join((*_PICTURES, *_CLASSES, "json", "npy"))
-        raise DataError(f"data.inputs: .{name} files cannot be read; {known} can")
+        raise DataError(f"data.inputs: .{name} files cannot be read; use one of {known}")
 
     def _photo(self, content: bytes) -> Tensor:
         from PIL import Image

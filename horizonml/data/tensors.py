@@ -43,7 +43,7 @@ class TensorSpec:
         shape, name = value
         dtype = getattr(torch, name) if name in _NAMES else None
         if dtype is None:
-            raise ValueError(f"{name!r} is no dtype of a tensor")
+            raise ValueError(f"{name!r} is not the dtype of a tensor")
         return cls(tuple(map(int, shape)), dtype)
 
     def example(self, rows: int, needs_gradient: bool = False) -> Tensor:

@@ -56,7 +56,7 @@ def choose_format(output: Path, wanted: str = AUTO) -> Format:
         known = [format.value for format in Format]
         if wanted not in known:
             raise JobError(
-                f"--format: {wanted!r} is none of {', '.join([AUTO, *known])}{nearest(wanted, [AUTO, *known])}"
+                f"--format: {wanted!r} is not one of {', '.join([AUTO, *known])}{nearest(wanted, [AUTO, *known])}"
             )
         return Format(wanted)
     format = _ENDINGS.get(output.suffix.lower())

@@ -42,7 +42,7 @@ def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Sa
         rows = min(number, info.held_out)
         found = data.batch(False, torch.arange(rows)).inputs(0, rows)
     except (HorizonError, OSError) as error:
-        return noise(info, number, f"the held-out data is not here: {error}")
+        return noise(info, number, f"the held-out data cannot be read: {error}")
     inputs = (found,) if isinstance(found, Tensor) else tuple(found)
     return Samples(inputs, f"{count(len(inputs[0]), 'held-out sample')} of {spec.name}", True)
 

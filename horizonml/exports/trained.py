@@ -121,5 +121,5 @@ def info_of(path: Path, metadata: Metadata, job: Job) -> DataInfo:
             raise CheckpointError(f"{path}: its description of the data cannot be read: {error}") from error
     info = describe(job.data, channels_for(job))
     if info is None:
-        raise DataError(f"data.folder: {job.data.folder} is not here, and {path} does not say what the data is like")
+        raise DataError(f"data.folder: {job.data.folder} is not on this machine, and {path} does not describe the data")
     return info

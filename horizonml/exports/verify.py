@@ -48,12 +48,13 @@ def compare(file: str, samples: str, expected: Sequence[Tensor], found: Sequence
 def check_weights(file: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     """Return, in words, that a file's weights are bit for bit those of the checkpoint. Raises ExportError."""
     if missing := sorted(expected.keys() ^ found.keys()):
-        raise ExportError(f"{file} is not written: reading it back, {missing[0]} is not in both")
+        has = "lacks" if missing[0] in expected else "also has"
+        raise ExportError(f"{file} is not written: read back, it {has} {missing[0]}")
     for name, tensor in expected.items():
         other = found[name]
         same = tensor.shape == other.shape and tensor.dtype == other.dtype
         if not same or not torch.equal(_bits(tensor), _bits(other)):
-            raise ExportError(f"{file} is not written: reading it back, {name} differs from the checkpoint")
+            raise ExportError(f"{file} is not written: read back, its {name} differs from the checkpoint")
     return f"{count(len(expected), 'tensor')} read back, bit for bit those of the checkpoint"
 
 

@@ -89,8 +89,8 @@ def _download(url: str, sha256: str | None) -> Path:
                 _fetch(url, target, expected)
     except Timeout as error:
         raise ModelError(
-            f"model.weights: another process has been downloading {url} for {_LOCK_SECONDS:.0f} s; if none is, delete "
-            f"{error.lock_file}"
+            f"model.weights: another process has been downloading {url} for {_LOCK_SECONDS:.0f} s; if no such process "
+            f"is running, delete {error.lock_file}"
         ) from error
     except (OSError, ValueError) as error:  # urllib's errors are OSErrors
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error

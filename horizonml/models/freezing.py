@@ -22,7 +22,7 @@ def freeze(model: nn.Module, is_frozen: Callable[[str], bool], ties: Sequence[Se
             raise ModelError(f"model.freeze: {' and '.join(names)} are one parameter; freeze both or neither")
     frozen = {name for name, _ in model.named_parameters() if is_frozen(name)}
     if frozen and frozen.issuperset(name for name, value in model.named_parameters() if value.requires_grad):
-        raise ModelError("model.freeze: every parameter is frozen; except those to train, such as '!fc.*'")
+        raise ModelError("model.freeze: every parameter is frozen; exclude those to train, for example with '!fc.*'")
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)

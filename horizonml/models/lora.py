@@ -46,7 +46,7 @@ def with_adapters(build: Callable[[], nn.Module], spec: LoraSpec) -> Callable[[]
         }
         chosen = select(spec.targets, layers, "model.lora.targets", "layer that can have adapters")
         if not chosen:
-            raise ModelError("model.lora.targets: every layer is excepted; name some that get adapters")
+            raise ModelError("model.lora.targets: every layer is excluded; name the layers that get adapters")
         targets = [name.removesuffix(".weight") for name in chosen]
         config = peft.LoraConfig(
             r=spec.rank,

@@ -12,8 +12,8 @@ from horizonml.text import nearest
 def selected(patterns: Sequence[str], name: str) -> bool:
     """Return whether the patterns select a name.
 
-    A pattern also matches what lies beneath the module that it names. One that begins with `!` excepts names; later
-    patterns override earlier ones. With exceptions only, everything else is selected.
+    A pattern also matches what lies beneath the module that it names. One that begins with `!` excludes names; later
+    patterns override earlier ones. If all of them exclude, everything else is selected.
     """
     found = bool(patterns) and all(pattern.startswith("!") for pattern in patterns)
     for pattern in patterns:

@@ -28,11 +28,11 @@ class Pretrained:
     file: WeightFile
     keys: Mapping[str, str]
     digest: str
-    notes: tuple[str, ...] = ()  # what the user should know of tensors that begin anew or are not used
+    notes: tuple[str, ...] = ()  # what the user should know of tensors that are newly initialised or not used
     bytes_read: int = field(default=0)
 
     def read(self, like: Tensor, name: str) -> Tensor | None:
-        """Return a copy of a tensor's pretrained value in the dtype of `like`, or None if it begins anew."""
+        """Return a copy of a tensor's pretrained value in the dtype of `like`, or None if it has none."""
         if name not in self.keys:
             return None
         value = self.file.read(self.keys[name])
@@ -63,7 +63,8 @@ def pretrained(spec: WeightsSpec, model_name: str, model: nn.Module, ties: Seque
         )
     shaped = {name: key for name, key in by_name.items() if file.shapes[key] == tuple(wanted[name].shape)}
     notes = [
-        f"{name} begins anew: {path.name} has {list(file.shapes[key])}, the model {list(wanted[name].shape)}"
+        f"{name} is newly initialised: its shape is {list(file.shapes[key])} in {path.name}, and "
+        f"{list(wanted[name].shape)} in the model"
         for name, key in by_name.items()
         if name not in shaped
     ]
@@ -80,8 +81,8 @@ def pretrained(spec: WeightsSpec, model_name: str, model: nn.Module, ties: Seque
         )
     if lists and spec.strict:
         raise ModelError(
-            f"model.weights: {path} {' and '.join(lists)}; with model.weights.strict: false, what is missing begins "
-            "anew and the rest is ignored"
+            f"model.weights: {path} {' and '.join(lists)}; with model.weights.strict: false, what is missing is "
+            "newly initialised, and what is superfluous is ignored"
         )
     notes += [f"model.weights: {path.name} {one}" for one in lists]
     notes.append(f"model.weights: {fitting} begin with the values of {path.name}")

@@ -31,38 +31,38 @@ class WeightsSpec(Spec):
 
     source: str = Field(
         min_length=1,
-        description="Where the weights come from. A name such as IMAGENET1K_V1 or DEFAULT: torchvision's for this "
-        "model. An http(s) URL. Both are downloaded once per machine. Or a path: a safetensors file, a state dict that "
-        "torch.save wrote (only tensors are read from it, never code), or a folder of *.safetensors, possibly with an "
-        "index. `hub:ORG/NAME` is a model in this machine's Hugging Face cache. All ranks need the same file, and each "
-        "reads only the layers that it trains.",
+        description="Where the weights come from: the name of torchvision's weights for this model, such as "
+        "IMAGENET1K_V1 or DEFAULT; an http(s) URL; a path; or `hub:ORG/NAME`, a model in this machine's Hugging Face "
+        "cache. torchvision's weights and URLs are downloaded once per machine. A path is that of a safetensors file, "
+        "of a state dict that torch.save wrote (only tensors are read from it, never code), or of a folder of "
+        "*.safetensors, possibly with an index. All ranks need the same file, and each reads only its own layers.",
     )
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
         None,
-        description="SHA-256 that the file must have (default: what is in its name, as in resnet18-f37072fd.pth). "
+        description="SHA-256 that the file must have (default: the one in its name, as in resnet18-f37072fd.pth). "
         "Required for a URL whose name contains no hash.",
     )
     base_url: Annotated[str, Field(pattern="^https?://")] | None = Field(
-        None, description="A mirror from which torchvision's files are downloaded, by the same file name."
+        None, description="URL of a mirror that has torchvision's files under the same names."
     )
     strict: bool = Field(
         True,
-        description="Refuse a file that lacks parameters of the model, or has others. With false, these begin anew "
-        "and those are ignored. A tensor of another shape, such as that of a head for other classes, always begins "
-        "anew.",
+        description="Refuse a file that lacks parameters of the model, or has additional ones. With false, missing "
+        "parameters are newly initialised, and additional ones are ignored. A tensor whose shape differs, such as that "
+        "of a head for other classes, is newly initialised in any case.",
     )
 
 
 class LoraSpec(Spec):
-    """Configures low-rank adapters (LoRA), made by peft: only they are trained, and `train`; the rest is frozen."""
+    """Configures low-rank adapters (LoRA), made by peft; everything else is frozen, except for what `train` names."""
 
     rank: int = Field(8, ge=1, description="Rank of the adapters' matrices.")
-    alpha: float = Field(16.0, gt=0, description="Scale of the adapters: they are multiplied by alpha / rank.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout in front of the adapters.")
+    alpha: float = Field(16.0, gt=0, description="Scale of the adapters: their outputs are multiplied by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability on the inputs of the adapters.")
     targets: list[Pattern] = Field(
         min_length=1,
         description="Globs on the names of the layers that get adapters, such as `layer[34].*` or `*.c_attn`; a glob "
-        "that begins with ! excepts.",
+        "that begins with ! excludes layers.",
     )
     train: list[Pattern] = Field(
         default_factory=list,
@@ -78,15 +78,16 @@ class ModelSpec(Spec):
         "digits_cnn",
         description=f"One of {', '.join(MODELS)}; `transformers:CLASS`, a model of Hugging Face's transformers with "
         "new weights, such as transformers:GPT2LMHeadModel; `timm:NAME`, a model of timm with new weights; or "
-        "`module:callable`, a subclass of torch.nn.Module or a function that returns one (and says so: `def build() -> "
-        "torch.nn.Module`). A job file that names `module:callable` is code, because that module is imported and "
+        "`module:callable`, a subclass of torch.nn.Module or a function that is annotated to return one (`def build() "
+        "-> torch.nn.Module`). A job file that names `module:callable` runs code, because the module is imported and "
         "called: run such job files only if you trust them.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Keyword arguments for the model's constructor, or for the configuration of a model of "
-        "transformers. gpt takes layers (4), heads (4), width (128), dropout (0.0) and tied (true): whether the output "
-        "uses the weights of the embedding. Its vocabulary and its context are those of the data.",
+        "transformers. gpt takes layers (4), heads (4), width (128), dropout (0.0) and tied (true), which says whether "
+        "the output layer shares the weights of the embedding. Its vocabulary size and its context length are those of "
+        "the data.",
     )
     weights: WeightsSpec | None = Field(
         None, description="Pretrained weights to begin with (default: the constructor's own initial values)."
@@ -94,8 +95,8 @@ class ModelSpec(Spec):
     freeze: list[Pattern] = Field(
         default_factory=list,
         description="Globs on the names of parameters that are not trained, such as `layer[1-3].*`. A glob that begins "
-        'with ! excepts, and must be quoted in YAML: `["*", "!fc.*"]` trains only fc. Later globs override earlier '
-        "ones.",
+        'with ! excludes parameters from that, and must be quoted in YAML: `["*", "!fc.*"]` trains only fc. Later '
+        "globs override earlier ones.",
     )
     lora: LoraSpec | None = Field(None, description="Train low-rank adapters; needs `pip install 'horizonml[lora]'`.")
 

@@ -45,12 +45,12 @@ def frozen_tensors(
         frozen = freeze(model, lambda name: is_frozen(lora, name), ties)
     elif spec.freeze:
         select(spec.freeze, names, "model.freeze", "parameter")
-        field, way_out = "model.freeze", "except '!{}'"
+        field, way_out = "model.freeze", "exclude it with '!{}'"
         frozen = freeze(model, lambda name: selected(spec.freeze, name), ties)
     else:
         return frozenset()
     if source is None:
-        _log.warning("%s freezes parameters with random initial values, since there are no model.weights", field)
+        _log.warning("%s freezes parameters at their random initial values, because model.weights is not set", field)
         return frozen
     anew = [name for name in names if name in frozen and name not in source.keys]
     if anew:

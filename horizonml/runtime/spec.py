@@ -10,7 +10,7 @@ from horizonml.spec.base import Spec
 
 
 class EvaluateSpec(Spec):
-    """Configures how often the model is evaluated on all held-out data; it always is after the last step."""
+    """Configures how often the model is evaluated on all held-out data, which always happens after the last step."""
 
     every_epochs: int = Field(1, ge=1, description="Epochs between two evaluations.")
     every_steps: int | None = Field(
@@ -19,7 +19,7 @@ class EvaluateSpec(Spec):
 
 
 class EarlyStopSpec(Spec):
-    """Configures the end of a training whose evaluations no longer get better."""
+    """Configures early stopping: the end of a training whose evaluations no longer get better."""
 
     patience: int | None = Field(
         None, ge=1, description="End after this many evaluations in a row without a better one (default: never)."
@@ -27,7 +27,9 @@ class EarlyStopSpec(Spec):
     metric: str = Field(
         "held_out_loss", description="The metric to watch: held_out_loss, or another one that evaluations record."
     )
-    min_delta: float = Field(0.0, ge=0, description="By how much a value must be better to count as better.")
+    min_delta: float = Field(
+        0.0, ge=0, description="How much better than the best earlier value a value must be to count."
+    )
     best_is: Literal["auto", "lowest", "highest"] = Field(
         "auto", description="Which value of the metric is best; auto knows it for the metrics of the built-in tasks."
     )

@@ -242,8 +242,8 @@ class _Loop:
         if done < self.total:
             found = best[STOPPING]
             self.recorder.message(
-                f"step {done}: training ends early, because {found.metric} has not been better in "
-                f"{count(found.waited, 'evaluation')} than {found.value:.4f}, which it was after step {found.step}"
+                f"step {done}: training ends early, because {count(found.waited, 'evaluation')} brought no improvement "
+                f"on {found.metric} {found.value:.4f} (step {found.step})"
             )
         if KEPT in best and self.checkpoints is not None:
             found = best[KEPT]

@@ -17,9 +17,9 @@ KINDS = {
     "own": "a torch.utils.data.Dataset of your own",
 }
 _ABOUT = {
-    "job.yaml": "what to train, on which data, and how the work is spread over the ranks",
-    "my_model.py": "the network that it trains",
-    "my_data.py": "the data that it trains on",
+    "job.yaml": "the job: what to train, on which data, and how the work is divided among the ranks",
+    "my_model.py": "the network that the job trains",
+    "my_data.py": "the data that the job trains on",
 }
 _MODEL = re.compile(r"^model:\n(?:  .*\n)+", re.MULTILINE)
 
@@ -32,7 +32,7 @@ def write(folder: Path, kind: str = "digits", model: str = "own") -> dict[Path, 
     files = _files(kind, model)
     for name in files:
         if os.path.lexists(folder / name):
-            raise JobError(f"{folder / name} is there already, and is not overwritten; name another folder")
+            raise JobError(f"{folder / name} already exists, and is not overwritten; name another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
@@ -46,7 +46,7 @@ def write(folder: Path, kind: str = "digits", model: str = "own") -> dict[Path, 
 def _files(kind: str, model: str) -> dict[str, str]:
     """Return the text of each file. Raises JobError."""
     if kind not in KINDS:
-        raise JobError(f"--data: {kind!r} is none of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+        raise JobError(f"--data: {kind!r} is not one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
     source = Path(__file__).parent / kind
     files = {name: (source / name).read_text(encoding="utf-8") for name in _ABOUT if (source / name).is_file()}
     if model != "own":

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from horizonml.spec.base import Spec
 
 _CLIP_NORM = (
-    "Clip gradients: where their norm over all layers is larger than this, all of them are multiplied by one factor "
-    "that makes it so (default: not clipped). The norm of every step is recorded."
+    "Clip gradients: if their norm over all layers is larger than this, scale all of them down to it (default: no "
+    "clipping). The norm of every step, before clipping, is recorded."
 )
 
 
@@ -50,14 +50,17 @@ class Adam(Spec):
 
 
 class Ema(Spec):
-    """Configures an exponential moving average of the parameters, which often generalises better than the last ones."""
+    """Configures an exponential moving average of the parameters, which often generalises better than they do."""
 
     decay: float | None = Field(
-        None, gt=0, lt=1, description="Share of the average that every step keeps, for example 0.999 (default: off)."
+        None,
+        gt=0,
+        lt=1,
+        description="Weight of the old average at each step, for example 0.999 (default: no average is kept).",
     )
     warmup: bool = Field(
         True,
-        description="Keep less in the first steps: at most (1 + step) / (10 + step), so that short runs gain, too.",
+        description="Limit the decay in the first steps to (1 + step) / (10 + step), so that short runs benefit, too.",
     )
     evaluate: bool = Field(True, description="Evaluate the averages on held-out data instead of the parameters.")
 
@@ -81,11 +84,11 @@ class CheckpointSpec(Spec):
     """Configures when the state of the training is saved."""
 
     every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
-    keep: int = Field(2, ge=1, description="How many checkpoints to keep: the newest ones.")
+    keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: str | None = Field(
         None,
-        description="Also keep the checkpoint that is best by this metric, for example held_out_loss; one is saved "
-        "after each evaluation that is better than all before (default: none).",
+        description="Also keep the best checkpoint by this metric, for example held_out_loss; a checkpoint is saved "
+        "after each evaluation that is better than all earlier ones (default: none).",
     )
     best_is: Literal["auto", "lowest", "highest"] = Field(
         "auto", description="Which value of that metric is best; auto knows it for the metrics of the built-in tasks."
@@ -93,13 +96,15 @@ class CheckpointSpec(Spec):
     resume: bool = Field(True, description="Go on from the newest intact checkpoint in the run's folder.")
     enabled: bool = Field(True, description="Whether to save checkpoints at all.")
     background: bool = Field(
-        True, description="Write them while training goes on, from a copy in memory; false waits and needs no copy."
+        True,
+        description="Write checkpoints while training goes on, from a copy in memory; with false, training waits, and "
+        "no copy is needed.",
     )
 
     @model_validator(mode="after")
     def _best_is_saved(self) -> CheckpointSpec:
         if self.keep_best is not None and not self.enabled:
-            raise ValueError("keep_best: nothing is saved with enabled: false; set one of them otherwise")
+            raise ValueError("keep_best: no checkpoint is saved with enabled: false; remove one of the two")
         return self
 
 

@@ -18,10 +18,10 @@ class TaskSpec(Spec):
 
     name: str = Field(
         "auto",
-        description="auto takes what the data is made for. classification: one of several classes (cross-entropy); "
-        "multi_label: any number of labels (binary cross-entropy); regression: numbers (mean squared error); "
-        "segmentation: a class for each pixel; language_model: the next token; or `module:Class`, a task of your own "
-        "(see docs/extending.md), which is code that is imported and run.",
+        description="auto chooses the task that fits the data. classification predicts one of several classes "
+        "(cross-entropy); multi_label, any number of labels (binary cross-entropy); regression, numbers (mean squared "
+        "error); segmentation, a class for each pixel; language_model, the next token. `module:Class` is a task of "
+        "your own (see docs/extending.md), which is code that is imported and run.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for the task's constructor.")
 

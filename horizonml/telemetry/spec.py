@@ -16,13 +16,13 @@ class TelemetrySpec(Spec):
     timeline_every: int = Field(50, ge=0, description="Steps between two recorded timelines of a step (0: never).")
     tensorboard: bool = Field(
         False,
-        description="Whether rank 0 also writes TensorBoard's event files, into the folder tensorboard in that of the "
-        "run, while it trains (needs horizonml[tensorboard]).",
+        description="Whether rank 0 also writes TensorBoard event files while it trains, to the folder tensorboard "
+        "inside the run's folder (needs `pip install 'horizonml[tensorboard]'`).",
     )
     mlflow: str | None = Field(
         None,
         min_length=1,
-        description="Where rank 0 also logs to MLflow while it trains: the URI of a server, or a folder, in which a "
-        "database mlflow.db is kept (needs horizonml[mlflow]). Give a server's password by MLflow's own environment "
-        "variables and not here, because jobs are recorded.",
+        description="Where rank 0 also logs to MLflow while it trains: the URI of a server, or a folder for a "
+        "database, mlflow.db (needs `pip install 'horizonml[mlflow]'`). Give a server's password in MLflow's own "
+        "environment variables and not here, because jobs are recorded.",
     )

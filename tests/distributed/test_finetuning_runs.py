@@ -70,7 +70,7 @@ def test_a_resnet_from_a_server_is_fine_tuned_on_a_folder(tmp_path: Path) -> Non
         done = horizonml(tmp_path, "train", "job.yaml", HORIZONML_CACHE=cache)
         assert done.returncode == 0, done.stderr
         assert asked == [f"/{name}"]  # once for the machine, whatever the number of ranks
-        said = f"fc.weight begins anew: resnet18-f37072fd-{sha256[:16]}.pth has [1000, 512], the model [2, 512]"
+        said = f"fc.weight is newly initialised: its shape is [1000, 512] in resnet18-f37072fd-{sha256[:16]}.pth"
         assert done.stdout.count(said) == 1, done.stdout
     tensors = checkpoint(tmp_path)
     optimizer = {key for key in tensors if key.startswith("optimizer/")}
@@ -139,7 +139,7 @@ def test_adapters_are_trained_and_given_to_peft(tmp_path: Path) -> None:
 
 
 def _ten_classes(base: torch.nn.Module) -> torch.nn.Module:
-    """The base model, with the head that begins anew for ten classes."""
+    """The base model, with a new head for ten classes."""
     made = models.backbone(10)
     made.load_state_dict({name: value for name, value in base.state_dict().items() if "13." not in name}, strict=False)
     return made

@@ -67,7 +67,7 @@ def test_files_are_predicted_with_the_names_of_the_classes(trained: Path) -> Non
 
 MISTAKES = [
     (["evaluate", "runs/none"], 1, "no checkpoint in runs/none"),
-    (["evaluate", "runs/first", "--part", "half"], 2, "part: 'half' is none of held-out, train and all"),
+    (["evaluate", "runs/first", "--part", "half"], 2, "part: 'half' is not one of held-out, train and all"),
     (["evaluate", "runs/first", "--data", "digitz"], 2, "did you mean 'digits'?"),
     (
         ["evaluate", "runs/first", "--data", "two"],

@@ -194,7 +194,7 @@ def test_the_number_of_classes_may_come_from_the_job() -> None:
         ),
         ("data: {name: table, targets: [y]}", "data.path: say where the table data lies"),
         ("data: {name: table, path: a.csv}", "data.targets: name the columns"),
-        ("data: {name: table, path: a.csv, inputs: [a], targets: [a]}", "data.targets: 'a' is among the inputs"),
+        ("data: {name: table, path: a.csv, inputs: [a], targets: [a]}", "data.targets: 'a' is one of the inputs"),
         ("data: {name: stream, path: a, inputs: [jpg], targets: [cls], corrupt: skip}", "data.corrupt: a stream"),
         ("data: {workers: -1}", "data.workers"),
     ],

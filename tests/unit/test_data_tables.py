@@ -116,7 +116,7 @@ def test_mistakes_in_columns_and_files(tmp_path: Path, houses: Path) -> None:
         describe(spec(tmp_path / "empty"))
     away = spec(tmp_path / "nowhere.csv")
     assert describe(away) is None
-    with pytest.raises(DataError, match=r"data.path: .*nowhere.csv is not there on any rank"):
+    with pytest.raises(DataError, match=r"data.path: .*nowhere.csv does not exist on any rank"):
         agree([None], away)
     info = describe(spec(houses))
     assert info is not None

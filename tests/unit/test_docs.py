@@ -9,11 +9,15 @@ import ast
 import importlib.util
 import re
 import subprocess
+import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
+from horizonml.cli.options import JobFile
+from horizonml.job.jobfile import ready_jobs
 from horizonml.job.schema import Job
 from horizonml.planner.devices import Cluster
 from tests.docs import LANGUAGES, PAGES, ROOT, Block, blocks, commands, options_of, parse_horizonml, typed
@@ -154,3 +158,17 @@ def test_commands_within_sentences_exist(page: Path) -> None:
         options = options_of([word for word in arguments[:end] if not word.startswith("-")])
         assert options is not None, f"`{command}`: there is no such command"
         assert {word for word in arguments[:end] if word.startswith("-")} <= options, f"`{command}`: no such option"
+
+
+def test_the_help_names_every_ready_job() -> None:
+    text = get_args(JobFile)[1].help
+    assert f"a ready job: {', '.join(ready_jobs())}." in text
+
+
+def test_extras_that_people_are_told_to_install_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    code = [file for ending in ("py", "yaml") for file in (ROOT / "horizonml").rglob(f"*.{ending}")]
+    for file in [*PAGES, *code]:
+        for extras in re.findall(r"horizonml\[([a-z0-9,-]+)\]", file.read_text()):
+            for extra in extras.split(","):
+                assert extra in project["optional-dependencies"], f"{name(file)}: there is no extra {extra!r}"

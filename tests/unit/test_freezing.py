@@ -58,7 +58,7 @@ def test_mistakes_are_told_with_the_nearest_name() -> None:
         ModelError, match=r"model.freeze: '113.wieght' matches no parameter; did you mean '13.weight'\?"
     ):
         model("113.wieght")
-    with pytest.raises(ModelError, match=r"model.freeze: every parameter is frozen; except those to train"):
+    with pytest.raises(ModelError, match=r"model.freeze: every parameter is frozen; exclude those to train"):
         model("*")
     with pytest.raises(ValidationError, match="lora freezes everything but its adapters already"):
         ModelSpec.model_validate({"freeze": ["a"], "lora": {"targets": ["b"]}})

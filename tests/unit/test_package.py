@@ -122,7 +122,7 @@ def test_init_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("mine")
     refused = command(tmp_path, "init")
     assert refused.returncode == 2
-    assert "my_model.py is there already, and is not overwritten" in refused.stderr
+    assert "my_model.py already exists, and is not overwritten" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["my_model.py"]
 
 

@@ -164,8 +164,8 @@ def test_a_head_of_another_shape_begins_anew_as_it_would_without_weights(tmp_pat
     made = model(file(tmp_path, weights(1000)), outputs=5)
     assert made.pretrained is not None
     assert made.pretrained.notes == (
-        "13.weight begins anew: some.safetensors has [1000, 64], the model [5, 64]",
-        "13.bias begins anew: some.safetensors has [1000], the model [5]",
+        "13.weight is newly initialised: its shape is [1000, 64] in some.safetensors, and [5, 64] in the model",
+        "13.bias is newly initialised: its shape is [1000] in some.safetensors, and [5] in the model",
         "model.weights: 17 of 19 tensors begin with the values of some.safetensors",
     )
     tuned = model(tmp_path / "some.safetensors", outputs=5, freeze=["!13"])

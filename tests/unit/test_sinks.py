@@ -299,7 +299,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str,
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     nowhere = command(tmp_path, "log", "run")
-    assert (nowhere.returncode, "say where to: --tensorboard" in nowhere.stderr) == (2, True)
+    assert (nowhere.returncode, "say where to log the run: --tensorboard" in nowhere.stderr) == (2, True)
     write_run(tmp_path / "run")
     empty = command(tmp_path, "log", "nothing", "--tensorboard", "board")
     assert (empty.returncode, "nothing has no steps of a run" in empty.stderr) == (1, True)

@@ -104,7 +104,7 @@ def test_of_the_metrics_of_every_task_it_is_known_which_value_is_best() -> None:
 
 
 def test_the_best_checkpoint_must_be_saved() -> None:
-    with pytest.raises(JobError, match="keep_best: nothing is saved with enabled: false"):
+    with pytest.raises(JobError, match="keep_best: no checkpoint is saved with enabled: false"):
         parse("checkpoint: {enabled: false, keep_best: held_out_loss}", "job")
 
 

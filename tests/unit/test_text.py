@@ -145,7 +145,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
         describe(spec(path))
     missing = spec(tmp_path / "missing")
     assert describe(missing) is None
-    with pytest.raises(DataError, match=r"data.path: .*missing is not there on any rank"):
+    with pytest.raises(DataError, match=r"data.path: .*missing does not exist on any rank"):
         agree([None, None], missing)
     with pytest.raises(DataError, match="cannot be read"):
         describe(spec(tmp_path))

@@ -1,4 +1,4 @@
-"""The network that job.yaml trains: change it, or replace it by your own."""
+"""The network that job.yaml trains: change it, or replace it with your own."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ def build(num_classes: int = 10, width: int = 32) -> nn.Module:
     """Take images of shape [batch, 1, 8, 8], and return a score for each class.
 
     HorizonML sets `num_classes` to the number of classes in the data; `model.options` in the job file sets the rest.
-    The ranks of a pipeline can share the layers wherever a single tensor leads from one to the next.
+    A pipeline can be cut wherever a single tensor leads from one layer to the next.
     """
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1),

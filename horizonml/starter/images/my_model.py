@@ -1,4 +1,4 @@
-"""The network that job.yaml trains: change it, or replace it by your own."""
+"""The network that job.yaml trains: change it, or replace it with your own."""
 
 from torch import nn
 
@@ -14,7 +14,7 @@ def build(num_classes: int = 2, width: int = 32) -> nn.Module:
     """Take images of shape [batch, 3, height, width], and return a score for each class.
 
     HorizonML sets `num_classes` to the number of folders; `model.options` in the job file sets the rest. The ranks of a
-    pipeline share the layers.
+    pipeline divide the layers among themselves.
     """
     return nn.Sequential(
         block(3, width),

@@ -1,4 +1,4 @@
-"""The data that job.yaml trains on: change it, or replace it by your own."""
+"""The data that job.yaml trains on: change it, or replace it with your own."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.utils.data import Dataset
 
 
 class Curves(Dataset[tuple[Tensor, Tensor]]):
-    """Noisy sine curves; their frequency and phase are to be found."""
+    """Noisy sine curves, whose frequency and phase the model predicts."""
 
     def __init__(self, samples: int = 2000, points: int = 64) -> None:
         """Make the samples. All ranks must make the same ones, so the random numbers begin with a seed."""
@@ -20,5 +20,5 @@ class Curves(Dataset[tuple[Tensor, Tensor]]):
         return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return a sample: what the model gets, and what it is to predict. Both may be any tree of tensors."""
+        """Return a sample: what the model takes, and what it predicts. Both may be any tree of tensors."""
         return self.inputs[index], self.targets[index]
