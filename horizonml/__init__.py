@@ -20,6 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
     from horizonml.api.evaluation import evaluate, export, load, predict
+    from horizonml.api.generation import generate
     from horizonml.api.history import Evaluation, Step
     from horizonml.api.planning import PlannedJob, plan
     from horizonml.api.run import Run
@@ -39,6 +40,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "export",
+    "generate",
     "load",
     "plan",
     "predict",
@@ -56,6 +58,7 @@ _MODULES = {
     "Task": "horizonml.tasks.task",
     "evaluate": "horizonml.api.evaluation",
     "export": "horizonml.api.evaluation",
+    "generate": "horizonml.api.generation",
     "load": "horizonml.api.evaluation",
     "predict": "horizonml.api.evaluation",
     "train": "horizonml.api.training",

@@ -263,6 +263,8 @@ def batches_of(found: Trained, part: Parts, batch_size: int) -> Iterator[DataBat
         where = spec.folder or spec.path or spec.name
         raise DataError(f"data: {where} is not here; say where the data lies with --data, or data= in Python")
     _check_fit(found, info)
+    if info.characters:  # a model knows characters by the numbers that they had in training
+        info = replace(info, characters=found.info.characters, outputs=found.info.outputs)
     if replace(info, unreadable=found.info.unreadable) == found.info:
         info = found.info  # which knows what cannot be read
     opened = load_data(spec, info, cache_folder() / "data")
@@ -297,10 +299,10 @@ def _check_own_content(found: Trained) -> None:
             f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
             f"{before.path or before.name}; train with data.normalize: false and scale the columns yourself"
         )
-    if spec.name == "text" and spec.tokens == "characters":
+    if spec.name == "text" and spec.tokens == "characters" and not found.info.characters:
         raise DataError(
             f"data.tokens: the characters of {spec.path} would be numbered in another way than those of "
-            f"{before.path or 'the sonnets'}; train with data.tokens: bytes, or a tokenizer"
+            f"{before.path or 'the sonnets'}, which a checkpoint of this age does not tell; train again"
         )
 
 
@@ -317,7 +319,7 @@ def _check_fit(found: Trained, info: DataInfo) -> None:
         names = [", ".join(one.labels) for one in (info, known)]
         raise DataError(f"data: {name} has the classes {names[0]}, but the model was trained on {names[1]}")
     _check_own_content(found)
-    if info.outputs > known.outputs:
+    if info.outputs > known.outputs and not known.characters:
         raise DataError(
             f"data: {name} has {info.outputs} classes or values, but the model was trained on {known.outputs}"
         )

@@ -64,6 +64,11 @@ def _values(found: Trained, outputs: Tree) -> Tensor:
     """Return the numbers of a batch's rows: probabilities for classes and labels. Raises DataError."""
     if not isinstance(outputs, Tensor) or outputs.dim() > 2:
         shape = f"of shape {list(outputs.shape[1:])}" if isinstance(outputs, Tensor) else "of several tensors"
+        if found.job.data.name == "text":
+            raise DataError(
+                f"{found.job.model.name} was trained on texts, whose predictions are no table; let it write with "
+                "horizonml generate, or take the outputs from horizonml.predict in Python"
+            )
         raise DataError(
             f"{found.job.model.name} returns values {shape} for each sample, which do not fit into a row of a table; "
             "use horizonml.predict in Python"

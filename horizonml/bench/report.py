@@ -115,6 +115,9 @@ def _finding(name: str, run: Run, one: Summary) -> str:
     texts = [f"{name}: {one.updates:,} updates at {one.samples_per_second:,.0f} samples/s"]
     if one.accuracy is not None:
         texts.append(f"held-out accuracy {one.accuracy:.1%}")
+    if one.perplexity is not None:
+        beside = f" (unigram baseline {one.unigram:.1f})" if one.unigram is not None else ""
+        texts.append(f"held-out perplexity {one.perplexity:.2f}{beside}")
     if one.ranks > 1:
         compute, transfer, wait = map(percent, (one.compute, one.transfer, one.wait))
         texts.append(f"{compute} of the time compute, {transfer} transfer, {wait} wait")

@@ -15,7 +15,7 @@ from horizonml.cli.export import export
 from horizonml.cli.jobs import init, schema, validate
 from horizonml.cli.log import log
 from horizonml.cli.plan import plan, profile, simulate
-from horizonml.cli.predict import evaluate, predict
+from horizonml.cli.predict import evaluate, generate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
 from horizonml.cli.train import train
@@ -41,6 +41,7 @@ for command in (train, init, validate, schema, plan, simulate, profile):
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
 app.command()(evaluate)
 app.command()(predict)
+app.command()(generate)
 app.command()(export)
 app.command()(report)
 app.command()(log)

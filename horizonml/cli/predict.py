@@ -1,4 +1,4 @@
-"""The commands that use a trained model: `horizonml evaluate` and `predict`."""
+"""The commands that use a trained model: `horizonml evaluate`, `predict` and `generate`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def evaluate(
     import json
 
     from horizonml.api.evaluation import evaluated, parse_part, trained_with
-    from horizonml.telemetry.record import metric_text
+    from horizonml.telemetry.record import judged
     from horizonml.text import count
 
     found = trained_with(checkpoint, data, overrides or ())
@@ -74,8 +74,9 @@ def evaluate(
     if as_json:
         print(json.dumps({"loss": result.loss, **result.metrics, "samples": result.samples}))
         return
-    metrics = (f"{name} {metric_text(name, value)}" for name, value in result.metrics.items())
-    print(f"{', '.join([f'loss {result.loss:.4f}', *metrics])} ({count(result.samples, 'sample')})")
+    recorded = data is None and not overrides and part in (None, "held-out")
+    unigram = found.info.unigram if recorded else None
+    print(f"{judged(result.loss, result.metrics, unigram)} ({count(result.samples, 'sample')})")
 
 
 def predict(
@@ -109,3 +110,27 @@ def predict(
     found = trained_with(checkpoint, data, overrides or ())
     written = write_predictions(found, files or [], parse_part(part, data is not None), batch_size, out)
     print(f"wrote {out} ({count(written, 'sample')})")
+
+
+def generate(
+    checkpoint: Checkpoint,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="How the text begins.", show_default=False)],
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, help="How many tokens are written.")] = 200,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            metavar="T", min=0.0, help="How much the model dares; at 0, it always takes the most probable token."
+        ),
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(metavar="N", help="Decides what is drawn.")] = 0,
+) -> None:
+    """Let a language model that was trained on a text write.
+
+    It prints the prompt and what follows. A checkpoint whose model is `module:callable` runs that code: use only those
+    that you trust.
+
+    horizonml generate runs/text "Shall I compare" --temperature 0.5
+    """
+    from horizonml.api.generation import generate as write
+
+    print(prompt + write(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed))

@@ -59,6 +59,12 @@ def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
     unreadable = next((info.unreadable for info in seen.values() if info.unreadable is not None), None)
     seen = {rank: replace(info, unreadable=unreadable) for rank, info in seen.items()}
     for rank, info in seen.items():
+        differing = sorted(set(info.characters) ^ set(seen[first].characters))
+        if differing:
+            raise DataError(
+                f"data.path: the texts of rank {first} and rank {rank} differ: only one of them has {differing[0]!r}; "
+                "give all ranks the same file"
+            )
         if info != seen[first]:
             one, other = _words(seen[first]), _words(info)
             differs = f"rank {first} sees {one}, rank {rank} sees {other}"

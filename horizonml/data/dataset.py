@@ -70,6 +70,10 @@ class DataInfo:
     # How the training part says that content becomes numbers, as a JSON object: means, words or a vocabulary. Whoever
     # reads other content for the same model does it in the same way. None where there is nothing to remember.
     encoding: Mapping[str, Any] | None = field(default=None, hash=False)
+    characters: str = ""  # those of a text that consists of characters, in the order of their numbers
+    # The perplexity on the held-out part of a model that knows how frequent each token is, and nothing else. It is not
+    # compared, because processors may differ in its last bit.
+    unigram: float | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -85,6 +89,8 @@ class DataInfo:
             "shards": self.shards,
             "labels": list(self.labels),
             "encoding": self.encoding,
+            "characters": self.characters,
+            "unigram": self.unigram,
         }
 
     @classmethod
@@ -103,6 +109,8 @@ class DataInfo:
             tuple(map(int, value["shards"])),
             tuple(map(str, value["labels"])),
             value.get("encoding"),
+            str(value.get("characters", "")),  # which older checkpoints lack, as what follows
+            None if value.get("unigram") is None else float(value["unigram"]),
         )
 
 

@@ -19,8 +19,8 @@ from horizonml.data.dataset import Data, DataInfo, Inputs
 from horizonml.data.seeds import name_seed
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
+from horizonml.data.tokens import Bytes, Characters, tokens_for
 from horizonml.errors import DataError
-from horizonml.machine.extras import require
 
 _EMBEDDED = "sonnets.txt.gz"
 _SUBSET_SEED = 1609  # which samples `data.samples` keeps does not depend on the job's seed
@@ -32,6 +32,7 @@ class _Tokens:
 
     ids: Tensor
     vocabulary: int
+    characters: str = ""  # in the order of their numbers, where they are the tokens
 
     def parts(self, spec: DataSpec) -> tuple[Tensor, Tensor]:
         """Return the tokens to train on, and those that are held out: the end of the text."""
@@ -53,12 +54,21 @@ def describe(spec: DataSpec) -> DataInfo | None:
     if spec.samples is not None and spec.samples > train:
         raise DataError(f"data.samples: {spec.samples}, but the text has {train} training samples; lower it")
     tensor = TensorSpec((spec.length,), torch.int64)
-    return DataInfo(spec.samples or train, held_out, (tensor,), (), tokens.vocabulary, tensor, "language_model")
+    return DataInfo(
+        spec.samples or train,
+        held_out,
+        (tensor,),
+        outputs=tokens.vocabulary,
+        target=tensor,
+        task="language_model",
+        characters=tokens.characters,
+        unigram=_unigram(tokens, spec),
+    )
 
 
 def load(spec: DataSpec, info: DataInfo) -> Data:
-    """Read the text that `info` describes. Raises DataError."""
-    tokens = _read(spec)
+    """Read the text that `info` describes, with the numbers that its characters have there. Raises DataError."""
+    tokens = _read(spec, info.characters)
     splits = []
     for (part, stride), samples in zip(_strides(tokens, spec), (info.train, info.held_out), strict=True):
         available = _starts(part, spec.length, stride)
@@ -76,7 +86,10 @@ def unigram_perplexity(spec: DataSpec) -> float:
     The frequencies are those of the training part, with one added to each count. A language model that has learned
     anything about the order of tokens is below this. Raises DataError.
     """
-    tokens = _read(spec)
+    return _unigram(_read(spec), spec)
+
+
+def _unigram(tokens: _Tokens, spec: DataSpec) -> float:
     train, held_out = (torch.bincount(part.long(), minlength=tokens.vocabulary).double() for part in tokens.parts(spec))
     shares = (train + 1) / (train + 1).sum()
     return math.exp(-float((held_out * shares.log()).sum() / held_out.sum()))
@@ -117,11 +130,13 @@ def _starts(part: Tensor, length: int, stride: int) -> int:
     return max(0, (len(part) - 1 - length) // stride + 1)
 
 
-def _read(spec: DataSpec) -> _Tokens:
-    """Return the text as tokens. Raises DataError."""
+def _read(spec: DataSpec, characters: str = "") -> _Tokens:
+    """Return the text as tokens; `characters` are those that have numbers already, if any have. Raises DataError."""
     raw = _bytes(spec)
+    if not raw:
+        raise DataError(f"data.path: {spec.path} is empty; name a text file with content")
     if spec.tokens == "bytes":
-        return _Tokens(torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)[: len(raw)], 256)
+        return _Tokens(Bytes().numbers(raw), Bytes.size)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -129,20 +144,12 @@ def _read(spec: DataSpec) -> _Tokens:
             f"data.path: {spec.path} is not a text in UTF-8: {error}; convert it, or set data.tokens: bytes"
         ) from error
     if spec.tokens == "characters":
-        characters = sorted(set(text))
-        number = {character: index for index, character in enumerate(characters)}
-        return _Tokens(torch.tensor([number[character] for character in text], dtype=torch.int32), len(characters))
-    require("tokenizers", "data.tokens")
-    from tokenizers import Tokenizer
-
+        characters = characters or Characters.of(text).known
+    tokens = tokens_for(spec.tokens, characters)
     try:
-        tokenizer = Tokenizer.from_file(spec.tokens)
-    except Exception as error:  # the library raises nothing more special
-        raise DataError(
-            f"data.tokens: {spec.tokens} is neither bytes, characters, nor a tokenizer that can be read: {error}"
-        ) from error
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return _Tokens(torch.tensor(ids, dtype=torch.int32), tokenizer.get_vocab_size())
+        return _Tokens(tokens.encode(text), tokens.size, characters)
+    except DataError as error:
+        raise DataError(f"data.path: {spec.path or 'the sonnets'}: {error}") from None
 
 
 def _bytes(spec: DataSpec) -> bytes:

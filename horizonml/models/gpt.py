@@ -64,8 +64,10 @@ class GPT(nn.Module):
         Raises ValueError if the options do not fit together.
         """
         super().__init__()
-        if layers < 1 or heads < 1 or width % heads:
-            raise ValueError(f"a width of {width} cannot be divided among {heads} heads of {layers} layers")
+        if min(layers, heads, width) < 1:
+            raise ValueError(f"layers ({layers}), heads ({heads}) and width ({width}) have to be at least 1")
+        if width % heads:
+            raise ValueError(f"a width of {width} cannot be divided among {heads} heads; make it a multiple of heads")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.empty(context, width))
         self.dropout = nn.Dropout(dropout)

@@ -79,6 +79,7 @@ class RunRecord(BaseModel):
     threads: int | None = None
     rss_idle_bytes: int = 0
     forecast: float | None = None  # predicted seconds of a step
+    unigram: float | None = None  # the perplexity that the frequencies of tokens alone would reach on a held-out text
     machine: MachineInfo | None = None
     versions: dict[str, str] = {}
     job: JobFacts | None = None
@@ -134,6 +135,7 @@ class EvaluationLine(BaseModel):
     time: float = 0.0  # when it ended, Unix time
     loss: float
     accuracy: float | None = None
+    perplexity: float | None = None
     within_epoch: bool = False
     best: bool = False  # whether the checkpoint of this step is kept as the best one
 

@@ -43,6 +43,7 @@ class _Plain(LogFormatter):
 def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
     """Draw training loss per step, and held-out loss and accuracy per evaluation, and return the path.
 
+    Language models have their perplexity in place of the accuracy, and the unigram baseline beside it.
     Where there is only one run, its loss shows at which steps ranks were lost and joined.
     """
     return save(draw_learning_curves(runs), path)
@@ -51,7 +52,8 @@ def learning_curves(runs: Mapping[str, Run], path: Path) -> Path:
 def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     """Draw what `learning_curves` saves."""
     figure = Figure(figsize=(12, 4.1), layout="constrained")
-    loss, held_out, accuracy = figure.subplots(1, 3)
+    loss, held_out, last = figure.subplots(1, 3)
+    of_texts = any(one.perplexity is not None for run in runs.values() for one in run.evaluations)
     within = any(one.within_epoch for run in runs.values() for one in run.evaluations)
     for name, own_style in series_styles(runs).items():
         steps, evaluations = runs[name].steps, runs[name].evaluations
@@ -61,14 +63,18 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
         if len(when) <= _MARKERS:
             style |= {"marker": own_style.marker, "markersize": 4}
         held_out.plot(when, [e.loss for e in evaluations], **style)
-        judged = [(place, e.accuracy) for place, e in zip(when, evaluations, strict=True) if e.accuracy is not None]
-        accuracy.plot([place for place, _ in judged], [value for _, value in judged], **style)
+        values = [e.perplexity if of_texts else e.accuracy for e in evaluations]
+        judged = [(place, value) for place, value in zip(when, values, strict=True) if value is not None]
+        last.plot([place for place, _ in judged], [value for _, value in judged], **style)
     loss.set(title="Training loss (cross-entropy)", xlabel="step", yscale="log")
     unit = "step" if within else "epoch"
     held_out.set(title="Held-out loss (cross-entropy)", xlabel=unit, yscale="log")
-    accuracy.set(title="Held-out accuracy (%)", xlabel=unit)
-    percent_axis(accuracy)
-    for axis in (held_out, accuracy):
+    last.set(title="Held-out perplexity" if of_texts else "Held-out accuracy (%)", xlabel=unit)
+    if of_texts:
+        _mark_baselines(last, runs)
+    else:
+        percent_axis(last)
+    for axis in (held_out, last):
         if not any(len(line.get_xydata()) for line in axis.lines):
             axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, ha="center", color="#777777")
             axis.set_yscale("linear")
@@ -84,6 +90,17 @@ def draw_learning_curves(runs: Mapping[str, Run]) -> Figure:
     handles = [*loss.get_legend_handles_labels()[0], *marks]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)))
     return figure
+
+
+def _mark_baselines(axis: Axes, runs: Mapping[str, Run]) -> None:
+    """Draw the perplexity that the frequencies of tokens alone would reach as a line."""
+    baselines = {run.lead.run.unigram for run in runs.values() if run.lead.run.unigram is not None}
+    reached = {one.perplexity for run in runs.values() for one in run.evaluations if one.perplexity is not None}
+    axis.set_ylim(0, 1.1 * max(baselines | reached))
+    for value in sorted(baselines):
+        axis.axhline(value, color="#555555", linestyle=":", linewidth=1.2)
+        label = f"unigram baseline {value:.1f}"
+        axis.annotate(label, (0.98, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", size=9)
 
 
 def _smooth(values: list[float], window: int = 8) -> list[float]:

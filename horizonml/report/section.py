@@ -106,10 +106,18 @@ _CHANGES_NOTE = (
 )
 
 
+_PERPLEXITY: dict[str, Callable[[Summary], str]] = {
+    "held-out perplexity": lambda s: "-" if s.perplexity is None else f"{s.perplexity:.2f}",
+    "unigram baseline": lambda s: "-" if s.unigram is None else f"{s.unigram:.2f}",
+}
+
+
 def number_rows(summaries: Mapping[str, Summary]) -> list[list[str]]:
     """Return the numbers of runs side by side, as rows with their names."""
     changed = any(one.losses or one.joins or one.stopped_seconds for one in summaries.values())
     columns = COLUMNS | _CHANGES if changed else COLUMNS
+    if any(one.perplexity is not None for one in summaries.values()):
+        columns = columns | _PERPLEXITY
     return [[label, *(show(one) for one in summaries.values())] for label, show in columns.items()]
 
 

@@ -52,6 +52,8 @@ class Summary:
     stopped_seconds: float  # without steps, because the group changed
     steps_repeated: int
     goodput: float | None  # the share of the wall time that changes of the group have not taken; None if unknown
+    perplexity: float | None = None  # of a language model, on held-out data
+    unigram: float | None = None  # what frequencies alone would reach there
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def summarise(run: Run) -> Summary:
         stopped_seconds=run.history.stopped,
         steps_repeated=run.history.steps_repeated,
         goodput=run.history.goodput,
+        perplexity=evaluation.perplexity if evaluation else None,
+        unigram=run.lead.run.unigram,
     )
 
 

@@ -43,6 +43,7 @@ def run_info(
         machine=machine_info().to_json(),
         versions=versions(),
         plan=plan,
+        unigram=life.info.unigram if life.info is not None else None,
     )
 
 
@@ -59,7 +60,7 @@ def recorder_for(
     assert life.info is not None
     per_epoch = -(-life.info.train // job.batch_size)
     steps, epochs = job.total_steps(per_epoch), job.total_epochs(per_epoch)
-    display = display_for(about.rank, epochs, steps, done, life.observer)
+    display = display_for(about.rank, epochs, steps, done, life.observer, about.unigram)
     forecast = detector.forecast if detector is not None else None
     expected = (
         (life.taken or life.idle) + forecast.memory[about.rank] if forecast is not None and forecast.memory else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -104,8 +105,14 @@ def _compatible_with(job: Job, info: DataInfo, model: Model) -> dict[str, Any]:
         "model": job.model.identity(),
         **({"weights": model.pretrained.digest} if model.pretrained is not None else {}),
         "data": job.data.name,
+        **({"characters": _fingerprint(info.characters)} if info.characters else {}),
         "samples": info.train,
         "seed": job.seed,
         "batch_size": job.batch_size,
         "optimizer": job.optimizer.name,
     }
+
+
+def _fingerprint(characters: str) -> str:
+    """Return how many characters there are, and what differs for other ones."""
+    return f"{len(characters)} (SHA-256 {hashlib.sha256(characters.encode('utf-8', 'surrogatepass')).hexdigest()[:8]})"

@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, metric_text
+from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, judged, metric_text
 
 _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which the speed and the time split are averaged
@@ -72,22 +72,18 @@ class _Window:
         return sum(record.batch if record.unit == "samples" else record.units for record in self._records)
 
 
-def _evaluated(record: EvaluationRecord, epochs: int) -> str:
+def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> str:
     step = f", step {record.step}" if record.within_epoch else ""
-    return f"epoch {record.epoch}/{epochs}{step}: held-out {_judged(record)} ({record.samples} samples)"
-
-
-def _judged(record: StepRecord | EvaluationRecord) -> str:
-    """Return the loss and the task's metrics for people: `loss 0.0231, accuracy 99.16%`."""
-    metrics = (f"{name} {metric_text(name, value)}" for name, value in record.metrics.items())
-    return ", ".join([f"loss {record.loss:.4f}", *metrics])
+    found = judged(record.loss, record.metrics, unigram)
+    return f"epoch {record.epoch}/{epochs}{step}: held-out {found} ({record.samples} samples)"
 
 
 class Lines:
     """Prints plain lines: one per epoch, and some within long epochs."""
 
-    def __init__(self, epochs: int) -> None:
+    def __init__(self, epochs: int, unigram: float | None = None) -> None:
         self._epochs, self._window, self._last = epochs, _Window(), time.monotonic()
+        self._unigram = unigram
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -97,13 +93,17 @@ class Lines:
         if time.monotonic() - self._last > _LINE_SECONDS:
             self._last = time.monotonic()
             print(
-                f"epoch {record.epoch}/{self._epochs}: step {record.step}, {_judged(record)} | {self._window.words()}",
+                f"epoch {record.epoch}/{self._epochs}: step {record.step}, {judged(record.loss, record.metrics)} | "
+                f"{self._window.words()}",
                 flush=True,
             )
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._last = time.monotonic()
-        print(" | ".join(filter(None, [_evaluated(record, self._epochs), self._window.words()])), flush=True)
+        print(
+            " | ".join(filter(None, [_evaluated(record, self._epochs, self._unigram), self._window.words()])),
+            flush=True,
+        )
 
     def close(self) -> None:
         sys.stdout.flush()
@@ -112,8 +112,8 @@ class Lines:
 class Bar:
     """Draws a progress bar with the current loss, metrics, speed and time split (compute/transfer/wait)."""
 
-    def __init__(self, epochs: int, steps: int, done: int) -> None:
-        self._epochs, self._window = epochs, _Window()
+    def __init__(self, epochs: int, steps: int, done: int, unigram: float | None = None) -> None:
+        self._epochs, self._window, self._unigram = epochs, _Window(), unigram
         self._console = Console()
         self._wide = self._console.width >= 120
         self._progress = Progress(
@@ -138,7 +138,7 @@ class Bar:
         self._progress.update(self._task, completed=record.step, epoch=record.epoch, words=words)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self.message(_evaluated(record, self._epochs))
+        self.message(_evaluated(record, self._epochs, self._unigram))
 
     def close(self) -> None:
         self._progress.stop()
@@ -165,9 +165,14 @@ class Observed:
         self._display.close()
 
 
-def display_for(rank: int, epochs: int, steps: int, done: int, observer: Observer | None = None) -> Display:
-    """Return the display that suits this rank and its standard output; rank 0 hands its records to an `observer`."""
+def display_for(
+    rank: int, epochs: int, steps: int, done: int, observer: Observer | None = None, unigram: float | None = None
+) -> Display:
+    """Return the display that suits this rank and its standard output; rank 0 hands its records to an `observer`.
+
+    `unigram` is shown beside the perplexity of a language model.
+    """
     if rank != 0:
         return Silent()
-    display: Display = Bar(epochs, steps, done) if sys.stdout.isatty() else Lines(epochs)
+    display: Display = Bar(epochs, steps, done, unigram) if sys.stdout.isatty() else Lines(epochs, unigram)
     return display if observer is None else Observed(display, observer)

@@ -24,6 +24,17 @@ def metric_text(name: str, value: float, digits: int = 2) -> str:
     return f"{value:.{digits}%}" if name in SHARES else f"{value:.4f}"
 
 
+def judged(loss: float, metrics: Mapping[str, float], unigram: float | None = None) -> str:
+    """Return the loss and the task's metrics for people: `loss 0.0231, accuracy 99.16%`.
+
+    `unigram` is the perplexity that frequencies alone would reach, and stands beside that of a language model.
+    """
+    words = {name: f"{name} {metric_text(name, value)}" for name, value in metrics.items()}
+    if unigram is not None and "perplexity" in words:
+        words["perplexity"] += f" (unigram baseline {unigram:.1f})"
+    return ", ".join([f"loss {loss:.4f}", *words.values()])
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """Describes what one rank trains, where, and with which plan; it is the first record of the rank's file."""
@@ -46,6 +57,7 @@ class RunInfo:
     forecast: float | None = None  # predicted seconds of a step, for an automatic plan
     resumed_at: int = 0  # steps that were completed before
     expected_memory: float | None = None  # bytes that an automatic plan expects this process to need
+    unigram: float | None = None  # perplexity on a held-out text of knowing how frequent each token is, and no more
 
     @property
     def stage(self) -> int:

@@ -92,22 +92,43 @@ def test_mistakes_name_the_file_or_the_field(trained: Path, arguments: list[str]
     assert len(result.stderr.splitlines()) <= 2
 
 
-def test_a_text_is_not_numbered_by_its_own_characters(tmp_path: Path) -> None:
+def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
     small = ("--set", "data.samples=64", "--set", "model.options={layers: 1, heads: 1, width: 16}")
-    (tmp_path / "other.txt").write_text("What a text consists of is known from the text itself. " * 40)
+    (tmp_path / "other.txt").write_text("what a text consists of is known from the text itself " * 40)
+    (tmp_path / "foreign.txt").write_text("a text\nwith 100 €" * 40)
     assert horizonml(tmp_path, "init", "--data", "text").returncode == 0
-    for name, tokens in (("letters", "characters"), ("numbers", "bytes")):
-        options = ("--set", f"name={name}", "--set", f"data.tokens={tokens}")
-        assert horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *options).returncode == 0
-    refused = horizonml(tmp_path, "evaluate", "runs/letters", "--data", "other.txt")
-    assert refused.returncode == 1
-    assert "error: data.tokens: the characters of other.txt would be numbered in another way" in refused.stderr
-    again = json.loads(horizonml(tmp_path, "evaluate", "runs/numbers", "--json").stdout)
-    (recorded,) = Run(tmp_path / "runs" / "numbers").evaluations[-1:]
-    assert again == pytest.approx({"loss": recorded.loss, **recorded.metrics, "samples": recorded.samples}, rel=1e-4)
-    measured = horizonml(tmp_path, "evaluate", "runs/numbers", "--data", "other.txt")
+    trained = horizonml(tmp_path, "train", "job.yaml", *ONE, *small)
+    assert trained.returncode == 0, trained.stderr
+    assert "(unigram baseline 22.6)" in trained.stdout
+    recorded = horizonml(tmp_path, "evaluate", "runs/first")
+    assert recorded.stdout.strip() in trained.stdout
+    again = json.loads(horizonml(tmp_path, "evaluate", "runs/first", "--json").stdout)
+    (last,) = Run(tmp_path / "runs" / "first").evaluations[-1:]
+    assert again == pytest.approx({"loss": last.loss, **last.metrics, "samples": last.samples}, rel=1e-4)
+    measured = horizonml(tmp_path, "evaluate", "runs/first", "--data", "other.txt")
     assert measured.returncode == 0, measured.stderr
     assert re.match(r"loss [\d.]+, accuracy [\d.]+%, perplexity [\d.]+ \(\d+ samples\)", measured.stdout)
+    refused = horizonml(tmp_path, "evaluate", "runs/first", "--data", "foreign.txt")
+    assert refused.returncode == 1
+    unknown = "the text has characters that the model was not trained on: '1', '0', '€' (the first in line 2)"
+    assert f"error: data.path: foreign.txt: {unknown}" in refused.stderr
+    written = [horizonml(tmp_path, "generate", "runs/first", "Shall I", "--tokens", "90") for _ in range(2)]
+    assert written[0].stdout == written[1].stdout
+    assert written[0].stdout.startswith("Shall I")
+    assert len(written[0].stdout) == len("Shall I") + 90 + 1
+    elsewhere = (
+        "--set",
+        "data.path=other.txt",
+        "--set",
+        "data.samples=20",
+        "--set",
+        "batch_size=16",
+        "--set",
+        "epochs=2",
+    )
+    other = horizonml(tmp_path, "train", "job.yaml", *ONE, *small, *elsewhere)
+    assert other.returncode == 1
+    assert "characters was 61 (SHA-256" in other.stderr
 
 
 SUMS = """

@@ -32,9 +32,9 @@ from tests.runs import append, write_run
 
 NAMES = {
     "Evaluation", "HorizonError", "Job", "PlannedJob", "Run", "Step", "Task", "__version__", "evaluate", "export",
-    "load", "plan", "predict", "train",
+    "generate", "load", "plan", "predict", "train",
 }  # fmt: skip
-FUNCTIONS = ("evaluate", "export", "load", "plan", "predict", "train")
+FUNCTIONS = ("evaluate", "export", "generate", "load", "plan", "predict", "train")
 
 
 class Net(nn.Module):
@@ -60,7 +60,7 @@ def test_the_interface_has_these_names_and_no_others() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_typed_and_explain_every_parameter(name: str) -> None:
-    module = "planning" if name == "plan" else "training" if name == "train" else "evaluation"
+    module = {"plan": "planning", "train": "training", "generate": "generation"}.get(name, "evaluation")
     function = getattr(sys.modules[f"horizonml.api.{module}"], name)
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty

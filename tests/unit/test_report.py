@@ -41,6 +41,28 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
     assert document["environment"]["cores"] == 2.0
 
 
+def test_the_perplexity_stands_beside_the_unigram_baseline(tmp_path: Path) -> None:
+    write_run(tmp_path / "images", ranks=1)
+    write_run(tmp_path / "text", ranks=1)
+    path = tmp_path / "text" / "rank-0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "run":
+            line["unigram"] = 22.63
+        if line["kind"] == "evaluation":
+            line["perplexity"] = 7.401
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path / "text")
+    page = (tmp_path / "text" / "report.html").read_text()
+    assert "held-out perplexity 7.40 (unigram baseline 22.6)" in page
+    drawn = run_plots.draw_learning_curves({"text": load_run("", tmp_path / "text")}).axes[2]
+    assert drawn.get_title(loc="left") == "Held-out perplexity"
+    assert 22.63 in [line.get_ydata()[0] for line in drawn.lines]
+    assert drawn.get_ylim()[1] > 22.63
+    write_report(tmp_path / "images")
+    assert "perplexity" not in (tmp_path / "images" / "report.html").read_text()
+
+
 def test_a_headline_and_its_table_say_the_same_and_doubt_is_told(tmp_path: Path) -> None:
     cases = [
         {"factors": {"strategy": name, "repeat": repeat}, "run": {"strategy": name, "ranks": 2, "wall": wall}}

@@ -100,10 +100,20 @@ def test_the_unigram_baseline_is_what_frequencies_alone_can_tell(tmp_path: Path)
     path = tmp_path / "coins.txt"
     path.write_text("abab" * 1000 + "abab" * 250)
     assert unigram_perplexity(spec(path)) == pytest.approx(2, rel=1e-6)
+    info = describe(spec(path))
+    assert info is not None
+    assert info.unigram == unigram_perplexity(spec(path))
     path.write_text("aaab" * 1000 + "bbba" * 250)
     train = {"a": 3001 / 4002, "b": 1001 / 4002}
     expected = math.exp(-(0.25 * math.log(train["a"]) + 0.75 * math.log(train["b"])))
     assert unigram_perplexity(spec(path)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_ranks_with_texts_of_other_characters_are_told_apart(alphabet: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(alphabet.read_text().replace("ü", "ö"))
+    with pytest.raises(DataError, match="texts of rank 0 and rank 1 differ: only one of them has 'ö'"):
+        agree([describe(spec(alphabet)), describe(spec(other))], spec(alphabet))
 
 
 def test_a_subset_is_the_same_for_everyone(alphabet: Path, tmp_path: Path) -> None:
@@ -139,3 +149,6 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
         agree([None, None], missing)
     with pytest.raises(DataError, match="cannot be read"):
         describe(spec(tmp_path))
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="noise is empty"):
+        describe(spec(path))
