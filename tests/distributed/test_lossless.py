@@ -284,7 +284,8 @@ def miss(
     for step in range(3):
         session.step(batches[step], LR)
     if rank == missing:
-        owner = session._check if method == "after_sums" else session
+        owners: dict[str, object] = {"after_sums": session._check, "agree": session._totals}
+        owner = owners.get(method, session)
         broken: Callable[..., Any] = getattr(owner, method)
 
         def once_more(*arguments: Any) -> None:
@@ -318,7 +319,7 @@ def miss(
 DDP = Plan((Stage(0, LAYERS, (0, 1, 2), (1.0, 1.0, 1.0)),))
 MISSED = [  # a plan, what the agreement ends with, whether only the agreement is missing then, and the clipping
     (DDP, "_reduce", False, None),  # a member that has no sums receives the state of the others
-    (PIPELINE, "_agree", True, None),
+    (PIPELINE, "agree", True, None),
     (PLANS["before members"], "after_sums", True, None),
     (DDP, "after_sums", True, CLIP_NORM),
     (PIPELINE, "after_sums", True, CLIP_NORM),
