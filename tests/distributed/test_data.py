@@ -226,4 +226,4 @@ def test_worker_processes_end_with_their_rank_and_with_the_run(folder: Path, sta
     wait_for(lambda: not any(child.is_running() and child.status() != "zombie" for child in own), "they end with it")
     launcher.send_signal(signal.SIGINT)
     launcher.wait(60)
-    assert ours(folder) == []
+    wait_for(lambda: ours(folder) == [], "the end of all that was started", 10)  # workers end after their rank

@@ -40,7 +40,7 @@ parallel:
   stages:
     - {layers: [0, 9], ranks: [0]}
     - {layers: [10, 17], ranks: [1]}
-    - {layers: [18, 27], ranks: [2]}
+    - {layers: [18, 28], ranks: [2]}
 """
 LIMITED = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]),) * 2); "
 
