@@ -30,8 +30,8 @@ MONITORING ?= k8s/kind
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint format generate docs images kind-up kind-down e2e bench bench-long bench-smoke \
-	hetero footprint horovod horovod-tensorflow test-launchers clean
+.PHONY: help setup demo test test-slow unit lint format generate docs images kind-up kind-down e2e bench bench-long \
+	bench-smoke hetero footprint horovod horovod-tensorflow test-launchers clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -54,8 +54,11 @@ demo: setup ## Train by four strategies with 5 local ranks and compare them; pla
 	@echo "Pictures: runs/demo/plan.png shows a step of this plan, runs/demo/report.html compares the four strategies."
 	@echo "Next: make hetero trains on five such devices, emulated with Docker."
 
-test: setup ## Run all tests on this machine, those with real ranks included
-	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+test: setup ## Test on this machine, with real ranks, in a few minutes
+	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "not slow"
+
+test-slow: setup ## Run the tests that take long: faults, slow links, benches, and the documentation's commands
+	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m slow
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks

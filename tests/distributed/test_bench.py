@@ -15,6 +15,8 @@ import pytest
 from horizonml.machine.resources import available_cores
 from tests.distributed.processes import horizonml, wait_for
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["job.yaml", "--samples", "64", "--epochs", "1", "--workers", "2"]
 
 

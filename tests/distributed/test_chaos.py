@@ -19,6 +19,8 @@ from horizonml.chaos.faults import FAULTS
 from tests.distributed.processes import horizonml, ours, wait_for
 from tests.programs import need_networks
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

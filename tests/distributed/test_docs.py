@@ -17,6 +17,8 @@ import pytest
 from tests.distributed.processes import environment
 from tests.docs import PAGES, ROOT, Block, blocks
 
+pytestmark = pytest.mark.slow
+
 PYTHON = sys.executable
 RUNNABLE = {
     page: [block for block in blocks(page) if block.language in ("sh", "console", "python") and not block.needs]

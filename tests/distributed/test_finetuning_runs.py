@@ -22,6 +22,8 @@ from tests import models
 from tests.distributed.processes import horizonml
 from tests.web import served
 
+pytestmark = pytest.mark.slow
+
 
 def photos(folder: Path) -> None:
     """Two classes of images, light and dark."""

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from horizonml.chaos.cluster import Cluster
 from tests.distributed.processes import steps, wait_for
 from tests.distributed.test_chaos import need_networks
 from tests.distributed.test_recovery import OPTIONS, Service, runs, service
+
+pytestmark = pytest.mark.slow
 
 __all__ = ["service"]  # a fixture
 

@@ -17,6 +17,8 @@ from horizonml.chaos.cluster import Cluster
 from tests.distributed.processes import ours, wait_for
 from tests.programs import need, need_networks
 
+pytestmark = pytest.mark.slow
+
 RANKS, BITS = 3, 1_000_000
 JOB = f"""
 name: test

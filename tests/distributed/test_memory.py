@@ -26,6 +26,8 @@ from tests.distributed.processes import environment
 from tests.distributed.sessions import session_for
 from tests.distributed.test_gradients import LR, RandomBatch
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 1250 << 20  # bytes of memory that a process may take for its data
 JOB = """
 name: test

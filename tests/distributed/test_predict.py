@@ -134,6 +134,8 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
 SUMS = """
 from torch import nn
 
+pytestmark = pytest.mark.slow
+
 
 def build(num_outputs):
     return nn.Linear(4, num_outputs)

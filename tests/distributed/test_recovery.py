@@ -23,6 +23,8 @@ from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, rank_process, steps, wait_for
 from tests.web import get
 
+pytestmark = pytest.mark.slow
+
 Start = Callable[..., "subprocess.Popen[str]"]
 OPTIONS = ["--set", "telemetry.divergence_every=0", "--set", "checkpoint.every_steps=5"]
 

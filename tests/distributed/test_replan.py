@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed import Store
@@ -26,6 +27,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+
+pytestmark = pytest.mark.slow
 
 ONE = (1.0,)
 PIPELINE = Plan((Stage(0, 5, (0,), ONE), Stage(5, 9, (1,), ONE), Stage(9, 15, (2,), ONE)), micro_batches=3)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from horizonml.data.text import unigram_perplexity
 from horizonml.job.jobfile import load, ready_jobs
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_small_gpt_learns_to_spell(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed import Store
 
 from horizonml.chaos.cluster import Cluster
@@ -19,6 +20,8 @@ from tests.distributed.processes import ours, wait_for
 from tests.distributed.sessions import session_for
 from tests.distributed.test_gradients import FULL, SHAPE
 from tests.distributed.test_saving import PLANS
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_checkpoint_that_is_newer_than_all_memory_is_taken(folder: Path) -> None:
