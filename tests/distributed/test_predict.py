@@ -15,6 +15,8 @@ from horizonml import Run
 from tests.distributed.processes import horizonml
 from tests.programs import need_package
 
+pytestmark = pytest.mark.slow
+
 ONE = ("--set", "epochs=1", "--set", "parallel.strategy=single", "--workers", "1")
 
 
@@ -133,8 +135,6 @@ def test_another_text_has_the_numbers_of_the_training(tmp_path: Path) -> None:
 
 SUMS = """
 from torch import nn
-
-pytestmark = pytest.mark.slow
 
 
 def build(num_outputs):
