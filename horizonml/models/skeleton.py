@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class Forward:
+class Forward(ABC):
     """Takes the place of a module's `forward`; unlike a function, it is copied together with the module."""
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
-        raise NotImplementedError
 
 
 class Skeleton:

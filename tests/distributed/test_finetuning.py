@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from tests.distributed import test_following as following
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
+from tests.programs import need_package
 
 ONE, TWO = (1.0,), (1.0, 1.0)
 MOMENTUM = Sgd(momentum=0.9, weight_decay=1e-3)
@@ -220,8 +220,7 @@ def test_members_that_split_channels_may_have_frozen_layers(pool: Pool, file: Pa
 
 @pytest.mark.parametrize("case", LORA, ids=lambda case: case.name)
 def test_adapters_change_as_in_one_process_with_peft(pool: Pool, case: Case, file: Path) -> None:
-    if find_spec("peft") is None:
-        pytest.skip("needs pip install 'horizonml[lora]'")
+    need_package("peft")
     expect_truth(pool, case, file)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from horizonml.models.lora import import_peft
 from horizonml.telemetry.log import read_lines
 from tests import models
 from tests.distributed.processes import horizonml
+from tests.programs import need_package
 from tests.web import served
 
 pytestmark = pytest.mark.slow
@@ -97,8 +97,7 @@ def test_a_resnet_from_a_server_is_fine_tuned_on_a_folder(tmp_path: Path) -> Non
 
 
 def test_adapters_are_trained_and_given_to_peft(tmp_path: Path) -> None:
-    if find_spec("peft") is None:
-        pytest.skip("needs pip install 'horizonml[lora]'")
+    need_package("peft")
     torch.manual_seed(2)
     base = models.backbone(3)
     save_file(base.state_dict(), tmp_path / "base.safetensors")

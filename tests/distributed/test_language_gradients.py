@@ -73,8 +73,8 @@ _DISTILBERT = {
 
 
 def image(name: str, tolerance: float = 1e-5) -> Kind:
-    input, outputs = InputSpec.of((1, 8, 8)), OutputSpec(10, None if name == "Hidden" else (10,))
-    return Kind(f"tests.models:{name}", {}, Classification(), input, outputs, tolerance)
+    input, outputs = InputSpec.of((1, 8, 8)), OutputSpec(10, None if name.endswith(":Hidden") else (10,))
+    return Kind(f"tests.{name}", {}, Classification(), input, outputs, tolerance)
 
 
 KINDS = {
@@ -82,16 +82,16 @@ KINDS = {
     "untied": language("gpt", **_GPT, tied=False),
     "gpt2": language("transformers:GPT2LMHeadModel", **_GPT2),
     "bert": Kind("transformers:BertForSequenceClassification", _BERT, Classification(), MASKED, OutputSpec.vector(5)),
-    "u-net": image("StubbornUNet"),
-    "hidden": image("Hidden"),
+    "u-net": image("models:StubbornUNet"),
+    "hidden": image("opaque_models:Hidden"),
 }
 FEW = {  # whose rows are few
     "distilbert": Kind(
         "transformers:DistilBertForSequenceClassification", _DISTILBERT, Classification(), MASKED, OutputSpec.vector(5)
     ),
-    "unlearned": image("Unlearned"),
-    "detaching": image("Detaching"),
-    "half precision": image("halved", 2e-2),
+    "unlearned": image("opaque_models:Unlearned"),
+    "detaching": image("opaque_models:Detaching"),
+    "half precision": image("opaque_models:halved", 2e-2),
 }
 
 

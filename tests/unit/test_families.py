@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from horizonml.models.libraries import timm_model
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec, OutputSpec
-from tests import models
+from tests import models, opaque_models
 from tests.chains import compare_with_model
+from tests.programs import need_package
 
 
 def classifier(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -69,7 +69,12 @@ def test_a_model_cut_everywhere_computes_what_it_computed(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("constructor", "layers"),
-    [(models.Hidden, 8), (models.Unlearned, 4), (models.Detaching, 4), (models.StubbornInPlace, 4)],
+    [
+        (opaque_models.Hidden, 8),
+        (opaque_models.Unlearned, 4),
+        (opaque_models.Detaching, 4),
+        (models.StubbornInPlace, 4),
+    ],
 )
 def test_what_a_graph_does_not_show_is_kept(constructor: Callable[[], nn.Module], layers: int) -> None:
     """Changes in place whose result is not used by a name of its own, views, and parts without gradients."""
@@ -81,8 +86,7 @@ def test_what_a_graph_does_not_show_is_kept(constructor: Callable[[], nn.Module]
 
 
 def test_a_model_of_timm_is_cut_everywhere() -> None:
-    if find_spec("timm") is None:
-        pytest.skip("needs pip install timm")
+    need_package("timm")
     spec = InputSpec.of((3, 32, 32))
     options: dict[str, dict[str, Any]] = {
         "vit_tiny_patch16_224": {"img_size": 32, "patch_size": 8, "depth": 3, "embed_dim": 24, "num_heads": 2},
@@ -99,8 +103,8 @@ def test_a_model_of_timm_is_cut_everywhere() -> None:
 
 @pytest.mark.parametrize("itself", [False, True], ids=["a module's", "the model's own"])
 def test_buffers_change_as_often_as_the_forward_runs(itself: bool) -> None:
-    original = models.Counting(itself=itself)
-    chain, _ = cut(models.Counting(itself=itself), InputSpec.of((1, 8, 8)))
+    original = opaque_models.Counting(itself=itself)
+    chain, _ = cut(opaque_models.Counting(itself=itself), InputSpec.of((1, 8, 8)))
     whole = chain.slice(0, len(chain))
     whole.load_state_dict(original.state_dict())
     value = torch.randn(2, 1, 8, 8)
@@ -114,7 +118,7 @@ def test_buffers_change_as_often_as_the_forward_runs(itself: bool) -> None:
 
 def test_no_cut_where_a_later_operation_changes_a_tensor_through_a_view() -> None:
     torch.manual_seed(0)
-    chain, _ = cut(models.Hidden(), InputSpec.of((1, 8, 8)))
+    chain, _ = cut(opaque_models.Hidden(), InputSpec.of((1, 8, 8)))
     layer = next(index for index, name in enumerate(chain.names) if name.startswith("third"))
     modules = {name.partition(".")[0] for name, _ in chain.slice(layer, layer + 1).named_parameters()}
     assert modules == {"third"}  # whose input and the view are made before, and changed after it
@@ -122,11 +126,11 @@ def test_no_cut_where_a_later_operation_changes_a_tensor_through_a_view() -> Non
 
 
 def test_buffers_that_no_checkpoint_has_are_in_none() -> None:
-    chain, _ = cut(models.Hidden(), InputSpec.of((1, 8, 8)))
-    model = build(ModelSpec(name="tests.models:Hidden"), 0, OutputSpec(10, None), InputSpec.of((1, 8, 8)))
+    chain, _ = cut(opaque_models.Hidden(), InputSpec.of((1, 8, 8)))
+    model = build(ModelSpec(name="tests.opaque_models:Hidden"), 0, OutputSpec(10, None), InputSpec.of((1, 8, 8)))
     for slice in (chain.slice(0, len(chain)), model.stage(0, len(model.chain))):
         assert "shift" in dict(slice.named_buffers())
-        assert set(slice.state_dict()) == set(models.Hidden().state_dict())
+        assert set(slice.state_dict()) == set(opaque_models.Hidden().state_dict())
 
 
 def test_unused_parameters_are_named() -> None:

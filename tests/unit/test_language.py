@@ -22,7 +22,7 @@ from horizonml.models.structure import Structure
 from horizonml.models.weights import untie
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec, OutputSpec
-from tests import models
+from tests import models, opaque_models
 from tests.chains import compare_with_model
 
 WORDS, LENGTH = 31, 12
@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_traced_is_cut_by_its_modules(name: str) -> None:
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_forward_whose_way_depends_on_the_data_is_noticed(direct: bool) -> None:
-    chain, _ = cut(models.Wayward(direct=direct), InputSpec.of((1, 8, 8)))
+    chain, _ = cut(opaque_models.Wayward(direct=direct), InputSpec.of((1, 8, 8)))
     value = torch.randn(2, 1, 8, 8)
     entered = chain.slice(0, 2)(value)  # what the first layer returns, as zeros would have it
     if direct:
