@@ -108,7 +108,7 @@ class Connections:
 
     def _make(self, store: PublishedAddresses, ranks: tuple[int, ...]) -> Any:
         """Return a process group once all of its ranks have connected; in the thread."""
-        options = ProcessGroupGloo._Options()
+        options = cast(Any, ProcessGroupGloo)._Options()
         options._timeout = timedelta(seconds=self._timeout)
         # All ranks connect now, not when they first talk, so that nobody is listened to later.
         device = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import Store
 
@@ -24,7 +25,7 @@ class PublishedAddresses(Store):
         self._openings: dict[int, int] = {}  # the number of each opening in the tunnel, by rank
         self.own: Published | None = None  # what this rank has published
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         """Publish this rank's address."""
         content = value.encode("latin-1") if isinstance(value, str) else bytes(value)
         if self._member(key) == self._rank:

@@ -108,7 +108,7 @@ class Carrier:
                     return
             else:
                 self._listener, self.serving = listener, "yes"
-                self._loop.watch(listener, READ, lambda _: self._accept(listener))
+                self._loop.watch(listener, READ, self._accept)
                 return
             if self.serving == "no":
                 try:
@@ -134,10 +134,11 @@ class Carrier:
             yield from far.send(Target(_PROBE, probe.getsockname()[1], False).to_bytes())
             return (yield from far.receive(1)) == bytes([Answer.CONNECTED])
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, _: int) -> None:
+        assert self._listener is not None
         for _ in range(16):
             try:
-                connection, source = listener.accept()
+                connection, source = self._listener.accept()
             except OSError:  # nobody is left, or who was there has gone, or there are no descriptors for a moment
                 return
             connection.setblocking(False)

@@ -114,7 +114,7 @@ class Tunnel:
                 env.pop(name, None)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=env,
                 pass_fds=[number],

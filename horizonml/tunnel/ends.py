@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import TypeVar
 
 from horizonml.tunnel.loop import READ, WRITE, Wait
@@ -62,8 +63,8 @@ class SecureEnd:
     def receive(self, size: int) -> Generator[Wait, None, bytes]:
         """Receive exactly so many bytes. Raises OSError."""
         content = b""
-        while len(content) < size:
-            more = yield from self._until(lambda: self._tls.read(size - len(content)))
+        for _ in range(size):  # of a few bytes
+            more = yield from self._until(lambda: self._tls.read(1))
             if not more:
                 raise ConnectionResetError("the connection was closed")
             content += more
@@ -103,7 +104,7 @@ class SecureEnd:
                 self._arrived.write_eof()
         found = 0
         try:
-            while found < len(_clear) and (more := self._tls.read(len(_clear) - found, _clear[found:])):  # type: ignore[arg-type]
+            while found < len(_clear) and (more := self._tls.read(len(_clear) - found, _clear[found:])):
                 found += int(more)
         except ssl.SSLWantReadError:
             return _clear[:found] if found else None
@@ -117,17 +118,15 @@ class SecureEnd:
             return content
         at = 0
         while at < len(content):
-            at += self._tls.write(content[at:])  # type: ignore[arg-type]
+            at += self._tls.write(content[at:])
         return memoryview(self._leaving.read())
 
     def farewell(self) -> memoryview:
         """Return what to send at the end."""
         if self._plain:
             return memoryview(b"")
-        try:
+        with suppress(ssl.SSLError):  # it wants an answer, for which nobody waits
             self._tls.unwrap()
-        except ssl.SSLError:
-            pass  # it wants an answer, for which nobody waits
         return memoryview(self._leaving.read())
 
     def _until(self, action: Callable[[], T]) -> Generator[Wait, None, T]:

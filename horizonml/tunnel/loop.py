@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _TICK = 0.25  # seconds between two looks at deadlines
@@ -71,7 +71,7 @@ class Loop:
     def turn(self) -> None:
         """Wait for something to do, no longer than until the next look at deadlines, and do it."""
         for key, mask in self._selector.select(_TICK):
-            entry = self._watched.get(key.fileobj)  # type: ignore[arg-type]
+            entry = self._watched.get(cast(socket.socket, key.fileobj))
             if entry is not None:  # which another callback may have closed
                 entry[1](mask)
         now = time.monotonic()
@@ -95,7 +95,7 @@ class Loop:
             wait = running.task.throw(error) if error is not None else next(running.task)
         except StopIteration:
             del self._running[running]
-        except Exception as problem:  # one connection's trouble is not the others'
+        except Exception as problem:  # noqa: BLE001  (one connection's trouble is not the others')
             del self._running[running]
             if not isinstance(problem, OSError):
                 _log.exception("a connection of the tunnel failed")
