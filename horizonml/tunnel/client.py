@@ -176,9 +176,12 @@ class Tunnel:
 
     def close(self) -> None:
         """Let go of the process, which ends with its last connection."""
-        line, self._line, self._process = self._line, None, None
+        line, process = self._line, self._process
+        self._line = self._process = None
         if line is not None:
             line.close()
+        if process is not None:  # its end is noted whenever it comes
+            threading.Thread(target=process.wait, name="tunnel-end", daemon=True).start()
 
     def _ask(self, request: Fields) -> Fields:
         """Return the reply of the process. Raises TunnelGone."""
