@@ -93,7 +93,11 @@ class Carrier:
 
     def _take_port(self, address: str, port: int) -> Task:
         """Listen at the machine's port, or stand by until whoever does so now is gone."""
-        where = _resolve(address, port)
+        try:
+            where = _resolve(address, port)
+        except OSError as error:
+            self.serving, self.reason = "failed", error.strerror or str(error)
+            return
         while True:
             listener = socket.socket(where[0], socket.SOCK_STREAM)
             try:

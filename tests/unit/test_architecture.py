@@ -36,6 +36,7 @@ TABLE: dict[str, set[str]] = {
     "rendezvous": {"machine", "security"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
+        "tunnel",
         "spec", "state", "tasks", "telemetry",
     },
     "kube": {"job", "machine"},
