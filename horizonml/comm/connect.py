@@ -102,8 +102,8 @@ class Connections:
         finally:
             self._sockets |= _open_sockets() - before
             store.forget()
-        if store.own is not None:
-            silence(store.own)
+        for own in store.own:
+            silence(own)
         return group
 
     def _make(self, store: PublishedAddresses, ranks: tuple[int, ...]) -> Any:
@@ -111,12 +111,12 @@ class Connections:
         options = cast(Any, ProcessGroupGloo)._Options()
         options._timeout = timedelta(seconds=self._timeout)
         # All ranks connect now, not when they first talk, so that nobody is listened to later.
-        device = (
-            ProcessGroupGloo.create_default_device(lazy_init=False)
-            if self._address is None
-            else ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)
-        )
-        options._devices = [device]
+        if self._address is not None:
+            devices = [ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)]
+        else:
+            names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names if name]
+        options._devices = devices or [ProcessGroupGloo.create_default_device(lazy_init=False)]
         group = ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
         reason = store.failures(self._timeout)
         if reason:

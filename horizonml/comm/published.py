@@ -23,14 +23,14 @@ class PublishedAddresses(Store):
         super().__init__()
         self._store, self._rank, self._ranks, self._links = store, rank, ranks, links
         self._openings: dict[int, int] = {}  # the number of each opening in the tunnel, by rank
-        self.own: Published | None = None  # what this rank has published
+        self.own: list[Published] = []  # what this rank has published, for each network interface
 
     def set(self, key: str, value: Any) -> None:
         """Publish this rank's address."""
         content = value.encode("latin-1") if isinstance(value, str) else bytes(value)
         if self._member(key) == self._rank:
             try:
-                self.own = read_blob(content)
+                self.own.append(read_blob(content))
             except ValueError:
                 if self._links is not None:
                     raise
