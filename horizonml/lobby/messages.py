@@ -33,6 +33,7 @@ class Standing(StrEnum):
     PREPARING = "preparing"  # it reads the job or fetches the data
     READY = "ready"
     TRAINING = "training"
+    DONE = "done"  # its rank has trained to the end
     UNABLE = "unable"  # to run this job; its words say why
     LEAVING = "leaving"
 
