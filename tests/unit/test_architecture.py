@@ -48,8 +48,8 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "machine", "models", "plan", "planner",
+        "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
