@@ -33,6 +33,7 @@ TABLE: dict[str, set[str]] = {
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
     "telemetry": {"engine", "job", "machine", "plan", "spec"},
     "rendezvous": {"machine", "security"},
+    "discovery": {"machine", "rendezvous", "security"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
@@ -47,8 +48,8 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "machine", "models", "plan", "planner",
+        "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
