@@ -89,13 +89,18 @@ def fetch(ask: Ask, found: Listing, folder: Path, done: Callable[[int], None]) -
             path = partial / check_name(item.name)
             if not _intact(path, item):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _fetch_one(ask, number, item, path, lambda bytes, before=there: done(before + bytes))
+                _fetch_one(ask, number, item, path, _added_to(done, there))
             there += item.size
             done(there)
         os.replace(partial, target)
     except OSError as error:
         raise DataError(f"the data cannot be written to {partial}: {error.strerror or error}") from error
     return _root(target, found)
+
+
+def _added_to(done: Callable[[int], None], before: int) -> Callable[[int], None]:
+    """Return what is called with the bytes of one file that are there, after those of the files before it."""
+    return lambda size: done(before + size)
 
 
 def _root(target: Path, found: Listing) -> Path:
@@ -147,7 +152,7 @@ def _item(value: object) -> Item:
     name, size, digest = value
     check_name(name)
     if type(size) is not int or not 0 <= size <= _MOST_BYTES:
-        raise ValueError(f"{ascii(name)} has no size")
+        raise ValueError(f"{name!a} has no size")
     if not isinstance(digest, str) or _HASH.fullmatch(digest) is None:
-        raise ValueError(f"{ascii(name)} has no SHA-256")
+        raise ValueError(f"{name!a} has no SHA-256")
     return Item(name, size, digest)

@@ -25,9 +25,9 @@ from horizonml.lobby.progress import Progress
 from horizonml.lobby.up import secret
 from horizonml.lobby.view import card_words
 from horizonml.lobby.voice import Voice
-from horizonml.lobby.wire import Client, ServiceError
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token
 from horizonml.state.runfolder import RunFolder, foreign, make_run_folder
@@ -165,7 +165,7 @@ class _Visit:
         return accept(text, source, self._settings.runs / job.name, self._settings.allow_code), lineage
 
     def _with_data(self, job: Job) -> Job:
-        """Return the job with its data where this device has it, after it was fetched if need be. Raises HorizonError."""
+        """Return the job with its data where this device has it, fetched if need be. Raises HorizonError."""
         where = needed(job)
         if where is None:
             return job
@@ -237,7 +237,8 @@ class _Visit:
 
     def _train(self, job: Job, lineage: str, news: News) -> Visit:
         """Train as a rank until the end. Raises HorizonError."""
-        assert self._child is not None and news.rank is not None
+        assert self._child is not None
+        assert news.rank is not None
         if news.rank == 0:
             check_lead(job)
         _take_folder(job, lineage)
@@ -315,7 +316,9 @@ class _Visit:
             return
         self._say(f"{self._where} does not answer ({self._voice.problem}); trying for {_PATIENCE_SECONDS:.0f} s")
         if time.monotonic() - lost > _PATIENCE_SECONDS:
-            raise RendezvousError(f"{self._where} has not answered for {_PATIENCE_SECONDS:.0f} s: {self._voice.problem}")
+            raise RendezvousError(
+                f"{self._where} has not answered for {_PATIENCE_SECONDS:.0f} s: {self._voice.problem}"
+            )
 
 
 def _take_folder(job: Job, lineage: str) -> None:
@@ -354,5 +357,3 @@ def _th(number: int) -> str:
     """Return a number as a place in a row."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
     return f"{number}{ending}"
-
-

@@ -17,28 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from horizonml.lobby.messages import MOST_CHUNK, Card, News, Outcome, Phase, Sign, Standing
 from horizonml.lobby.offer import Offer
 from horizonml.lobby.sharing import Shelf
 from horizonml.rendezvous.checks import Fields
+from horizonml.rendezvous.server import Handler, Peer
 from horizonml.text import count
 
 HOLD_SECONDS = 1.0  # for which a reply without news is held back
 LOST_SECONDS = 5.0  # without a sign of life, after which a device is gone
 _KEPT_SECONDS = 15.0  # for which a number is kept for a device that is gone
 MOST_DEVICES = 256
-
-
-class Visitor(Protocol):
-    """What the rendezvous service knows of a connection."""
-
-    address: str
-    state: dict[str, object]
-
-
-Handler = Callable[[Visitor, Fields], Fields | None]
 
 
 @dataclass
@@ -116,43 +106,43 @@ class Lobby:
         """Return whether all devices that are there know what goes on."""
         return all(guest.told is self.phase for guest in self.guests())
 
-    def _device(self, visitor: Visitor, request: Fields) -> Fields | None:
+    def _device(self, peer: Peer, request: Fields) -> Fields | None:
         """Take note of a sign of life, and answer when there is news, or about a second later."""
         with self._lock:
             now = self.clock()
-            since = visitor.state.get("lobby-since")
+            since = peer.state.get("lobby-since")
             if not isinstance(since, float):  # it has not been looked at before
                 sign, card = Sign.from_json(request)
-                refusal = self._welcome(visitor, sign, card, now)
+                refusal = self._welcome(peer, sign, card, now)
                 if refusal is not None:
                     return refusal.to_json()
-                visitor.state["lobby-since"] = since = now
+                peer.state["lobby-since"] = since = now
             guest = self._guests.get(str(request.get("id")))
-            if guest is None or guest.connection != visitor.state.get("lobby-connection"):
-                visitor.state.pop("lobby-since", None)
+            if guest is None or guest.connection != peer.state.get("lobby-connection"):
+                peer.state.pop("lobby-since", None)
                 raise ValueError("another connection speaks for this device by now")
             self._give_late(guest, now)
             news = self._news(guest)
             to_begin = news.rank is not None and guest.sign.standing is Standing.READY
             if news.phase is guest.sign.knows and not to_begin and now - since < HOLD_SECONDS:
                 return None
-            visitor.state.pop("lobby-since", None)
+            peer.state.pop("lobby-since", None)
             guest.seen = now
             guest.told = news.phase
             return news.to_json()
 
-    def _welcome(self, visitor: Visitor, sign: Sign, card: Card, now: float) -> News | None:
+    def _welcome(self, peer: Peer, sign: Sign, card: Card, now: float) -> News | None:
         """Take note of a sign of life; return why the device cannot take part, if it cannot. Raises ValueError."""
-        spoken_for = visitor.state.setdefault("lobby-id", sign.id)
+        spoken_for = peer.state.setdefault("lobby-id", sign.id)
         if spoken_for != sign.id:
             raise ValueError("this connection speaks for another device already")
         if self.torch and sign.torch != self.torch:
             words = f"it has PyTorch {sign.torch}, and the others have {self.torch}; install that one"
             return News(self.run, self.phase, self.offer.name, words=words, refused=True)
-        if "lobby-connection" not in visitor.state:
+        if "lobby-connection" not in peer.state:
             self._connections += 1
-            visitor.state["lobby-connection"] = self._connections
-        own = visitor.state["lobby-connection"]
+            peer.state["lobby-connection"] = self._connections
+        own = peer.state["lobby-connection"]
         assert isinstance(own, int)
         guest = self._guests.get(sign.id)
         if guest is None:
@@ -162,11 +152,11 @@ class Lobby:
                 return News(self.run, self.phase, self.offer.name, words=words, refused=True)
             taken = {other.rank for other in self._guests.values()} | ({0} if self.take_part else set())
             rank = sign.rank if sign.run == self.run and sign.rank not in taken else None  # it was away, and trains
-            self._guests[sign.id] = Guest(sign, card, visitor.address, now, now, own, rank)
+            self._guests[sign.id] = Guest(sign, card, peer.address, now, now, own, rank)
             return None
         if own < guest.connection:
             raise ValueError("another connection speaks for this device by now")
-        guest.sign, guest.card, guest.address, guest.seen, guest.connection = sign, card, visitor.address, now, own
+        guest.sign, guest.card, guest.address, guest.seen, guest.connection = sign, card, peer.address, now, own
         return None
 
     def _give_late(self, guest: Guest, now: float) -> None:
@@ -193,7 +183,7 @@ class Lobby:
             run=self.run,
             phase=self.phase,
             job=self.offer.name,
-            position=there.index(guest) + 1 if guest in there else 0,
+            position=there.index(guest) + 1 + self.take_part if guest in there else 0,
             count=len(there) + self.take_part,
             wanted=self.wanted,
             rank=guest.rank if self.phase is Phase.STARTED else None,
@@ -202,7 +192,7 @@ class Lobby:
             words=self._words or (most if full else ""),
         )
 
-    def _job(self, visitor: Visitor, request: Fields) -> Fields:
+    def _job(self, peer: Peer, request: Fields) -> Fields:
         """Hand out the job."""
         return {
             "job": self.offer.text,
@@ -211,13 +201,13 @@ class Lobby:
             "shared": self.shelf is not None,
         }
 
-    def _data(self, visitor: Visitor, request: Fields) -> Fields:
+    def _data(self, peer: Peer, request: Fields) -> Fields:
         """Hand out a part of the list of files, or of a file."""
         if self.shelf is None:
             raise ValueError("the data is not shared; `horizonml up --share-data` would share it")
         return self.shelf.answer(request)
 
-    def _echo(self, visitor: Visitor, request: Fields) -> Fields:
+    def _echo(self, peer: Peer, request: Fields) -> Fields:
         """Answer with as many characters as are asked for, so that the device can measure its link."""
         payload, back = request.get("payload", ""), request.get("back", 0)
         if not isinstance(payload, str) or len(payload) > 2 * MOST_CHUNK:

@@ -12,7 +12,7 @@ from horizonml.rendezvous.checks import MOST_RANKS, Fields, shown, text, whole
 
 MOST_WORDS = 200  # characters of what a device says about itself
 MOST_JOB = 32 << 10  # characters of a job that travels
-MOST_CHUNK = 24 << 10  # bytes of a file, or of an echo, in one message
+MOST_CHUNK = 96 << 10  # bytes of a file, or of an echo, in one message
 _MOST_BYTES = 1 << 60
 _MOST_RATE = 1e15
 Kind = TypeVar("Kind", bound=StrEnum)
@@ -128,7 +128,9 @@ class Sign:
 
     def to_json(self) -> dict[str, object]:
         """Return the request."""
-        values = {name: getattr(self, name) for name in ("id", "device", "torch", "standing", "words", "knows", "run", "rank")}
+        values = {
+            name: getattr(self, name) for name in ("id", "device", "torch", "standing", "words", "knows", "run", "rank")
+        }
         return {"do": "device", **values, "link": asdict(self.link) if self.link is not None else None}
 
     @classmethod

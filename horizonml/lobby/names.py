@@ -20,9 +20,9 @@ def check_name(name: object) -> PurePosixPath:
         raise ValueError(f"the name of a file must be a text of 1 to {_MOST_NAME} characters")
     parts = name.split("/")
     if len(parts) > _MOST_DEEP:
-        raise ValueError(f"the file {ascii(name[:60])} ... lies in more than {_MOST_DEEP} folders")
+        raise ValueError(f"the file {name[:60]!a} ... lies in more than {_MOST_DEEP} folders")
     for part in parts:
         fits = len(part.encode()) <= _MOST_PART and _PART.fullmatch(part) is not None and part.isprintable()
         if not fits or part.endswith((" ", ".")) or part.partition(".")[0].lower() in _RESERVED:
-            raise ValueError(f"{ascii(name[:60])} is no name of a file that is taken from another device")
+            raise ValueError(f"{name[:60]!a} is no name of a file that is taken from another device")
     return PurePosixPath(*parts)

@@ -20,7 +20,7 @@ class Progress:
         self._place = self._path.stat().st_size if self._path.exists() else 0
         self._rest = b""
         self._told = 0.0
-        self.first: float | None = None  # when the first step was seen, a time of `monotonic`
+        self.first: float | None = None  # when the first step was done, in seconds since 1970
         self.step = 0
 
     def look(self) -> str | None:
@@ -29,12 +29,11 @@ class Progress:
         for record in self._new():
             if record.get("kind") == "step":
                 last = record
+                self.first = self.first or float(record["time"])
         if last is None:
             return None
         now = time.monotonic()
         self.step = int(last["step"])
-        if self.first is None:
-            self.first = now
         if now - self._told < _LINE_SECONDS:
             return None
         self._told = now

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from horizonml.errors import HorizonError, JobError
@@ -26,11 +26,11 @@ from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_linea
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.sharing import Shelf
 from horizonml.lobby.view import View, view
-from horizonml.lobby.wire import Service
 from horizonml.machine.network import listen, route_to
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.checks import printable
+from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import INSECURE, TOKEN, Token
 from horizonml.state.runfolder import foreign, make_run_folder
@@ -167,7 +167,7 @@ class Up:
             except OSError as error:
                 raise JobError(f"cannot write to {self._folder.absolute()}: {error.strerror or error}") from error
         size = self._lobby.start()
-        self._began = time.monotonic()
+        self._began = time.time()
         ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)
         shown.say(f"training starts on {count(size, 'device')}")
         for rank, guest in ranked:
@@ -187,9 +187,9 @@ class Up:
             self._progress.look()
             if self._progress.first is not None and not measured:
                 measured = True
-                seconds = self._progress.first - self._began
-                print(f"the first step was done {seconds:.1f} s after the start ({seconds_up():.1f} s after "
-                      "`horizonml up`)", file=sys.stderr, flush=True)  # fmt: skip
+                since, ago = self._progress.first - self._began, time.time() - self._progress.first
+                words = f"{since:.1f} s after the start, {seconds_up() - ago:.1f} s after `horizonml up`"
+                print(f"the first step was done {words}", file=sys.stderr, flush=True)
             known = self._tell(known)
             if self._child is not None and (code := self._child.poll()) is not None:
                 if code != 0:
@@ -215,9 +215,7 @@ class Up:
                 print(f"{printable(guest.card.name)} joins as rank {guest.rank}", file=sys.stderr, flush=True)
         for id in known.keys() - now.keys():
             print(f"{known[id]} is gone", file=sys.stderr, flush=True)
-        return {
-            id: printable(guest.card.name) for id, guest in now.items() if id in known or guest.rank is not None
-        }
+        return {id: printable(guest.card.name) for id, guest in now.items() if id in known or guest.rank is not None}
 
     def _all_done(self) -> bool:
         """Return whether devices have trained the job to the end, and none is left that still does."""
@@ -303,5 +301,3 @@ def _failed(text: str, code: int) -> HorizonError:
     error = HorizonError(text)
     error.exit_code = code if code > 0 else 1
     return error
-
-

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from horizonml.lobby.messages import News, Sign, Standing, shortened
-from horizonml.lobby.wire import Client, ServiceError
 from horizonml.rendezvous.checks import Fields
+from horizonml.rendezvous.client import Client, ServiceError
 
 _REPLY_SECONDS = 10.0  # for a reply, which the lobby holds back for a second where there is no news
 _BEAT_SECONDS = 0.5  # between two signs of life of a device that does something else at the lobby

@@ -38,6 +38,7 @@ TABLE: dict[str, set[str]] = {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
     },
+    "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state"},
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
@@ -48,8 +49,8 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "machine", "models", "plan", "planner",
-        "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "plan",
+        "planner", "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,0 +1,194 @@
+"""The commands that let devices train together without ranks and addresses: `horizonml up` and `horizonml join`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from horizonml.cli.options import JobFile, Overrides, load_job
+
+if TYPE_CHECKING:
+    from horizonml.discovery.records import Found
+    from horizonml.lobby.join import Joiner, Place
+    from horizonml.machine.signals import StopRequest
+    from horizonml.security.token import Token
+
+_AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What this device is called there. Default: its host name.", show_default=False),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
+]
+
+
+def up(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N",
+            min=1,
+            max=4096,
+            help="Start when so many devices are ready, with this one. Default: start on Enter.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Name = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on.")] = 29400,
+    share_data: Annotated[
+        bool, typer.Option("--share-data", help="Hand the job's data to devices that lack it and accept it.")
+    ] = False,
+    train: Annotated[bool, typer.Option(help="Whether this device trains, too, as rank 0.")] = True,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
+    ] = False,
+    insecure: Insecure = False,
+) -> None:
+    """Train a job with all devices that join.
+
+    Run `horizonml join` on the other devices. They find this one by themselves, if they are on its network and have its
+    token, and they need neither the job file nor a rank or an address. Training starts on Enter, or at --workers N, and
+    goes on when devices join or leave.
+    """
+    from horizonml.lobby.messages import Outcome
+    from horizonml.lobby.up import Settings, Up
+    from horizonml.runtime.access import insecure as accepted
+
+    job = load_job(job_file, overrides)
+    token = None if insecure or accepted() else _token()
+    if token is None:
+        print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
+    settings = Settings(job, token, workers, name, host, port, train, share_data, fresh)
+    if Up(settings).run() is Outcome.STOPPED:
+        sys.exit(130)
+
+
+def _token() -> Token:
+    """Return this device's token, which is made if there is none. Raises SecurityError."""
+    from horizonml.security.token import find_token, make_token, save_token
+
+    token = find_token()
+    if token is None:
+        token = make_token()
+        file = save_token(token)
+        print(f"a new token ({token.id}) is in {file}")
+        print("Copy that file to the other devices, with mode 600, or paste there what `horizonml token --show` says.")
+    return token
+
+
+def join(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Go to this device without looking for it on the network.", show_default=False
+        ),
+    ] = None,
+    forever: Annotated[
+        bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
+    ] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="Fetch the job's data without a question where it is missing here.")
+    ] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run code of this device that the job names as `module:callable`.")
+    ] = False,
+    run_folder: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where this device keeps its part of runs, as FOLDER/NAME.")
+    ] = Path("runs"),
+    name: Name = None,
+    insecure: Insecure = False,
+) -> None:
+    """Let this device take part in a run that `horizonml up` has begun on another one.
+
+    It finds the run by itself, on the network that it is in. It gives its processor and its memory, gets the job and,
+    if you agree, the data, and may join and leave at any time; Ctrl-C leaves after the step.
+    """
+    from horizonml.lobby.join import Joiner, Settings
+    from horizonml.machine.signals import StopRequest, handling
+    from horizonml.runtime.access import insecure as accepted
+    from horizonml.security.token import find_token
+
+    token = None if insecure or accepted() else find_token()
+    if token is None and not (insecure or accepted()):
+        _refuse_without_token()
+    stop = StopRequest()
+    with handling(stop.note):
+        settings = Settings(token, run_folder, accept_data, allow_code, name, _ask)
+        joiner = Joiner(settings, stop)
+
+        def place() -> Place | None:
+            from horizonml.lobby.finding import at, find
+
+            return at(peer) if peer is not None else find(token.id if token else "", _choose, lambda: stop.wanted)
+
+        if forever:
+            _join_forever(joiner, place, stop)
+        else:
+            _join_once(joiner, place)
+
+
+def _join_once(joiner: Joiner, place: Callable[[], Place | None]) -> None:
+    """Take part in one run. Raises HorizonError."""
+    found = place()
+    if found is not None:
+        joiner.visit(found)
+
+
+def _join_forever(joiner: Joiner, place: Callable[[], Place | None], stop: StopRequest) -> None:
+    """Take part in one run after the other until this process is stopped."""
+    import time
+
+    from horizonml.errors import HorizonError
+
+    said = ""
+    while not stop.wanted:
+        try:
+            _join_once(joiner, place)
+            said = ""
+        except HorizonError as error:
+            if str(error) != said:  # and not again every few seconds
+                said = str(error)
+                print(f"{error}\ntrying again every few seconds", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + _AGAIN_SECONDS
+        while time.monotonic() < deadline and not stop.wanted:
+            time.sleep(0.1)
+
+
+def _refuse_without_token() -> None:
+    """Raise SecurityError, which says how this device gets a token."""
+    from horizonml.errors import SecurityError
+    from horizonml.security.token import TOKEN, token_file
+
+    raise SecurityError(
+        f"this device has no token; copy the one of the device that runs `horizonml up` (`horizonml token` says there "
+        f"where it is) to {token_file()}, with mode 600, or set ${TOKEN}; --insecure joins runs that have none"
+    )
+
+
+def _ask(question: str) -> bool:
+    """Ask the person at the terminal, if there is one."""
+    if not sys.stdin.isatty():
+        return False
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _choose(found: Sequence[Found]) -> Found | None:
+    """Let the person at the terminal choose among runs, if there is one."""
+    from horizonml.lobby.finding import words
+
+    if not sys.stdin.isatty():
+        return None
+    for number, service in enumerate(found, 1):
+        print(f"{number}  {words(service)}")
+    answer = input("Which one? [1] ").strip() or "1"
+    return found[int(answer) - 1] if answer.isdigit() and 0 < int(answer) <= len(found) else None
