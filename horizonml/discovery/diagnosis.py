@@ -53,9 +53,8 @@ def _in_container(tried: Sequence[Interface], root: Path = Path("/")) -> bool:
     """
     if not any((root / file).exists() for file in _CONTAINER):
         return False
-    return all(
-        _number(root, interface.name, "iflink") != _number(root, interface.name, "ifindex") for interface in tried
-    )
+    links = [root / "sys/class/net" / interface.name for interface in tried]
+    return all(_number(link / "iflink") != _number(link / "ifindex") for link in links)
 
 
 def _number(file: Path) -> str | None:
