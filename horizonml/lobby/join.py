@@ -5,25 +5,26 @@ from __future__ import annotations
 import secrets
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
+from horizonml.discovery.device import Device, this_device
 from horizonml.errors import HorizonError, JobError, RendezvousError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import echo
 from horizonml.lobby.accept import accept, check_lead, needed, with_data
 from horizonml.lobby.child import Child
-from horizonml.lobby.device import this_device, torch_version
 from horizonml.lobby.fetching import check_space, fetch, listing
 from horizonml.lobby.messages import MOST_JOB, News, Outcome, Phase, Sign, Standing, identifier
 from horizonml.lobby.offer import is_of, job_text, note_lineage
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.up import secret
-from horizonml.lobby.view import card_words
+from horizonml.lobby.view import device_words
 from horizonml.lobby.voice import Voice
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.checks import Fields, printable
@@ -75,18 +76,27 @@ class Joiner:
     def __init__(self, settings: Settings, stop: StopRequest) -> None:
         self._settings, self._stop = settings, stop
         self._id = secrets.token_hex(16)
-        self._device = this_device(settings.name)
-        print(f"this device gives {card_words(self._device)}", flush=True)
+        self._device: Device | None = None
+        self._describing = threading.Thread(target=self._describe, name="description", daemon=True)
+        self._describing.start()  # while the run is looked for
 
     def visit(self, place: Place) -> Visit:
         """Take part in the run of a lobby, and return how that ended. Raises HorizonError."""
-        sign = Sign(self._id, asdict(self._device), torch_version())
+        self._describing.join()
+        assert self._device is not None
+        sign = Sign(self._id, self._device)
         try:
             voice = Voice(lambda: self._connect(place), sign)
         except ServiceError as error:
             raise RendezvousError(f"{place.name} at {', '.join(place.hosts)}, port {place.port}: {error}") from None
         with voice:
             return _Visit(self._settings, self._stop, place, voice, self._reached).run()
+
+    def _describe(self) -> None:
+        """Describe this device, which takes half a second."""
+        own = this_device()
+        self._device = replace(own, name=self._settings.name) if self._settings.name is not None else own
+        print(f"this device gives {device_words(self._device)}", flush=True)
 
     def _connect(self, place: Place) -> Client:
         """Connect to the first address that answers. Raises ServiceError."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from horizonml.lobby.messages import MOST_CHUNK, Card, News, Outcome, Phase, Sign, Standing
+from horizonml.lobby.messages import MOST_CHUNK, News, Outcome, Phase, Sign, Standing
 from horizonml.lobby.offer import Offer
 from horizonml.lobby.sharing import Shelf
 from horizonml.rendezvous.checks import Fields
@@ -36,7 +36,6 @@ class Guest:
     """Describes a device that has come. Times are seconds of the lobby's clock."""
 
     sign: Sign
-    card: Card
     address: str
     came: float
     seen: float
@@ -112,8 +111,8 @@ class Lobby:
             now = self.clock()
             since = peer.state.get("lobby-since")
             if not isinstance(since, float):  # it has not been looked at before
-                sign, card = Sign.from_json(request)
-                refusal = self._welcome(peer, sign, card, now)
+                sign = Sign.from_json(request)
+                refusal = self._welcome(peer, sign, now)
                 if refusal is not None:
                     return refusal.to_json()
                 peer.state["lobby-since"] = since = now
@@ -131,13 +130,14 @@ class Lobby:
             guest.told = news.phase
             return news.to_json()
 
-    def _welcome(self, peer: Peer, sign: Sign, card: Card, now: float) -> News | None:
+    def _welcome(self, peer: Peer, sign: Sign, now: float) -> News | None:
         """Take note of a sign of life; return why the device cannot take part, if it cannot. Raises ValueError."""
         spoken_for = peer.state.setdefault("lobby-id", sign.id)
         if spoken_for != sign.id:
             raise ValueError("this connection speaks for another device already")
-        if self.torch and sign.torch != self.torch:
-            words = f"it has PyTorch {sign.torch}, and the others have {self.torch}; install that one"
+        theirs = sign.device.torch.partition("+")[0]
+        if self.torch and theirs != self.torch:
+            words = f"it has PyTorch {theirs or 'not at all'}, and the others have {self.torch}; install that one"
             return News(self.run, self.phase, self.offer.name, words=words, refused=True)
         if "lobby-connection" not in peer.state:
             self._connections += 1
@@ -152,11 +152,11 @@ class Lobby:
                 return News(self.run, self.phase, self.offer.name, words=words, refused=True)
             taken = {other.rank for other in self._guests.values()} | ({0} if self.take_part else set())
             rank = sign.rank if sign.run == self.run and sign.rank not in taken else None  # it was away, and trains
-            self._guests[sign.id] = Guest(sign, card, peer.address, now, now, own, rank)
+            self._guests[sign.id] = Guest(sign, peer.address, now, now, own, rank)
             return None
         if own < guest.connection:
             raise ValueError("another connection speaks for this device by now")
-        guest.sign, guest.card, guest.address, guest.seen, guest.connection = sign, card, peer.address, now, own
+        guest.sign, guest.address, guest.seen, guest.connection = sign, peer.address, now, own
         return None
 
     def _give_late(self, guest: Guest, now: float) -> None:

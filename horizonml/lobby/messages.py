@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from horizonml.discovery.device import Device
 from horizonml.rendezvous.checks import MOST_RANKS, Fields, shown, text, whole
 
 MOST_WORDS = 200  # characters of what a device says about itself
 MOST_JOB = 32 << 10  # characters of a job that travels
 MOST_CHUNK = 96 << 10  # bytes of a file, or of an echo, in one message
-_MOST_BYTES = 1 << 60
 _MOST_RATE = 1e15
 Kind = TypeVar("Kind", bound=StrEnum)
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -71,32 +71,6 @@ def identifier(values: Fields, name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Card:
-    """What a device says of itself, for the people who look at the lobby."""
-
-    name: str
-    model: str  # of the board or the processor
-    cores: float
-    memory: int  # bytes
-    architecture: str
-    speed: float  # floating-point operations per second, measured; 0 where that is not known
-
-    @classmethod
-    def from_json(cls, value: object) -> Card:
-        """Return what the description of a device says. Raises ValueError."""
-        if not isinstance(value, dict):
-            raise ValueError(f"a device must be an object, not {shown(value)}")
-        return cls(
-            name=words(value, "name"),
-            model=words(value, "model"),
-            cores=number(value, "cores", MOST_RANKS),
-            memory=whole(value, "memory", 0, _MOST_BYTES),
-            architecture=words(value, "architecture"),
-            speed=number(value, "speed", _MOST_RATE) if value.get("speed") is not None else 0.0,
-        )
-
-
-@dataclass(frozen=True)
 class Link:
     """What a device has measured of its way to the lobby: bytes per second in both directions, and a round trip."""
 
@@ -117,8 +91,7 @@ class Sign:
     """A device's sign of life, which it gives at least once a second."""
 
     id: str  # drawn by the device, and the same as long as its process lives
-    device: Fields  # what it says of itself (see Card)
-    torch: str  # its version of PyTorch, because ranks with different ones do not train together
+    device: Device  # what it says of itself
     standing: Standing = Standing.PREPARING
     words: str = ""
     link: Link | None = None
@@ -128,19 +101,17 @@ class Sign:
 
     def to_json(self) -> dict[str, object]:
         """Return the request."""
-        values = {
-            name: getattr(self, name) for name in ("id", "device", "torch", "standing", "words", "knows", "run", "rank")
-        }
-        return {"do": "device", **values, "link": asdict(self.link) if self.link is not None else None}
+        return {**asdict(self), "do": "device", "device": self.device.to_json()}
 
     @classmethod
-    def from_json(cls, values: Fields) -> tuple[Sign, Card]:
-        """Return what `to_json` was made of, with the description of the device. Raises ValueError."""
-        card = Card.from_json(values.get("device"))
-        sign = cls(
+    def from_json(cls, values: Fields) -> Sign:
+        """Return what `to_json` was made of. Raises ValueError."""
+        device = values.get("device")
+        if not isinstance(device, dict):
+            raise ValueError(f"a device must be an object, not {shown(device)}")
+        return cls(
             id=identifier(values, "id"),
-            device=asdict(card),
-            torch=words(values, "torch"),
+            device=Device.from_json(device),
             standing=_one_of(Standing, values, "standing"),
             words=words(values, "words"),
             link=Link.from_json(values["link"]) if values.get("link") is not None else None,
@@ -148,7 +119,6 @@ class Sign:
             run=identifier(values, "run") if values.get("run") is not None else None,
             rank=whole(values, "rank", 0, MOST_RANKS) if values.get("rank") is not None else None,
         )
-        return sign, card
 
 
 @dataclass(frozen=True)

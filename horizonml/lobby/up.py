@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from horizonml.discovery.device import measure_gflops, this_device
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.schema import Job
 from horizonml.lobby.accept import needed
 from horizonml.lobby.child import Child
-from horizonml.lobby.device import this_device, torch_version
 from horizonml.lobby.lobby import Guest, Lobby
 from horizonml.lobby.messages import Outcome, Standing
 from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_lineage, offer
@@ -74,7 +74,10 @@ class Up:
             raise JobError(problem)
         shelf = _shelf(settings)
         wanted = settings.wanted or self._offer.exactly
-        self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, torch_version())
+        self._own = this_device(measure=False)
+        if settings.name is not None:
+            self._own = replace(self._own, name=settings.name)
+        self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, self._own.torch.partition("+")[0])
         self._stop = StopRequest()
         self._child: Child | None = None
 
@@ -126,7 +129,7 @@ class Up:
 
     def _gather(self) -> bool:
         """Wait for the devices, and return whether training is to start. Raises HorizonError."""
-        own = this_device(self._settings.name)
+        threading.Thread(target=self._measure, name="speed", daemon=True).start()
         wanted, shelf = self._lobby.wanted, self._lobby.shelf
         shown = view("trains as rank 0" if self._settings.take_part else "does not train")
         shown.say(f"{self._offer.name}: `horizonml join` on other devices lets them take part (port {self._port})")
@@ -137,7 +140,7 @@ class Up:
         try:
             while not self._stop.wanted:
                 present = self._lobby.present()
-                shown.show(own, self._lobby.guests(), _hint(present, wanted))
+                shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
                 self._check_child()
                 if (wanted is not None and present >= wanted) or _enter(_LOOK_SECONDS):
                     if present > 0:
@@ -147,6 +150,10 @@ class Up:
             return False
         finally:
             shown.close()
+
+    def _measure(self) -> None:
+        """Measure the speed of this device."""
+        self._own = replace(self._own, gflops=measure_gflops())
 
     def _check_child(self) -> None:
         """Raise HorizonError if this device's own process ended before it had a rank."""
@@ -171,7 +178,7 @@ class Up:
         ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)
         shown.say(f"training starts on {count(size, 'device')}")
         for rank, guest in ranked:
-            shown.say(f"rank {rank} is {printable(guest.card.name)} ({_host(guest)})")
+            shown.say(f"rank {rank} is {printable(guest.sign.device.name)} ({_host(guest)})")
         self._progress = Progress(self._folder, 0)
         if self._child is not None:
             address = f"{_own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
@@ -181,7 +188,7 @@ class Up:
 
     def _train(self) -> Outcome:
         """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""
-        known = {guest.sign.id: printable(guest.card.name) for guest in self._lobby.guests()}
+        known = {guest.sign.id: printable(guest.sign.device.name) for guest in self._lobby.guests()}
         measured = False
         while not self._stop.wanted:
             self._progress.look()
@@ -212,10 +219,12 @@ class Up:
         now = {guest.sign.id: guest for guest in self._lobby.guests()}
         for id, guest in now.items():
             if id not in known and guest.rank is not None:
-                print(f"{printable(guest.card.name)} joins as rank {guest.rank}", file=sys.stderr, flush=True)
+                print(f"{printable(guest.sign.device.name)} joins as rank {guest.rank}", file=sys.stderr, flush=True)
         for id in known.keys() - now.keys():
             print(f"{known[id]} is gone", file=sys.stderr, flush=True)
-        return {id: printable(guest.card.name) for id, guest in now.items() if id in known or guest.rank is not None}
+        return {
+            id: printable(guest.sign.device.name) for id, guest in now.items() if id in known or guest.rank is not None
+        }
 
     def _all_done(self) -> bool:
         """Return whether devices have trained the job to the end, and none is left that still does."""

@@ -11,8 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from horizonml.discovery.device import Device
 from horizonml.lobby.lobby import Guest
-from horizonml.lobby.messages import Card, Standing, rate_words
+from horizonml.lobby.messages import Standing, rate_words
 from horizonml.rendezvous.checks import printable
 from horizonml.text import human_bytes
 
@@ -22,7 +23,7 @@ _HEADINGS = ("device", "model", "cores", "memory", "architecture", "speed", "lin
 class View(Protocol):
     """Shows a lobby."""
 
-    def show(self, own: Card, guests: Sequence[Guest], hint: str) -> None:
+    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
         """Show who is there now; called again and again."""
 
     def say(self, text: str) -> None:
@@ -32,21 +33,26 @@ class View(Protocol):
         """End the view; what it has shown last stays."""
 
 
-def speed_words(speed: float) -> str:
+def speed_words(device: Device) -> str:
     """Return a device's speed for people."""
-    return f"{speed / 1e9:.0f} GFLOP/s" if speed else "-"
+    return f"{device.gflops:.0f} GFLOP/s" if device.gflops else "-"
 
 
-def card_words(card: Card) -> str:
-    """Return what a device is, in one line."""
-    parts = [card.model, f"{card.cores:g} cores", human_bytes(card.memory), card.architecture, speed_words(card.speed)]
-    return printable(", ".join(part for part in parts if part != "-"))
+def model_words(device: Device) -> str:
+    """Return what a device is for people: its model, or else its processor."""
+    return device.model or device.processor.rpartition(" (")[0] or "-"
 
 
-def _cells(card: Card, link: str, state: str) -> list[Text]:
+def device_words(device: Device) -> str:
+    """Return what a device is and has, in one line."""
+    parts = [model_words(device), f"{device.cores:g} cores", human_bytes(device.memory), device.architecture]
+    return printable(", ".join(part for part in [*parts, speed_words(device)] if part != "-"))
+
+
+def _cells(device: Device, link: str, state: str) -> list[Text]:
     """Return a row of the table. What devices say is text, and never markup."""
-    cells = [card.name, card.model, f"{card.cores:g}", human_bytes(card.memory), card.architecture]
-    return [Text(printable(cell)) for cell in (*cells, speed_words(card.speed), link, state)]
+    cells = [device.name, model_words(device), f"{device.cores:g}", human_bytes(device.memory), device.architecture]
+    return [Text(printable(cell)) for cell in (*cells, speed_words(device), link, state)]
 
 
 def _state(guest: Guest) -> str:
@@ -63,11 +69,11 @@ class LiveTable:
         self._live = Live(console=self._console, refresh_per_second=4, transient=False)
         self._live.start()
 
-    def show(self, own: Card, guests: Sequence[Guest], hint: str) -> None:
+    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
         table = Table(*_HEADINGS, box=None, pad_edge=False)
         table.add_row(*_cells(own, "this device", self._own_state))
         for guest in guests:
-            table.add_row(*_cells(guest.card, rate_words(guest.sign.link), _state(guest)))
+            table.add_row(*_cells(guest.sign.device, rate_words(guest.sign.link), _state(guest)))
         self._live.update(Group(table, Text(hint)))
 
     def say(self, text: str) -> None:
@@ -84,13 +90,13 @@ class Lines:
         self._known: dict[str, tuple[str, Standing]] = {}
         self._hint = ""
 
-    def show(self, own: Card, guests: Sequence[Guest], hint: str) -> None:
+    def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
         here = {guest.sign.id: guest for guest in guests}
         for id, guest in here.items():
             before = self._known.get(id)
-            name, standing = printable(guest.card.name), guest.sign.standing
+            name, standing = printable(guest.sign.device.name), guest.sign.standing
             if before is None:
-                self.say(f"{name} is here: {card_words(guest.card)}")
+                self.say(f"{name} is here: {device_words(guest.sign.device)}")
             if standing is not Standing.PREPARING and (before is None or before[1] is not standing):
                 link = f", link {rate_words(guest.sign.link)}" if guest.sign.link is not None else ""
                 self.say(f"{name}: {printable(_state(guest))}{link}")
