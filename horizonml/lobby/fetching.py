@@ -27,8 +27,9 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 class Listing:
     """What another device shares."""
 
-    def __init__(self, items: list[Item]) -> None:
-        self.items = items
+    def __init__(self, items: list[Item], single: bool) -> None:
+        """`single` says that it is one file, and not a folder."""
+        self.items, self.single = items, single
         self.bytes = sum(item.size for item in items)
 
     @property
@@ -51,7 +52,7 @@ def listing(ask: Ask, wait: Callable[[int, int], None]) -> Listing:
                 raise ValueError("its list of files does not have as many as it says")
             items.extend(map(_item, files))
             page = ask({"do": "data", "list": len(items)}) if len(items) < announced else page
-        found = Listing(items)
+        found = Listing(items, page.get("single") is True and announced == 1)
         if found.bytes != size:
             raise ValueError(f"its files have {found.bytes:,} bytes, and it said {size:,}")
         names = [item.name.casefold() for item in items]
@@ -104,9 +105,8 @@ def _added_to(done: Callable[[int], None], before: int) -> Callable[[int], None]
 
 
 def _root(target: Path, found: Listing) -> Path:
-    """Return the folder, or the file if there is only one and it lies in no further folder."""
-    only = found.items[0].name if len(found.items) == 1 else "/"
-    return target if "/" in only else target / only
+    """Return the folder with the files, or the file if it is only one."""
+    return target / found.items[0].name if found.single else target
 
 
 def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[int], None]) -> None:

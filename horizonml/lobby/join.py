@@ -13,7 +13,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from horizonml.discovery.device import Device, this_device
-from horizonml.errors import HorizonError, JobError, RendezvousError
+from horizonml.errors import DataError, HorizonError, JobError, RendezvousError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import echo
@@ -28,7 +28,7 @@ from horizonml.lobby.view import device_words
 from horizonml.lobby.voice import Voice
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.checks import Fields, printable
-from horizonml.rendezvous.client import Client, ServiceError
+from horizonml.rendezvous.client import Client, ServiceError, ServiceRefuses
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token
 from horizonml.state.runfolder import RunFolder, foreign, make_run_folder
@@ -210,7 +210,11 @@ class _Visit:
         return with_data(job, where, path)
 
     def _ask(self, request: Fields) -> Fields:
-        return self._voice.ask(request)
+        """Ask for a part of the data. Raises DataError, ServiceError."""
+        try:
+            return self._voice.ask(request)
+        except ServiceRefuses as error:
+            raise DataError(f"{self._where} does not share the data: {error}") from None
 
     def _wait(self, words: str) -> None:
         """Wait a moment, and say for what. Raises JobError if this device is to leave."""

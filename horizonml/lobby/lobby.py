@@ -121,10 +121,10 @@ class Lobby:
                 peer.state.pop("lobby-since", None)
                 raise ValueError("another connection speaks for this device by now")
             self._give_late(guest, now)
-            news = self._news(guest)
-            to_begin = news.rank is not None and guest.sign.standing is Standing.READY
-            if news.phase is guest.sign.knows and not to_begin and now - since < HOLD_SECONDS:
+            begins = self.phase is Phase.STARTED and guest.rank is not None and guest.sign.standing is Standing.READY
+            if self.phase is guest.sign.knows and not begins and now - since < HOLD_SECONDS:
                 return None
+            news = self._news(guest)
             peer.state.pop("lobby-since", None)
             guest.seen = now
             guest.told = news.phase

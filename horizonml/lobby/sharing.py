@@ -38,7 +38,7 @@ class Shelf:
 
     def __init__(self, root: Path) -> None:
         """Look for the files, and begin to hash them. Raises DataError if a name cannot travel, or there is nothing."""
-        self._root = root
+        self._single = root.is_file()
         self._paths = _paths(root)
         self._sizes = {name: path.stat().st_size for name, path in self._paths.items()}
         self.bytes = sum(self._sizes.values())
@@ -63,7 +63,8 @@ class Shelf:
         if "list" in request:
             first = whole(request, "list", 0, MOST_FILES)
             page = [[item.name, item.size, item.sha256] for item in self._items[first : first + _MOST_PAGE]]
-            return {"ready": True, "files": page, "count": len(self._items), "bytes": self.bytes}
+            whole_list = {"count": len(self._items), "bytes": self.bytes, "single": self._single}
+            return {"ready": True, "files": page, **whole_list}
         number = whole(request, "file", 0, len(self._items) - 1)
         return {"piece": self._read(self._items[number], whole(request, "from", 0, _MOST_OFFSET))}
 
