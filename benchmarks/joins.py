@@ -66,13 +66,9 @@ def measure(devices: int, still_seconds: float = _STILL_SECONDS) -> Result:
         stack.callback(thread.join, 5.0)
         stack.callback(over.set)
         cpu = cpu_seconds()
-        others = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.joins", "--devices", str(devices), "--port", str(service.port)],
-            env={**os.environ, "HORIZONML_TOKEN": token.text},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(others.wait, 10.0)
+        command = [sys.executable, "-m", "benchmarks.joins", "--devices", str(devices), "--port", str(service.port)]
+        env = {**os.environ, "HORIZONML_TOKEN": token.text}
+        others = stack.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
         stack.callback(others.kill)
         _wait(lambda: lobby.present() == devices + 1, "all devices to be ready")
         joined, cpu = time.time(), cpu_seconds() - cpu

@@ -19,10 +19,10 @@ from tests.distributed.processes import wait_for
 
 GOOD = ["a", "a.jpg", "train/cats/0 (1).jpg", "été/字.png", "a-b_c+d=e,f@g[1]", "1.tar", "_x", "x's"]
 BAD = [
-    "", "/etc/passwd", "..", "../x", "a/../b", "a/./b", ".", "a//b", "a/", "/", ".hidden", "a/.ssh/key", "a\\b", 
-    "C:\\x", "c:x", "a\0b", "a\nb", "a\x1b[2J", "~/x", "a/~", "-rf", "a;b", "a|b", "$(x)", "`x`", "a*", "a?", '"x"', "a<b", 
-    "x ", "x.",
-    "con", "a/NUL.txt", "a" * 201, "/".join("a" * 33), "a/" * 600 + "b", "a\u202eb", "a\u200bb", None, 1, ["a"],
+    "", "/etc/passwd", "..", "../x", "a/../b", "a/./b", ".", "a//b", "a/", "/", ".hidden", "a/.ssh/key", "a\\b",
+    "C:\\x", "c:x", "a\0b", "a\nb", "a\x1b[2J", "~/x", "a/~", "-rf", "a;b", "a|b", "$(x)", "`x`", "a*", "a?", '"x"',
+    "a<b", "x ", "x.", "con", "a/NUL.txt", "a" * 201, "/".join("a" * 33), "a/" * 600 + "b", "a\u202eb", "a\u200bb",
+    None, 1, ["a"],
 ]  # fmt: skip
 
 
