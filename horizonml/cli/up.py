@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,7 @@ from horizonml.cli.options import JobFile, Overrides, load_job
 
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
+    from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner, Place
     from horizonml.machine.signals import StopRequest
     from horizonml.security.token import Token
@@ -96,6 +97,14 @@ def join(
     forever: Annotated[
         bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
     ] = False,
+    when_idle: Annotated[
+        bool, typer.Option("--when-idle", help="Train only while nobody uses this device and nothing else is busy.")
+    ] = False,
+    max_temperature: Annotated[
+        float | None,
+        typer.Option(metavar="DEGREES", help="Leave while the processor is hotter, in Celsius.", show_default=False),
+    ] = None,
+    on_mains: Annotated[bool, typer.Option("--on-mains", help="Train only while this device is plugged in.")] = False,
     accept_data: Annotated[
         bool, typer.Option("--accept-data", help="Fetch the job's data without a question where it is missing here.")
     ] = False,
@@ -107,23 +116,38 @@ def join(
     ] = Path("runs"),
     name: Name = None,
     insecure: Insecure = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command with these options.")
+    ] = False,
 ) -> None:
     """Let this device take part in a run that `horizonml up` has begun on another one.
 
     It finds the run by itself, on the network that it is in. It gives its processor and its memory, gets the job and,
     if you agree, the data, and may join and leave at any time; Ctrl-C leaves after the step.
+
+    This device always joins, and its owner comes first:
+
+        horizonml join --forever --when-idle --print-unit
     """
+    from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner, Settings
     from horizonml.machine.signals import StopRequest, handling
     from horizonml.runtime.access import insecure as accepted
     from horizonml.security.token import find_token
 
+    if print_unit:
+        chosen = {"--forever": True, "--when-idle": when_idle, "--on-mains": on_mains, "--accept-data": accept_data}
+        chosen |= {"--allow-code": allow_code, "--insecure": insecure}
+        values = {"--peer": peer, "--max-temperature": max_temperature, "--name": name}
+        values["--run-folder"] = str(run_folder) if run_folder != Path("runs") else None
+        _print_unit([option for option, wanted in chosen.items() if wanted], values)
+        return
     token = None if insecure or accepted() else find_token()
     if token is None and not (insecure or accepted()):
         _refuse_without_token()
     stop = StopRequest()
-    with handling(stop.note):
-        settings = Settings(token, run_folder, accept_data, allow_code, name, _ask)
+    with handling(stop.note), Courtesy(when_idle, max_temperature, on_mains, stop) as courtesy:
+        settings = Settings(token, run_folder, accept_data, allow_code, name, _ask, courtesy.reason)
         joiner = Joiner(settings, stop)
 
         def place() -> Place | None:
@@ -132,36 +156,47 @@ def join(
             return at(peer) if peer is not None else find(token.id if token else "", _choose, lambda: stop.wanted)
 
         if forever:
-            _join_forever(joiner, place, stop)
+            _join_forever(joiner, place, courtesy, stop)
         else:
-            _join_once(joiner, place)
+            _join_once(joiner, place, courtesy)
 
 
-def _join_once(joiner: Joiner, place: Callable[[], Place | None]) -> None:
-    """Take part in one run. Raises HorizonError."""
-    found = place()
-    if found is not None:
-        joiner.visit(found)
+def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy) -> None:
+    """Take part in one run, with pauses while this device's owner needs it. Raises HorizonError."""
+    from horizonml.lobby.join import Visit
+
+    while courtesy.wait():
+        found = place()
+        if found is None or joiner.visit(found) is not Visit.YIELDED:
+            return
 
 
-def _join_forever(joiner: Joiner, place: Callable[[], Place | None], stop: StopRequest) -> None:
+def _join_forever(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy, stop: StopRequest) -> None:
     """Take part in one run after the other until this process is stopped."""
-    import time
-
     from horizonml.errors import HorizonError
 
     said = ""
     while not stop.wanted:
         try:
-            _join_once(joiner, place)
+            _join_once(joiner, place, courtesy)
             said = ""
         except HorizonError as error:
             if str(error) != said:  # and not again every few seconds
                 said = str(error)
                 print(f"{error}\ntrying again every few seconds", file=sys.stderr, flush=True)
-        deadline = time.monotonic() + _AGAIN_SECONDS
-        while time.monotonic() < deadline and not stop.wanted:
-            time.sleep(0.1)
+        courtesy.sleep(_AGAIN_SECONDS)
+
+
+def _print_unit(flags: Sequence[str], values: Mapping[str, object]) -> None:
+    """Print the systemd unit for this device. Raises JobError."""
+    from horizonml.machine.unit import unit
+    from horizonml.security.token import token_file
+
+    options = [*flags]
+    for option, value in values.items():
+        if value is not None:
+            options += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    print(unit(options, source=str(token_file())), end="")
 
 
 def _refuse_without_token() -> None:

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from horizonml.discovery.device import Device, this_device
+from horizonml.discovery.peer import diagnose_peer
 from horizonml.errors import DataError, HorizonError, JobError, RendezvousError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -59,7 +60,7 @@ class Settings:
     allow_code: bool = False
     name: str | None = None
     ask: Callable[[str], bool] = lambda question: False  # the person at the terminal, if there is one
-    busy: Callable[[], str] = lambda: ""  # why this device must not work now; empty if it may
+    busy: Callable[[], str | None] = lambda: None  # why this device must not train now; None if it may
 
 
 class Visit(Enum):
@@ -88,7 +89,9 @@ class Joiner:
         try:
             voice = Voice(lambda: self._connect(place), sign)
         except ServiceError as error:
-            raise RendezvousError(f"{place.name} at {', '.join(place.hosts)}, port {place.port}: {error}") from None
+            host, token = place.hosts[0], self._settings.token
+            reason = diagnose_peer(host, place.port, token) or f"{place.name} at {host}:{place.port}: {error}"
+            raise RendezvousError(reason.removesuffix(".")) from None
         with voice:
             return _Visit(self._settings, self._stop, place, voice, self._reached).run()
 
