@@ -54,8 +54,8 @@ def find(token_id: str, choose: Callable[[Sequence[Found]], Found | None], stop:
         return None
     fitting = [service for service in found if fits(service, token_id)]
     for service in found:
-        mark = "" if service in fitting else " (not for this device)"
-        print(f"found {words(service)} after {time.monotonic() - begin:.1f} s{mark}", flush=True)
+        mark = f" (after {first[0] - begin:.1f} s)" if service in fitting else ", but not for this device"
+        print(f"found {words(service)}{mark}", flush=True)
     if not fitting:
         raise RendezvousError(
             f"no run was found within {SECONDS:.0f} s\n{explain_nobody(found, token_id, __version__)}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import tempfile
 import threading
 import time
@@ -38,6 +37,7 @@ from horizonml.text import count, human_bytes
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 60.0  # for a lobby that does not answer
 _FIRST_SECONDS = 10.0  # for its first answer
+_OVER = "the run is over"
 _OVER_SECONDS = 10.0  # for the news that a run is over, once this device's rank has ended well
 
 
@@ -69,6 +69,7 @@ class Visit(Enum):
     OVER = auto()  # the run is
     LEFT = auto()  # as asked
     YIELDED = auto()  # to whoever uses this device
+    AGAIN = auto()  # the lobby is another one by now: `horizonml up` was started anew
 
 
 class Joiner:
@@ -93,7 +94,8 @@ class Joiner:
             reason = diagnose_peer(host, place.port, token) or f"{place.name} at {host}:{place.port}: {error}"
             raise RendezvousError(reason.removesuffix(".")) from None
         with voice:
-            return _Visit(self._settings, self._stop, place, voice, self._reached).run()
+            visit = _Visit(self._settings, self._stop, place, voice, self._reached).run()
+        return self.visit(place) if visit is Visit.AGAIN else visit
 
     def _describe(self) -> None:
         """Describe this device, which takes half a second."""
@@ -128,6 +130,7 @@ class _Visit:
     def run(self) -> Visit:
         """Prepare, wait for the start, train, and return how that ended. Raises HorizonError."""
         news = self._first_news()
+        self._run = news.run
         print(f"{self._where} trains {printable(news.job)}; this device is the {_th(news.position)} there", flush=True)
         with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
             try:
@@ -137,7 +140,7 @@ class _Visit:
                 file.write_text(job_text(job))
                 self._child = Child(file, True)
                 self._voice.say(Standing.PREPARING, "measures its link")
-                self._voice.say(Standing.READY, link=echo.measure(self._voice.ask))
+                self._voice.say(Standing.READY, run=self._run, link=echo.measure(self._voice.ask))
                 return self._stay(job, lineage)
             except ServiceError as error:
                 raise RendezvousError(f"{self._where} does not answer any more: {error}") from None
@@ -244,12 +247,13 @@ class _Visit:
                 return Visit.YIELDED
             if news.refused:
                 raise RendezvousError(f"{self._where} does not let this device in: {news.words}")
+            if news.run != self._run:
+                return self._again()
             if news.phase is Phase.OVER:
                 return self._tell_end(news)
             if news.rank is not None and self._voice.lost_at is None:
                 return self._train(job, lineage, news)
-            self._say(_waiting(news))
-            self._check_lost()
+            self._say(self._lost() or _waiting(news))
             time.sleep(_LOOK_SECONDS)
 
     def _train(self, job: Job, lineage: str, news: News) -> Visit:
@@ -262,19 +266,21 @@ class _Visit:
         env = {"RANK": str(news.rank), "WORLD_SIZE": str(news.world_size), "HORIZONML_RENDEZVOUS": self._address}
         progress = Progress(job.run_folder, news.rank)
         self._child.begin(env | secret(self._settings.token))
-        self._voice.say(Standing.TRAINING, run=news.run, rank=news.rank)
-        print(f"training begins: this device is rank {news.rank} of {news.world_size}", flush=True)
+        self._voice.say(Standing.TRAINING, rank=news.rank)
+        began = count(news.world_size or 0, "device")
+        late = f"; the run began with {began}" if news.rank >= (news.world_size or 0) else f" of {news.world_size}"
+        print(f"training begins: this device is rank {news.rank}{late}", flush=True)
         asked = ""
         while self._child.poll() is None:
             reason = "it was asked to" if self._stop.wanted else self._settings.busy()
-            now = self._voice.news
+            now = self._news_of_run()
             if reason and not asked:
                 asked = reason
                 print(f"this device leaves after the step, because {reason}", flush=True)
                 self._child.ask_to_stop()
-            over = now is not None and now.phase is Phase.OVER and now.outcome is not Outcome.COMPLETE
-            if over and not asked:
-                asked = "over"
+            over = now is None or (now.phase is Phase.OVER and now.outcome is not Outcome.COMPLETE)
+            if over and not asked:  # or there is another run by now, and nobody will meet this one's ranks again
+                asked = _OVER
                 self._child.ask_to_stop()
             if self._stop.at_once:
                 self._child.end(at_once=True)
@@ -290,7 +296,7 @@ class _Visit:
         code, lost = self._child.poll(), self._voice.lost_at is not None
         progress.look()
         done = f"after {count(progress.step, 'step')}" if progress.step else "before its first step"
-        if asked and asked != "over":
+        if asked and asked != _OVER:
             self._voice.leave(asked)
             print(f"this device has left the run {done}; the others go on", flush=True)
             return Visit.LEFT if self._stop.wanted else Visit.YIELDED
@@ -298,9 +304,11 @@ class _Visit:
             self._voice.say(Standing.DONE)
         deadline = time.monotonic() + _OVER_SECONDS
         while time.monotonic() < deadline and self._voice.lost_at is None and not self._stop.wanted:
-            news = self._voice.news
-            if news is not None and news.phase is Phase.OVER:
-                self._voice.leave("the run is over")
+            news = self._news_of_run()
+            if news is None:
+                return self._again()
+            if news.phase is Phase.OVER:
+                self._voice.leave(_OVER)
                 return self._tell_end(news)
             time.sleep(_LOOK_SECONDS)
         if code == 0:
@@ -309,13 +317,23 @@ class _Visit:
         gone = f" ({self._where} does not answer any more)" if lost else ""
         raise HorizonError(f"this device's rank has failed{gone}: {self._child.error()}")
 
+    def _news_of_run(self) -> News | None:
+        """Return the latest news, or None if they are of another run than this device's."""
+        news = self._voice.news
+        return news if news is not None and news.run == self._run else None
+
+    def _again(self) -> Visit:
+        """Say that there is another run by now."""
+        print(f"`horizonml up` was started anew on {self._where}", flush=True)
+        return Visit.AGAIN
+
     def _tell_end(self, news: News) -> Visit:
-        """Say how the run has ended."""
+        """Say how the run has ended. Raises HorizonError if it has failed."""
         match news.outcome:
             case Outcome.COMPLETE:
-                print(f"{printable(news.job)} is trained to the end: {self._where} has the result", flush=True)
+                print(f"{printable(news.job)} is trained to the end; {printable(news.words)}", flush=True)
             case Outcome.FAILED:
-                print(f"the run has failed at {self._where}: {printable(news.words)}", file=sys.stderr, flush=True)
+                raise HorizonError(f"the run has failed on {self._where}: {printable(news.words)}")
             case _:
                 print(f"the run is over: {printable(news.words) or 'it was stopped'}", flush=True)
         return Visit.OVER
@@ -326,16 +344,16 @@ class _Visit:
             self._said = text
             print(text, flush=True)
 
-    def _check_lost(self) -> None:
-        """Say that the lobby does not answer, and raise RendezvousError when it has not for long."""
+    def _lost(self) -> str | None:
+        """Return in words that the lobby does not answer, or None. Raises RendezvousError if it has not for long."""
         lost = self._voice.lost_at
         if lost is None:
-            return
-        self._say(f"{self._where} does not answer ({self._voice.problem}); trying for {_PATIENCE_SECONDS:.0f} s")
+            return None
         if time.monotonic() - lost > _PATIENCE_SECONDS:
             raise RendezvousError(
                 f"{self._where} has not answered for {_PATIENCE_SECONDS:.0f} s: {self._voice.problem}"
             )
+        return f"{self._where} does not answer any more; trying again for {_PATIENCE_SECONDS:.0f} s"
 
 
 def _take_folder(job: Job, lineage: str) -> None:

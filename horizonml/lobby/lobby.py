@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from horizonml.lobby.messages import MOST_CHUNK, News, Outcome, Phase, Sign, Standing
 from horizonml.lobby.offer import Offer
@@ -112,6 +112,8 @@ class Lobby:
             since = peer.state.get("lobby-since")
             if not isinstance(since, float):  # it has not been looked at before
                 sign = Sign.from_json(request)
+                if sign.run not in (None, self.run) and sign.standing is not Standing.LEAVING:
+                    sign = replace(sign, standing=Standing.PREPARING, words="is ready for an earlier run", rank=None)
                 refusal = self._welcome(peer, sign, now)
                 if refusal is not None:
                     return refusal.to_json()
@@ -122,7 +124,8 @@ class Lobby:
                 raise ValueError("another connection speaks for this device by now")
             self._give_late(guest, now)
             begins = self.phase is Phase.STARTED and guest.rank is not None and guest.sign.standing is Standing.READY
-            if self.phase is guest.sign.knows and not begins and now - since < HOLD_SECONDS:
+            news_to_come = self.phase is guest.sign.knows is not Phase.OVER and not begins
+            if news_to_come and now - since < HOLD_SECONDS:
                 return None
             news = self._news(guest)
             peer.state.pop("lobby-since", None)
@@ -151,7 +154,7 @@ class Lobby:
                 words = f"{count(MOST_DEVICES, 'device')} are here already, which is the most that a lobby takes"
                 return News(self.run, self.phase, self.offer.name, words=words, refused=True)
             taken = {other.rank for other in self._guests.values()} | ({0} if self.take_part else set())
-            rank = sign.rank if sign.run == self.run and sign.rank not in taken else None  # it was away, and trains
+            rank = sign.rank if sign.rank not in taken else None  # it was away, and trains
             self._guests[sign.id] = Guest(sign, peer.address, now, now, own, rank)
             return None
         if own < guest.connection:

@@ -96,8 +96,8 @@ class Sign:
     words: str = ""
     link: Link | None = None
     knows: Phase | None = None  # the phase that it has been told last: the reply waits until there is news
-    run: str | None = None  # the run in which it has a rank
-    rank: int | None = None
+    run: str | None = None  # the run for which it is ready, or trains
+    rank: int | None = None  # with which it trains there
 
     def to_json(self) -> dict[str, object]:
         """Return the request."""

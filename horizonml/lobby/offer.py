@@ -76,14 +76,12 @@ def check_wanted(offered: Offer, wanted: int | None) -> None:
 
 
 def lineage_of(folder: Path, fresh: bool) -> str:
-    """Return the lineage that a run in this folder continues, or a new one if it begins from nothing."""
+    """Return the lineage of the training that a run in this folder continues, or a new one if it begins one."""
     try:
         known = (folder / _LINEAGE).read_text().strip()
     except OSError:
         known = ""
-    if known and not fresh and any((folder / "checkpoints").glob("step-*")):
-        return known
-    return secrets.token_hex(16)
+    return secrets.token_hex(16) if fresh or not known else known
 
 
 def note_lineage(folder: Path, lineage: str) -> None:

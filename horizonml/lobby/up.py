@@ -203,11 +203,11 @@ class Up:
                     error = self._child.error()
                     self._end(Outcome.FAILED, error.splitlines()[0] if error else "")
                     raise _failed(error, code)
-                self._end(Outcome.COMPLETE)
+                self._end(Outcome.COMPLETE, f"the result is on {self._own.name}")
                 print(f"the run is in {self._folder}", flush=True)
                 return Outcome.COMPLETE
             if self._child is None and self._all_done():
-                self._end(Outcome.COMPLETE)
+                self._end(Outcome.COMPLETE, "the result is on the device that had rank 0")
                 print("the devices have trained the job to the end; their run folders have what it left", flush=True)
                 return Outcome.COMPLETE
             time.sleep(_LOOK_SECONDS)
@@ -252,8 +252,8 @@ def secret(token: Token | None) -> dict[str, str]:
 def _hint(present: int, wanted: int | None) -> str:
     """Return what is waited for."""
     if wanted is not None:
-        return f"{present} of {count(wanted, 'device')} are ready" + ("; Enter starts at once" if _terminal() else "")
-    return f"{count(present, 'device')} ready; press Enter to start"
+        return f"ready: {present} of {count(wanted, 'device')}" + ("; Enter starts at once" if _terminal() else "")
+    return f"ready: {count(present, 'device')}; press Enter to start"
 
 
 def _terminal() -> bool:

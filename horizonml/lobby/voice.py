@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from horizonml.lobby.messages import News, Sign, Standing, shortened
+from horizonml.lobby.messages import News, Phase, Sign, Standing, shortened
 from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.client import Client, ServiceError
 
@@ -79,7 +79,7 @@ class Voice(threading.Thread):
                 self._note(error)
                 self._ended.wait(_AGAIN_SECONDS)
                 continue
-            if sign.standing not in _PATIENT:
+            if sign.standing not in _PATIENT or self.news.phase is Phase.OVER:
                 self._changed.wait(_BEAT_SECONDS)
 
     def _note(self, error: Exception) -> None:

@@ -97,12 +97,12 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     joiners.append(devices.start(5, "join"))
     assert joiners[0].ends() == 0, joiners[0].text
     assert "this device has left the run after" in joiners[0].text
-    joiners[-1].says("this device is rank 5 of 5")
+    joiners[-1].says("this device is rank 5; the run began with 5 devices")
 
     assert host.ends(120) == 0, host.text
     codes = [joiner.ends() for joiner in joiners]
     assert codes == [0] * 5, "\n\n".join(joiner.text for joiner in joiners)
-    assert all("digits is trained to the end: device-0 has the result" in joiner.text for joiner in joiners[1:])
+    assert all("digits is trained to the end; the result is on device-0" in joiner.text for joiner in joiners[1:])
     assert devices.records(0, 0, "evaluation")[-1]["accuracy"] > 0.98
     sizes = {run["world_size"] for run in devices.records(0, 0, "run")}
     assert {4, 5} <= sizes
@@ -121,7 +121,7 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
         "model: {name: gpt, options: {layers: 2, heads: 2, width: 32}}}"
     )
     host = devices.start(0, "up", "job.yaml", "--workers", "2", "--share-data")
-    host.says("1 of 2 devices are ready")
+    host.says("ready: 1 of 2 devices")
     refused = devices.start(2, "join", "--run-folder", "elsewhere")
     assert refused.ends() == 2, refused.text
     assert "data.path: book.txt is not on this device" in refused.text

@@ -155,6 +155,16 @@ def test_a_device_that_was_away_while_it_trained_keeps_its_rank() -> None:
     assert Visitor(hall, 4).told(standing=Standing.TRAINING, run="f" * 32, rank=7).rank is None, "another run's rank"
 
 
+def test_who_is_ready_for_an_earlier_run_is_not_ready_for_this_one() -> None:
+    hall = lobby()
+    visitor = Visitor(hall, 1, run="f" * 32)
+    visitor.told()
+    assert hall.present() == 1
+    assert hall.start() == 1
+    assert visitor.told().rank is None
+    assert visitor.told(run=hall.run).rank == 1
+
+
 def test_a_device_that_has_left_may_come_back() -> None:
     hall = lobby()
     visitor = Visitor(hall, 1)
@@ -297,12 +307,11 @@ def test_the_files_that_a_job_trains_on_are_named(tmp_path: Any) -> None:
     assert needed(job(data=stream)) is None
 
 
-def test_a_lineage_lasts_as_long_as_there_are_checkpoints_to_go_on_from(tmp_path: Any) -> None:
+def test_a_run_in_a_folder_is_of_the_lineage_of_the_one_before_unless_it_starts_over(tmp_path: Any) -> None:
     folder = tmp_path / "run"
     first = lineage_of(folder, fresh=False)
     assert is_of(folder, first)
     note_lineage(folder, first)
-    assert lineage_of(folder, fresh=False) != first, "there is nothing to go on from"
     (folder / "checkpoints" / "step-00000001").mkdir(parents=True)
     assert lineage_of(folder, fresh=False) == first
     assert lineage_of(folder, fresh=True) != first
