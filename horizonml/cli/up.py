@@ -129,6 +129,7 @@ def join(
 
         horizonml join --forever --when-idle --print-unit
     """
+    from horizonml.lobby import terminal
     from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner, Settings
     from horizonml.machine.signals import StopRequest, handling
@@ -147,13 +148,19 @@ def join(
         _refuse_without_token()
     stop = StopRequest()
     with handling(stop.note), Courtesy(when_idle, max_temperature, on_mains, stop) as courtesy:
-        settings = Settings(token, run_folder, accept_data, allow_code, name, _ask, courtesy.reason)
+
+        def agrees(question: str) -> bool:
+            return (terminal.answer(f"{question} [y/N]", lambda: stop.wanted) or "").lower() in ("y", "yes")
+
+        settings = Settings(token, run_folder, accept_data, allow_code, name, agrees, courtesy.reason)
         joiner = Joiner(settings, stop)
 
         def place() -> Place | None:
             from horizonml.lobby.finding import at, find
 
-            return at(peer) if peer is not None else find(token.id if token else "", _choose, lambda: stop.wanted)
+            if peer is not None:
+                return at(peer)
+            return find(token.id if token else "", lambda found: _choose(found, stop), lambda: stop.wanted)
 
         if forever:
             _join_forever(joiner, place, courtesy, stop)
@@ -210,20 +217,17 @@ def _refuse_without_token() -> None:
     )
 
 
-def _ask(question: str) -> bool:
-    """Ask the person at the terminal, if there is one."""
-    if not sys.stdin.isatty():
-        return False
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-
-
-def _choose(found: Sequence[Found]) -> Found | None:
+def _choose(found: Sequence[Found], stop: StopRequest) -> Found | None:
     """Let the person at the terminal choose among runs, if there is one."""
+    from horizonml.lobby import terminal
     from horizonml.lobby.finding import words
 
-    if not sys.stdin.isatty():
+    if not terminal.is_there():
         return None
     for number, service in enumerate(found, 1):
         print(f"{number}  {words(service)}")
-    answer = input("Which one? [1] ").strip() or "1"
+    answer = terminal.answer("Which one? [1]", lambda: stop.wanted)
+    if answer is None:
+        return None
+    answer = answer or "1"
     return found[int(answer) - 1] if answer.isdigit() and 0 < int(answer) <= len(found) else None

@@ -62,6 +62,8 @@ def find(token_id: str, choose: Callable[[Sequence[Found]], Found | None], stop:
             "`horizonml join --peer HOST` goes to a device's address without looking for it."
         )
     chosen = fitting[0] if len(fitting) == 1 else choose(fitting)
+    if stop():
+        return None
     if chosen is None:
         names = "; ".join(f"--peer {service.host}:{service.port} for {words(service)}" for service in fitting)
         raise RendezvousError(f"there are {len(fitting)} runs with this device's token; choose one: {names}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from horizonml.discovery.device import measure_gflops, this_device
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.schema import Job
+from horizonml.lobby import terminal
 from horizonml.lobby.accept import needed
 from horizonml.lobby.child import Child
 from horizonml.lobby.lobby import Guest, Lobby
@@ -25,7 +25,7 @@ from horizonml.lobby.messages import Outcome, Standing
 from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_lineage, offer
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.sharing import Shelf
-from horizonml.lobby.view import View, view
+from horizonml.lobby.view import View, rows, view
 from horizonml.machine.network import listen, route_to
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
@@ -67,7 +67,7 @@ class Up:
         self._lineage = lineage_of(self._folder, settings.fresh)
         self._offer = offer(settings.job, self._lineage)
         check_wanted(self._offer, settings.wanted)
-        if settings.wanted is None and not sys.stdin.isatty():
+        if settings.wanted is None and not terminal.is_there():
             raise JobError("--workers: say with how many devices training starts, because nobody can press Enter here")
         problem = foreign(self._folder) if settings.fresh else None
         if problem is not None:
@@ -80,6 +80,21 @@ class Up:
         self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, self._own.torch.partition("+")[0])
         self._stop = StopRequest()
         self._child: Child | None = None
+        self._started = False
+
+    def devices(self) -> list[dict[str, str]]:
+        """Return who is there, as rows for people."""
+        return rows(self._own, self._own_state(), self._lobby.guests())
+
+    def start_now(self) -> str:
+        """Start with the devices that are ready, as Enter does; return in words what happens."""
+        self._started = True
+        return f"training starts on {count(self._lobby.present(), 'device')}"
+
+    def stop_now(self) -> str:
+        """Stop as Ctrl-C does; return in words what happens."""
+        self._stop.wanted = True
+        return "the run is being stopped: all devices finish their step and save a checkpoint"
 
     def run(self) -> Outcome:
         """Gather devices, train, and return how it ended. Raises HorizonError."""
@@ -131,7 +146,7 @@ class Up:
         """Wait for the devices, and return whether training is to start. Raises HorizonError."""
         threading.Thread(target=self._measure, name="speed", daemon=True).start()
         wanted, shelf = self._lobby.wanted, self._lobby.shelf
-        shown = view("trains as rank 0" if self._settings.take_part else "does not train")
+        shown = view(self._own_state())
         shown.say(f"{self._offer.name}: `horizonml join` on other devices lets them take part (port {self._port})")
         if shelf is not None:
             left_out = f"; {count(shelf.left_out, 'link')} left out" if shelf.left_out else ""
@@ -142,7 +157,9 @@ class Up:
                 present = self._lobby.present()
                 shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
                 self._check_child()
-                if (wanted is not None and present >= wanted) or _enter(_LOOK_SECONDS):
+                pressed = terminal.typed(_LOOK_SECONDS) is not None or self._started
+                if pressed or (wanted is not None and present >= wanted):
+                    self._started = False
                     if present > 0:
                         self._start(shown)
                         return True
@@ -154,6 +171,9 @@ class Up:
     def _measure(self) -> None:
         """Measure the speed of this device."""
         self._own = replace(self._own, gflops=measure_gflops())
+
+    def _own_state(self) -> str:
+        return "trains as rank 0" if self._settings.take_part else "does not train"
 
     def _check_child(self) -> None:
         """Raise HorizonError if this device's own process ended before it had a rank."""
@@ -204,7 +224,9 @@ class Up:
                     self._end(Outcome.FAILED, error.splitlines()[0] if error else "")
                     raise _failed(error, code)
                 self._end(Outcome.COMPLETE, f"the result is on {self._own.name}")
-                print(f"the run is in {self._folder}", flush=True)
+                print(
+                    f"{self._offer.name} is trained to the end: `horizonml report {self._folder}` shows how", flush=True
+                )
                 return Outcome.COMPLETE
             if self._child is None and self._all_done():
                 self._end(Outcome.COMPLETE, "the result is on the device that had rank 0")
@@ -252,21 +274,10 @@ def secret(token: Token | None) -> dict[str, str]:
 def _hint(present: int, wanted: int | None) -> str:
     """Return what is waited for."""
     if wanted is not None:
-        return f"ready: {present} of {count(wanted, 'device')}" + ("; Enter starts at once" if _terminal() else "")
+        return f"ready: {present} of {count(wanted, 'device')}" + (
+            "; Enter starts at once" if terminal.is_there() else ""
+        )
     return f"ready: {count(present, 'device')}; press Enter to start"
-
-
-def _terminal() -> bool:
-    return sys.stdin.isatty()
-
-
-def _enter(seconds: float) -> bool:
-    """Wait for some seconds, and return whether Enter was pressed at the terminal."""
-    if not _terminal():
-        time.sleep(seconds)
-        return False
-    readable, _, _ = select.select([sys.stdin], [], [], seconds)
-    return bool(readable) and sys.stdin.readline().endswith("\n")
 
 
 def _shelf(settings: Settings) -> Shelf | None:

@@ -17,8 +17,6 @@ from horizonml.lobby.messages import Standing, rate_words
 from horizonml.rendezvous.checks import printable
 from horizonml.text import human_bytes
 
-_HEADINGS = ("device", "model", "cores", "memory", "architecture", "speed", "link", "state")
-
 
 class View(Protocol):
     """Shows a lobby."""
@@ -49,10 +47,23 @@ def device_words(device: Device) -> str:
     return printable(", ".join(part for part in [*parts, speed_words(device)] if part != "-"))
 
 
-def _cells(device: Device, link: str, state: str) -> list[Text]:
-    """Return a row of the table. What devices say is text, and never markup."""
-    cells = [device.name, model_words(device), f"{device.cores:g}", human_bytes(device.memory), device.architecture]
-    return [Text(printable(cell)) for cell in (*cells, speed_words(device), link, state)]
+def rows(own: Device, own_state: str, guests: Sequence[Guest]) -> list[dict[str, str]]:
+    """Return what is shown of this device and of those that have come, by heading."""
+    entries = [(own, "this device", own_state)]
+    entries += [(guest.sign.device, rate_words(guest.sign.link), _state(guest)) for guest in guests]
+    return [
+        {
+            "device": printable(device.name),
+            "model": printable(model_words(device)),
+            "cores": f"{device.cores:g}",
+            "memory": human_bytes(device.memory),
+            "architecture": printable(device.architecture),
+            "speed": speed_words(device),
+            "link": link,
+            "state": printable(state),
+        }
+        for device, link, state in entries
+    ]
 
 
 def _state(guest: Guest) -> str:
@@ -70,10 +81,10 @@ class LiveTable:
         self._live.start()
 
     def show(self, own: Device, guests: Sequence[Guest], hint: str) -> None:
-        table = Table(*_HEADINGS, box=None, pad_edge=False)
-        table.add_row(*_cells(own, "this device", self._own_state))
-        for guest in guests:
-            table.add_row(*_cells(guest.sign.device, rate_words(guest.sign.link), _state(guest)))
+        found = rows(own, self._own_state, guests)
+        table = Table(*found[0], box=None, pad_edge=False)
+        for row in found:
+            table.add_row(*map(Text, row.values()))  # what devices say is text, and never markup
         self._live.update(Group(table, Text(hint)))
 
     def say(self, text: str) -> None:
