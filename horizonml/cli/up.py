@@ -14,7 +14,8 @@ from horizonml.cli.options import JobFile, Overrides, load_job
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
     from horizonml.lobby.courtesy import Courtesy
-    from horizonml.lobby.join import Joiner, Place
+    from horizonml.lobby.join import Joiner
+    from horizonml.lobby.settings import Place
     from horizonml.machine.signals import StopRequest
     from horizonml.security.token import Token
 
@@ -131,7 +132,8 @@ def join(
     """
     from horizonml.lobby import terminal
     from horizonml.lobby.courtesy import Courtesy
-    from horizonml.lobby.join import Joiner, Settings
+    from horizonml.lobby.join import Joiner
+    from horizonml.lobby.settings import JoinSettings
     from horizonml.machine.signals import StopRequest, handling
     from horizonml.runtime.access import insecure as accepted
     from horizonml.security.token import find_token
@@ -152,7 +154,7 @@ def join(
         def agrees(question: str) -> bool:
             return (terminal.answer(f"{question} [y/N]", lambda: stop.wanted) or "").lower() in ("y", "yes")
 
-        settings = Settings(token, run_folder, accept_data, allow_code, name, agrees, courtesy.reason)
+        settings = JoinSettings(token, run_folder, accept_data, allow_code, name, agrees, courtesy.reason)
         joiner = Joiner(settings, stop)
 
         def place() -> Place | None:
@@ -170,11 +172,11 @@ def join(
 
 def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy) -> None:
     """Take part in one run, with pauses while this device's owner needs it. Raises HorizonError."""
-    from horizonml.lobby.join import Visit
+    from horizonml.lobby.visit import Ending
 
     while courtesy.wait():
         found = place()
-        if found is None or joiner.visit(found) is not Visit.YIELDED:
+        if found is None or joiner.visit(found) is not Ending.YIELDED:
             return
 
 

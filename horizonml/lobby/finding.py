@@ -10,7 +10,7 @@ from horizonml.discovery.diagnosis import explain_nobody
 from horizonml.discovery.records import Found
 from horizonml.discovery.service import browse
 from horizonml.errors import JobError, RendezvousError
-from horizonml.lobby.join import Place
+from horizonml.lobby.settings import Place
 from horizonml.machine.network import split_address
 from horizonml.rendezvous.checks import printable
 

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,19 +19,21 @@ from horizonml.job.schema import Job
 from horizonml.lobby import terminal
 from horizonml.lobby.accept import needed
 from horizonml.lobby.child import Child
-from horizonml.lobby.lobby import Guest, Lobby
+from horizonml.lobby.lobby import Lobby
 from horizonml.lobby.messages import Outcome, Standing
 from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_lineage, offer
 from horizonml.lobby.progress import Progress
+from horizonml.lobby.reach import host_of, own_address
+from horizonml.lobby.settings import secret
 from horizonml.lobby.sharing import Shelf
 from horizonml.lobby.view import View, rows, view
-from horizonml.machine.network import listen, route_to
+from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
-from horizonml.security.token import INSECURE, TOKEN, Token
+from horizonml.security.token import Token
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count, human_bytes
 
@@ -80,6 +81,8 @@ class Up:
         self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, self._own.torch.partition("+")[0])
         self._stop = StopRequest()
         self._child: Child | None = None
+        self._measuring = threading.Thread(target=self._measure, name="speed", daemon=True)
+        self._measuring.start()
         self._started = False
 
     def devices(self) -> list[dict[str, str]]:
@@ -104,13 +107,14 @@ class Up:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="horizonml-")))
             listener = stack.enter_context(listen(settings.host, settings.port))
             self._port = listener.getsockname()[1]
+            stack.enter_context(self._serving(listener))
+            stack.enter_context(self._announced())
+            self._measuring.join()  # the child would take the processor from it
             if settings.take_part:
                 file = scratch / "job.yaml"
                 file.write_text(job_text(self._offer.job))
                 self._child = Child(file, settings.fresh)
                 stack.callback(self._child.end)
-            stack.enter_context(self._serving(listener))
-            stack.enter_context(self._announced())
             if not self._gather():
                 self._end(Outcome.STOPPED, "it was stopped before the training began")
                 return Outcome.STOPPED
@@ -144,7 +148,6 @@ class Up:
 
     def _gather(self) -> bool:
         """Wait for the devices, and return whether training is to start. Raises HorizonError."""
-        threading.Thread(target=self._measure, name="speed", daemon=True).start()
         wanted, shelf = self._lobby.wanted, self._lobby.shelf
         shown = view(self._own_state())
         shown.say(f"{self._offer.name}: `horizonml join` on other devices lets them take part (port {self._port})")
@@ -198,10 +201,10 @@ class Up:
         ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)
         shown.say(f"training starts on {count(size, 'device')}")
         for rank, guest in ranked:
-            shown.say(f"rank {rank} is {printable(guest.sign.device.name)} ({_host(guest)})")
+            shown.say(f"rank {rank} is {printable(guest.sign.device.name)} ({host_of(guest)})")
         self._progress = Progress(self._folder, 0)
         if self._child is not None:
-            address = f"{_own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
+            address = f"{own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
             token = self._settings.token
             env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
             self._child.begin(env | secret(token), self._settings.metrics)
@@ -266,11 +269,6 @@ class Up:
             time.sleep(0.05)  # their ranks still need the service to end in order
 
 
-def secret(token: Token | None) -> dict[str, str]:
-    """Return the environment variable by which a rank may take part."""
-    return {TOKEN: token.text} if token is not None else {INSECURE: "1"}
-
-
 def _hint(present: int, wanted: int | None) -> str:
     """Return what is waited for."""
     if wanted is not None:
@@ -292,28 +290,6 @@ def _shelf(settings: Settings) -> Shelf | None:
     if not where.path.exists():
         raise JobError(f"{where.field}: {where.path} does not exist")
     return Shelf(where.path)
-
-
-def _host(guest: Guest) -> str:
-    """Return the address of a device, without its port."""
-    return guest.address.rpartition(":")[0].strip("[]") or guest.address
-
-
-def _own_address(guests: list[Guest], host: str) -> str:
-    """Return the address of this device by which most of the others reach it."""
-    if host not in ("", "0.0.0.0", "::"):  # noqa: S104
-        return host
-    found: Counter[str] = Counter()
-    for guest in guests:
-        try:
-            found[route_to(_host(guest), 9)[0]] += 1
-        except OSError:
-            continue
-    if found:
-        return found.most_common(1)[0][0]
-    from horizonml.discovery.interfaces import usable
-
-    return next((address for interface in usable() for address in interface.ipv4), "127.0.0.1")
 
 
 def _failed(text: str, code: int) -> HorizonError:
