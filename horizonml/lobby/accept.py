@@ -24,11 +24,11 @@ class Needed:
     path: Path
 
 
-def accept(text: str, source: str, folder: Path, allow_code: bool) -> Job:
+def accept(text: str, source: str, runs: Path, allow_code: bool) -> Job:
     """Return a job that came over the network as this device runs it. Raises JobError.
 
-    Its records and checkpoints go to `folder`, whatever it says, and downloads into this device's own cache. Unless
-    `allow_code`, it must not name code.
+    Its records and checkpoints go to a folder in `runs`, whatever it says, and downloads into this device's own cache.
+    Unless `allow_code`, it must not name code.
     """
     job = parse(text, source)
     code = code_fields(job)
@@ -44,7 +44,7 @@ def accept(text: str, source: str, folder: Path, allow_code: bool) -> Job:
                 f"{entry}: there is no module {name} on this device; start in a folder that has {name}.py, or "
                 "install it"
             )
-    changes: dict[str, object] = {"folder": str(folder), "rendezvous.address": None}
+    changes: dict[str, object] = {"folder": str(runs / job.name), "rendezvous.address": None}
     if job.data.name in _DOWNLOADED:
         changes["data.folder"] = None
     _check_packages(job)

@@ -38,9 +38,7 @@ class Preparation:
         except ValueError as error:
             raise JobError(f"{self._where} sends no job: {error}") from None
         self._shared = reply.get("shared") is True
-        source = f"the job of {self._where}"
-        job = accept(text, source, self._settings.runs / "job", self._settings.allow_code)
-        return accept(text, source, self._settings.runs / job.name, self._settings.allow_code), lineage
+        return accept(text, f"the job of {self._where}", self._settings.runs, self._settings.allow_code), lineage
 
     def with_data(self, job: Job) -> Job:
         """Return the job with its data where this device has it, fetched if need be. Raises HorizonError."""

@@ -38,7 +38,7 @@ TABLE: dict[str, set[str]] = {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
     },
-    "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state"},
+    "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state", "telemetry"},
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,7 +256,7 @@ def test_an_offer_leaves_the_world_open() -> None:
         job(folder="here", rendezvous={"address": "a:1"}, parallel={"strategy": "ddp", "workers": 5}), LINEAGE
     )
     assert (offered.exactly, offered.most) == (None, 64)
-    theirs = accept(offered.text, "it", offered.job.run_folder, allow_code=False)
+    theirs = accept(offered.text, "it", Path("runs"), allow_code=False)
     assert theirs.digest() == offered.job.digest()
     parallel = offered.job.parallel
     assert (parallel.workers, parallel.min_workers, parallel.strategy) == (None, 1, "ddp")
@@ -279,7 +280,7 @@ def test_a_plan_for_some_devices_waits_for_exactly_these() -> None:
 
 def test_a_job_from_elsewhere_writes_where_this_device_says_and_runs_no_code(tmp_path: Any) -> None:
     text = "name: x\nfolder: /etc\ndata: {name: cifar10, folder: /etc}\n"
-    taken = accept(text, "it", tmp_path / "x", allow_code=False)
+    taken = accept(text, "it", tmp_path, allow_code=False)
     assert (taken.run_folder, taken.data.folder) == (tmp_path / "x", None)
     for code in ("model: {name: 'tests.models:mlp'}", "data: {name: 'os:getcwd'}", "task: {name: 'os:getcwd'}"):
         with pytest.raises(JobError, match="--allow-code"):
