@@ -20,6 +20,7 @@ from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
 from horizonml.cli.token import token
 from horizonml.cli.train import train
+from horizonml.cli.up import join, up
 from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
@@ -36,7 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (train, init, validate, schema, plan, simulate, profile):
+for command in (train, up, join, init, validate, schema, plan, simulate, profile):
     app.command()(command)
 # What comes after a command to start belongs to that command.
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)

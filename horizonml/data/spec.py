@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from horizonml.spec.base import Spec
+from horizonml.spec.base import Code, Place, Spec, Words
 from horizonml.text import nearest
 
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "folder", "synthetic")
@@ -18,7 +18,7 @@ DATASETS = (*IMAGES, *FILES, "text")
 class DataSpec(Spec):
     """Configures the data: where samples come from, which are held out, and how they are loaded."""
 
-    name: str = Field(
+    name: Annotated[str, Code()] = Field(
         "digits",
         description="digits is part of the package; cifar10, svhn and mnist are downloaded once per machine; folder "
         "reads one directory of images per class; synthetic generates noise of any shape, to measure speed. table "
@@ -30,21 +30,23 @@ class DataSpec(Spec):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for a `name` that is `module:callable`."
     )
-    folder: str | None = Field(
+    folder: Annotated[str | None, Place(written=True)] = Field(
         None, description="Directory that holds the data (required for `folder`), or to which it is downloaded."
     )
-    path: str | None = Field(
+    path: Annotated[str | None, Place()] = Field(
         None,
         description="Where the data of `table`, `huggingface` or `stream` lies (required for these): a file or folder, "
         "or for a stream the folder or URL that holds its shards. For `text`, a text file in UTF-8 (default: "
         "Shakespeare's sonnets, which are part of the package).",
     )
-    inputs: list[str] | None = Field(
+    inputs: Annotated[list[str] | None, Words()] = Field(
         None,
         description="Columns that the model takes, or for a stream the extensions of the files (default: all columns "
         "that are not targets).",
     )
-    targets: list[str] | None = Field(None, description="Columns or extensions that the model learns to predict.")
+    targets: Annotated[list[str] | None, Words()] = Field(
+        None, description="Columns or extensions that the model learns to predict."
+    )
     normalize: bool = Field(
         True,
         description="Scale each numeric input column of a table by the mean and the standard deviation of its training "
@@ -98,7 +100,7 @@ class DataSpec(Spec):
         4 << 30, ge=1, description="Largest number of bytes of a stream's shards that a machine keeps on its disk."
     )
 
-    tokens: str = Field(
+    tokens: Annotated[str, Place()] = Field(
         "characters",
         description="How a text is divided into tokens (`text` only): characters, bytes, or the path of a Hugging Face "
         "tokenizer in JSON format (tokenizer.json).",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from horizonml.spec.base import Spec
+from horizonml.spec.base import Code, Place, Spec, Words
 from horizonml.text import nearest
 
 TORCHVISION_MODELS = (
@@ -25,13 +25,14 @@ MODELS = (*VISION_MODELS, "gpt")
 
 _OWN = "; name a class or function of your own as module:callable, such as my_model:build"
 
-Pattern = Annotated[str, Field(min_length=1)]
+LIBRARIES = ("transformers", "timm")  # whose models are named LIBRARY:NAME, and built by what is installed
+Pattern = Annotated[str, Field(min_length=1), Words()]
 
 
 class WeightsSpec(Spec):
     """Configures the pretrained weights that a model begins with; `weights: SOURCE` is short for `{source: SOURCE}`."""
 
-    source: str = Field(
+    source: Annotated[str, Place()] = Field(
         min_length=1,
         description="Where the weights come from: the name of torchvision's weights for this model, such as "
         "IMAGENET1K_V1 or DEFAULT; an http(s) URL; a path; or `hub:ORG/NAME`, a model in this machine's Hugging Face "
@@ -44,7 +45,7 @@ class WeightsSpec(Spec):
         description="SHA-256 that the file must have (default: the one in its name, as in resnet18-f37072fd.pth). "
         "Required for a URL whose name contains no hash.",
     )
-    base_url: Annotated[str, Field(pattern="^https?://")] | None = Field(
+    base_url: Annotated[Annotated[str, Field(pattern="^https?://")] | None, Place()] = Field(
         None, description="URL of a mirror that has torchvision's files under the same names."
     )
     strict: bool = Field(
@@ -76,7 +77,7 @@ class LoraSpec(Spec):
 class ModelSpec(Spec):
     """Configures the neural network."""
 
-    name: str = Field(
+    name: Annotated[str, Code(LIBRARIES)] = Field(
         "digits_cnn",
         description=f"One of {', '.join(MODELS)}; `transformers:CLASS`, a model of Hugging Face's transformers with "
         "new weights, such as transformers:GPT2LMHeadModel; `timm:NAME`, a model of timm with new weights; or "

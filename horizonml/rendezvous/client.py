@@ -74,7 +74,8 @@ class Client:
             if self._socket is None and plain is not None:
                 plain.close()
         try:
-            self.ask(hello(), max(0.1, until - time.monotonic()))
+            greeting = self.ask(hello(), max(0.1, until - time.monotonic()))
+            self.version = printable(str(greeting.get("version")), 40)  # of the service
         except ServiceRefuses as error:
             raise Unwanted(f"the service at {self._where} refuses: {error}") from error
         except ServiceError as error:

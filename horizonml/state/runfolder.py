@@ -105,6 +105,10 @@ class RunFolder:
             _log.warning("%s is on a file system without locks: see that no other run uses it", self.path)
         owner.write_text(json.dumps({"job": self._job, "process": os.getpid(), "host": socket.gethostname()}))
 
+    def leave(self) -> None:
+        """Give this rank's place up before the process ends."""
+        self._lock.release()
+
     def set_aside(self) -> str | None:
         """Move the folder's content to NAME.previous; return why this cannot be done, or None.
 

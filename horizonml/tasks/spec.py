@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from horizonml.spec.base import Spec
+from horizonml.spec.base import Code, Spec
 from horizonml.text import nearest
 
 TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
@@ -16,7 +16,7 @@ TASKS = ("classification", "multi_label", "regression", "segmentation", "languag
 class TaskSpec(Spec):
     """Configures what is learned; `task: NAME` is short for `task: {name: NAME}`."""
 
-    name: str = Field(
+    name: Annotated[str, Code()] = Field(
         "auto",
         description="auto chooses the task that fits the data. classification predicts one of several classes "
         "(cross-entropy); multi_label, any number of labels (binary cross-entropy); regression, numbers (mean squared "

@@ -34,11 +34,13 @@ TABLE: dict[str, set[str]] = {
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
     "telemetry": {"engine", "job", "machine", "plan", "spec"},
     "rendezvous": {"machine", "security"},
+    "discovery": {"machine", "rendezvous", "security"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "tunnel",
         "spec", "state", "tasks", "telemetry",
     },
+    "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state", "telemetry"},
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
@@ -49,8 +51,8 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "plan",
+        "planner", "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,0 +1,235 @@
+"""The commands that let devices train together without ranks and addresses: `horizonml up` and `horizonml join`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from horizonml.cli.options import JobFile, Overrides, load_job
+
+if TYPE_CHECKING:
+    from horizonml.discovery.records import Found
+    from horizonml.lobby.courtesy import Courtesy
+    from horizonml.lobby.join import Joiner
+    from horizonml.lobby.settings import Place
+    from horizonml.machine.signals import StopRequest
+    from horizonml.security.token import Token
+
+_AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What this device is called there. Default: its host name.", show_default=False),
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
+]
+
+
+def up(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N",
+            min=1,
+            max=4096,
+            help="Start when so many devices are ready, with this one. Default: start on Enter.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Name = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on.")] = 29400,
+    share_data: Annotated[
+        bool, typer.Option("--share-data", help="Hand the job's data to devices that lack it and accept it.")
+    ] = False,
+    train: Annotated[bool, typer.Option(help="Whether this device trains, too, as rank 0.")] = True,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
+    ] = False,
+    insecure: Insecure = False,
+) -> None:
+    """Train a job with all devices that join.
+
+    Run `horizonml join` on the other devices. They find this one by themselves, if they are on its network and have its
+    token, and they need neither the job file nor a rank or an address. Training starts on Enter, or at --workers N, and
+    goes on when devices join or leave.
+    """
+    from horizonml.lobby.messages import Outcome
+    from horizonml.lobby.up import Settings, Up
+    from horizonml.runtime.access import insecure as accepted
+
+    job = load_job(job_file, overrides)
+    token = None if insecure or accepted() else _token()
+    if token is None:
+        print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
+    settings = Settings(job, token, workers, name, host, port, train, share_data, fresh)
+    if Up(settings).run() is Outcome.STOPPED:
+        sys.exit(130)
+
+
+def _token() -> Token:
+    """Return this device's token, which is made if there is none. Raises SecurityError."""
+    from horizonml.security.token import find_token, make_token, save_token
+
+    token = find_token()
+    if token is None:
+        token = make_token()
+        file = save_token(token)
+        print(f"a new token ({token.id}) is in {file}")
+        print("Copy that file to the other devices, with mode 600, or paste there what `horizonml token --show` says.")
+    return token
+
+
+def join(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Go to this device without looking for it on the network.", show_default=False
+        ),
+    ] = None,
+    forever: Annotated[
+        bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
+    ] = False,
+    when_idle: Annotated[
+        bool, typer.Option("--when-idle", help="Train only while nobody uses this device and nothing else is busy.")
+    ] = False,
+    max_temperature: Annotated[
+        float | None,
+        typer.Option(metavar="DEGREES", help="Leave while the processor is hotter, in Celsius.", show_default=False),
+    ] = None,
+    on_mains: Annotated[bool, typer.Option("--on-mains", help="Train only while this device is plugged in.")] = False,
+    accept_data: Annotated[
+        bool, typer.Option("--accept-data", help="Fetch the job's data without a question where it is missing here.")
+    ] = False,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Run code of this device that the job names as `module:callable`.")
+    ] = False,
+    run_folder: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where this device keeps its part of runs, as FOLDER/NAME.")
+    ] = Path("runs"),
+    name: Name = None,
+    insecure: Insecure = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd unit that runs this command with these options.")
+    ] = False,
+) -> None:
+    """Let this device take part in a run that `horizonml up` has begun on another one.
+
+    It finds the run by itself, on the network that it is in. It gives its processor and its memory, gets the job and,
+    if you agree, the data, and may join and leave at any time; Ctrl-C leaves after the step.
+
+    This device always joins, and its owner comes first:
+
+        horizonml join --forever --when-idle --print-unit
+    """
+    from horizonml.lobby import terminal
+    from horizonml.lobby.courtesy import Courtesy
+    from horizonml.lobby.join import Joiner
+    from horizonml.lobby.settings import JoinSettings
+    from horizonml.machine.signals import StopRequest, handling
+    from horizonml.runtime.access import insecure as accepted
+    from horizonml.security.token import find_token
+
+    if print_unit:
+        chosen = {"--forever": True, "--when-idle": when_idle, "--on-mains": on_mains, "--accept-data": accept_data}
+        chosen |= {"--allow-code": allow_code, "--insecure": insecure}
+        values = {"--peer": peer, "--max-temperature": max_temperature, "--name": name}
+        values["--run-folder"] = str(run_folder) if run_folder != Path("runs") else None
+        _print_unit([option for option, wanted in chosen.items() if wanted], values)
+        return
+    token = None if insecure or accepted() else find_token()
+    if token is None and not (insecure or accepted()):
+        _refuse_without_token()
+    stop = StopRequest()
+    with handling(stop.note), Courtesy(when_idle, max_temperature, on_mains, stop) as courtesy:
+
+        def agrees(question: str) -> bool:
+            return (terminal.answer(f"{question} [y/N]", lambda: stop.wanted) or "").lower() in ("y", "yes")
+
+        settings = JoinSettings(token, run_folder, accept_data, allow_code, name, agrees, courtesy.reason)
+        joiner = Joiner(settings, stop)
+
+        def place() -> Place | None:
+            from horizonml.lobby.finding import at, find
+
+            if peer is not None:
+                return at(peer)
+            return find(token.id if token else "", lambda found: _choose(found, stop), lambda: stop.wanted)
+
+        if forever:
+            _join_forever(joiner, place, courtesy, stop)
+        else:
+            _join_once(joiner, place, courtesy)
+
+
+def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy) -> None:
+    """Take part in one run, with pauses while this device's owner needs it. Raises HorizonError."""
+    from horizonml.lobby.visit import Ending
+
+    while courtesy.wait():
+        found = place()
+        if found is None or joiner.visit(found) is not Ending.YIELDED:
+            return
+
+
+def _join_forever(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy, stop: StopRequest) -> None:
+    """Take part in one run after the other until this process is stopped."""
+    from horizonml.errors import HorizonError
+
+    said = ""
+    while not stop.wanted:
+        try:
+            _join_once(joiner, place, courtesy)
+            said = ""
+        except HorizonError as error:
+            if str(error) != said:  # and not again every few seconds
+                said = str(error)
+                print(f"{error}\ntrying again every few seconds", file=sys.stderr, flush=True)
+        courtesy.sleep(_AGAIN_SECONDS)
+
+
+def _print_unit(flags: Sequence[str], values: Mapping[str, object]) -> None:
+    """Print the systemd unit for this device. Raises JobError."""
+    from horizonml.machine.unit import unit
+    from horizonml.security.token import token_file
+
+    options = [*flags]
+    for option, value in values.items():
+        if value is not None:
+            options += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    print(unit(options, source=str(token_file())), end="")
+
+
+def _refuse_without_token() -> None:
+    """Raise SecurityError, which says how this device gets a token."""
+    from horizonml.errors import SecurityError
+    from horizonml.security.token import TOKEN, token_file
+
+    raise SecurityError(
+        f"this device has no token; copy the one of the device that runs `horizonml up` (`horizonml token` says there "
+        f"where it is) to {token_file()}, with mode 600, or set ${TOKEN}; --insecure joins runs that have none"
+    )
+
+
+def _choose(found: Sequence[Found], stop: StopRequest) -> Found | None:
+    """Let the person at the terminal choose among runs, if there is one."""
+    from horizonml.lobby import terminal
+    from horizonml.lobby.finding import words
+
+    if not terminal.is_there():
+        return None
+    for number, service in enumerate(found, 1):
+        print(f"{number}  {words(service)}")
+    answer = terminal.answer("Which one? [1]", lambda: stop.wanted)
+    if answer is None:
+        return None
+    answer = answer or "1"
+    return found[int(answer) - 1] if answer.isdigit() and 0 < int(answer) <= len(found) else None

@@ -1,0 +1,1 @@
+"""Lets devices on a network find each other, and says why they do not."""

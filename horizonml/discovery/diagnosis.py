@@ -1,0 +1,211 @@
+"""Says in sentences why a device finds no other that it could train with, and what to do about it."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizonml.discovery.firewall import Firewall, can_be_read, find_firewalls
+from horizonml.discovery.interfaces import Interface, choose, interfaces
+from horizonml.discovery.multicast import Hearing, listen
+from horizonml.discovery.records import Found
+from horizonml.text import some
+
+CLOCKS_DIFFER = 60.0  # seconds
+_OLDEST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC).timestamp()  # before this, a clock has not been set
+_CONTAINER = (".dockerenv", "run/.containerenv")
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a device sees of its network: where it has looked, what it has heard, and what is in the way."""
+
+    heard: tuple[Hearing, ...]  # of each interface that was tried
+    left_out: tuple[Interface, ...] = ()
+    firewalls: tuple[Firewall, ...] = ()
+    rules_are_known: bool = True  # whether this user would see the rules of a firewall
+    in_container: bool = False  # with a network of its own
+    clock: float = 2e9  # of this device, in seconds since 1970
+
+
+def look_around(seconds: float = 1.5) -> Surroundings:
+    """Return what this device sees of its network, after listening for some seconds."""
+    found = interfaces()
+    tried = choose(found)
+    return Surroundings(
+        heard=tuple(listen(tried, seconds)),
+        left_out=tuple(interface for interface in found if interface not in tried),
+        firewalls=tuple(find_firewalls()),
+        rules_are_known=can_be_read(),
+        in_container=_in_container(tried),
+        clock=time.time(),
+    )
+
+
+def _in_container(tried: Sequence[Interface], root: Path = Path("/")) -> bool:
+    """Return whether this is a container that has a network of its own: one end of a cable whose other end is outside.
+
+    A container in the network of its machine has the machine's interfaces, which are no such ends.
+    """
+    if not any((root / file).exists() for file in _CONTAINER):
+        return False
+    links = [root / "sys/class/net" / interface.name for interface in tried]
+    return all(_number(link / "iflink") != _number(link / "ifindex") for link in links)
+
+
+def _number(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
+def explain_nobody(
+    found: Sequence[Found],
+    token_id: str,
+    version: str,
+    job: str | None = None,
+    surroundings: Surroundings | None = None,
+    clock_ahead: float | None = None,
+) -> str:
+    """Return why this device has found no service that it can join, in sentences, one on each line.
+
+    `found` are those that a browse has found all the same. `token_id` and `version` are this device's, the former empty
+    without a token, and `job` is the job that it wants, if not any. `clock_ahead` says by how many seconds a service's
+    clock is ahead of this one, where that is known. Unless `surroundings` are given, it looks around first, which takes
+    2 s.
+    """
+    lines = [_why_not(service, token_id, version, job) for service in found[:_MOST_NAMED]]
+    if len(found) > _MOST_NAMED:
+        lines.append(f"There are {len(found) - _MOST_NAMED} more services that this device cannot join.")
+    if not found:
+        lines += _silence(look_around() if surroundings is None else surroundings)
+    clock = time.time() if surroundings is None else surroundings.clock
+    return "\n".join([*lines, *_clocks(clock, clock_ahead)])
+
+
+def _why_not(service: Found, token_id: str, version: str, job: str | None) -> str:
+    """Return why this device cannot join a service."""
+    place = f"{service.name} at {service.host}:{service.port}"
+    if service.token_id != token_id:
+        if not token_id:
+            return (
+                f"{place} has a token ({service.token_id}), and this device has none: copy the file "
+                "~/.config/horizonml/token from there, or set $HORIZONML_TOKEN."
+            )
+        if not service.token_id:
+            return f"{place} has no token, and this device has one ({token_id}): run `horizonml token` there."
+        return (
+            f"{place} has another token ({service.token_id}) than this device ({token_id}): if it is yours, copy its "
+            "file ~/.config/horizonml/token to this device."
+        )
+    if service.version != version:
+        return (
+            f"{place} runs HorizonML {service.version or 'of an unknown version'}, and this device {version}: install "
+            "the same version on both."
+        )
+    if job is not None and service.job != job:
+        return f"{place} trains the job {service.job!r}, and this device was told to join {job!r}."
+    return (
+        f"{place} has this device's token and version but did not let it join: a firewall there may close port "
+        f"{service.port}, or what announced it has ended."
+    )
+
+
+def _silence(seen: Surroundings) -> list[str]:
+    """Return why nothing at all was found."""
+    if not seen.heard:
+        return [
+            "No network interface of this device is up and has an address, except the loopback interface.",
+            "Connect it to the network of the other devices by cable or Wi-Fi.",
+            *(_NO_HOST_NETWORK if seen.in_container else ()),
+        ]
+    names = ", ".join(str(hearing.interface) for hearing in seen.heard)
+    lines = [f"No device announces itself on {names}."]
+    virtual = [hearing.interface.name for hearing in seen.heard if hearing.interface.virtual]
+    if len(virtual) == len(seen.heard):
+        lines.append(
+            f"Only {some(virtual)} {'is' if len(virtual) == 1 else 'are'} up, which containers of this device alone "
+            "are on: connect the device to the network of the others."
+        )
+    if seen.left_out:
+        left = some([interface.name for interface in seen.left_out])
+        lines.append(f"Containers' networks were left out ({left}).")
+    if seen.in_container:
+        lines += _NO_HOST_NETWORK
+    lines += [_deaf(hearing, seen) for hearing in seen.heard if not hearing.works or not hearing.interface.multicast]
+    lines += _others(seen)
+    for firewall in seen.firewalls:
+        lines.append(f"On this device {firewall.says}; let in what is needed: {firewall.remedy}.")
+    if not seen.firewalls and not seen.rules_are_known:
+        lines.append(
+            "Whether this device has a firewall in the way, only its administrator can see: run `sudo iptables -S` or "
+            "`sudo nft list ruleset`."
+        )
+    lines.append(
+        "See that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
+        "5353 and TCP ports 29400 and 29401."
+    )
+    lines.append("Where multicast does not pass, name that device: `horizonml join --peer HOST`.")
+    return lines
+
+
+_NO_HOST_NETWORK = (
+    "This is a container with a network of its own, which multicast does not leave: start it with `--network host`.",
+)
+
+
+def _deaf(hearing: Hearing, seen: Surroundings) -> str:
+    """Return what a device that does not hear itself on an interface can conclude from that."""
+    interface, reason = hearing.interface, hearing.problem
+    if not interface.multicast:
+        return (
+            f"Multicast is switched off on {interface.name}: `sudo ip link set {interface.name} multicast on` switches "
+            "it on."
+        )
+    likely = "" if seen.firewalls else ", most likely by a firewall on this device"
+    return (
+        f"Multicast seems blocked on {interface.name}{likely}: a packet to UDP port 5353 did not come back to this "
+        f"device itself ({reason})."
+    )
+
+
+def _others(seen: Surroundings) -> list[str]:
+    """Return what follows from having heard others, or not."""
+    heard = list(dict.fromkeys(address for hearing in seen.heard for address in hearing.others))
+    if heard:
+        return [f"Multicast works, since other devices were heard ({some(heard)}); none of them announces a job."]
+    if any(hearing.works for hearing in seen.heard):
+        return [
+            "No other device of any kind was heard, although this device hears itself: its network may keep devices "
+            "apart, as a guest Wi-Fi or a switch does that blocks multicast (client isolation, IGMP snooping)."
+        ]
+    return []
+
+
+def _clocks(clock: float, ahead: float | None) -> list[str]:
+    """Return what is wrong with the clocks, which keeps nobody from joining, but spoils what is recorded."""
+    if clock < _OLDEST:
+        date = datetime.datetime.fromtimestamp(clock, datetime.UTC).date()
+        wrong = f"This device's clock has not been set, it says {date}"
+    elif ahead is not None and abs(ahead) > CLOCKS_DIFFER:
+        direction = "ahead of" if ahead > 0 else "behind"
+        wrong = f"The service's clock is {_duration(abs(ahead))} {direction} this device's"
+    else:
+        return []
+    return [
+        f"{wrong}: that keeps nobody from joining, but the times in a run's records will be wrong; "
+        "`sudo timedatectl set-ntp true` sets a clock."
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Return a long time in words."""
+    for size, unit in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"

@@ -1,0 +1,231 @@
+"""Announces a service on the local network, and finds those that others announce: mDNS and DNS-SD by `zeroconf`.
+
+A browse never proves anything, since anyone on the network can answer it; the TLS connection that follows does. What
+zeroconf keeps of other devices' packets is bounded since its version 0.149.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from horizonml import __version__
+from horizonml.discovery import records
+from horizonml.discovery.interfaces import Interface, usable
+from horizonml.discovery.records import TYPE, Found, distinct
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceStateChange, Zeroconf
+    from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
+
+_MOST_FOUND = 256  # services
+_MOST_QUESTIONS = 64  # at a time, about services whose port and addresses did not come with their names
+_ANSWER_SECONDS = 3.0  # for each of these questions
+_LOOK_SECONDS = 0.1  # the interval between checks whether to stop
+_INTERFACES_SECONDS = 5.0  # the interval between checks whether there are other interfaces
+_START_SECONDS = 3.0
+_END_SECONDS = 5.0
+
+
+def browse(
+    seconds: float,
+    enough: Callable[[Found], bool] = lambda found: False,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Found]:
+    """Return the services that announce themselves within some seconds, by name.
+
+    It returns as soon as `enough` is true of one of them, or `stop` says so. Where the network cannot be used, it
+    finds nothing; `diagnosis.explain_nobody` says why.
+    """
+    return asyncio.run(_Search(enough).run(seconds, stop))
+
+
+class Announcement:
+    """Announces a service on all usable interfaces, also on those that appear later. Used as a context manager.
+
+    If it cannot announce anything at the moment, `problem` says why, and it keeps trying.
+    """
+
+    def __init__(
+        self, port: int, token_id: str, job: str = "", name: str | None = None, version: str = __version__
+    ) -> None:
+        """Prepare to announce a service with this name, which is the host's unless given."""
+        self.name = name or socket.gethostname() or "device"
+        self.problem: str | None = None
+        self._port = port
+        self._text = records.text(self.name, token_id, version, job)
+        self._instance = records.instance(self.name)
+        self._ready, self._end = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="announcement", daemon=True)
+
+    def __enter__(self) -> Announcement:
+        """Announce the service; the others know it when this returns, unless there is a `problem`."""
+        self._thread.start()
+        if not self._ready.wait(_START_SECONDS):
+            self.problem = f"the announcement was not made within {_START_SECONDS:.0f} s"
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Take the announcement back, so that nobody tries to connect any more."""
+        self._end.set()
+        self._thread.join(_END_SECONDS)
+
+    def _work(self) -> None:
+        asyncio.run(self._announce())
+
+    async def _announce(self) -> None:
+        """Announce the service until the end, anew whenever the interfaces have changed."""
+        from zeroconf import Error
+
+        while not self._end.is_set():
+            chosen = usable()
+            async with _zeroconf(chosen) as (zeroconf, self.problem):
+                if zeroconf is not None:
+                    try:
+                        await zeroconf.async_register_service(self._info(chosen), cooperating_responders=True)
+                    except (OSError, Error) as error:
+                        self.problem = f"mDNS does not work: {error or type(error).__name__}"
+                self._ready.set()
+                while not await self._ended_within(_INTERFACES_SECONDS):
+                    if self.problem is not None or usable() != chosen:
+                        break
+
+    async def _ended_within(self, seconds: float) -> bool:
+        """Wait for the end, but only so long, and return whether it has come."""
+        deadline = time.monotonic() + seconds
+        while not self._end.is_set() and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self._end.is_set()
+
+    def _info(self, chosen: Sequence[Interface]) -> Any:
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        addresses = [address.partition("%")[0] for interface in chosen for address in interface.addresses]
+        return AsyncServiceInfo(
+            TYPE,
+            f"{self._instance}.{TYPE}",
+            port=self._port,
+            properties=self._text,
+            server=f"{self._instance}.local.",
+            parsed_addresses=list(dict.fromkeys(addresses))[: records.MOST_ADDRESSES],
+        )
+
+
+@dataclass
+class _Search:
+    """Looks for services, once."""
+
+    enough: Callable[[Found], bool]
+    own: Sequence[Interface] = field(default_factory=usable)
+    found: dict[str, Found] = field(default_factory=dict)  # by the name in DNS
+    asking: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    done: bool = False
+
+    async def run(self, seconds: float, stop: Callable[[], bool]) -> list[Found]:
+        """Return what is found."""
+        from zeroconf.asyncio import AsyncServiceBrowser
+
+        deadline = time.monotonic() + seconds
+        async with _zeroconf(self.own) as (zeroconf, _):
+            if zeroconf is None:
+                return []
+
+            def changed(**change: Any) -> None:
+                self.note(zeroconf.zeroconf, change["name"], change["state_change"])
+
+            # It asks for answers to this machine alone, and a second later for answers to all: the former come at once,
+            # but could reach another program on this machine that uses mDNS.
+            async with AsyncServiceBrowser(zeroconf.zeroconf, TYPE, [changed]):
+                while not self.done and time.monotonic() < deadline and not stop():
+                    await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            waiting = list(self.asking.values())
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return distinct(self.found.values())
+
+    def note(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
+        """Look at a service that has appeared or changed, or forget one that is gone."""
+        from zeroconf import BadTypeInNameException, ServiceStateChange
+        from zeroconf.asyncio import AsyncServiceInfo
+
+        if name in self.asking:
+            self.asking.pop(name).cancel()
+        self.found.pop(name, None)
+        if change is ServiceStateChange.Removed:
+            return
+        try:
+            info = AsyncServiceInfo(TYPE, name)
+        except BadTypeInNameException:
+            return  # a stranger's
+        if info.load_from_cache(zeroconf):  # the rest came with the name
+            self.take(name, info)
+        elif len(self.asking) < _MOST_QUESTIONS:
+            self.asking[name] = asyncio.get_running_loop().create_task(self.ask(zeroconf, name, info))
+
+    async def ask(self, zeroconf: Zeroconf, name: str, info: AsyncServiceInfo) -> None:
+        """Ask for the rest about a service."""
+        known = await info.async_request(zeroconf, int(_ANSWER_SECONDS * 1000))
+        self.asking.pop(name, None)
+        if known:
+            self.take(name, info)
+
+    def take(self, name: str, info: AsyncServiceInfo) -> None:
+        """Remember a service if it is one of ours, as long as there are not too many."""
+        addresses = [_named(address) for address in info.parsed_scoped_addresses()]
+        try:
+            service = records.read(info.properties, info.port, addresses, self.own)
+        except ValueError:
+            return
+        if len(self.found) < _MOST_FOUND:
+            self.found[name] = service
+            self.done = self.done or self.enough(service)
+
+
+@asynccontextmanager
+async def _zeroconf(chosen: Sequence[Interface]) -> AsyncIterator[tuple[AsyncZeroconf | None, str | None]]:
+    """Yield what speaks mDNS on some interfaces; or None and the reason why nothing can."""
+    zeroconf, problem = _open(chosen)
+    try:
+        yield zeroconf, problem
+    finally:
+        if zeroconf is not None:
+            await zeroconf.async_close()
+
+
+def _open(chosen: Sequence[Interface]) -> tuple[AsyncZeroconf | None, str | None]:
+    from zeroconf import IPVersion
+    from zeroconf.asyncio import AsyncZeroconf
+
+    logging.getLogger("zeroconf").setLevel(logging.CRITICAL)  # it warns of what other devices do wrong
+    if not chosen:
+        return None, "no network interface is up, except the loopback interface"
+    ipv4 = [address for interface in chosen for address in interface.ipv4]
+    ipv6 = [address.partition("%")[0] for interface in chosen for address in interface.link_local]
+    attempts = [(ipv4 + ipv6, IPVersion.All)] if ipv6 else []
+    attempts += [(ipv4, IPVersion.V4Only)] if ipv4 else []
+    attempts += [([address], IPVersion.V4Only) for address in ipv4 if len(ipv4) > 1]
+    problem = "no network interface has an address that mDNS can use"
+    for addresses, version in attempts:
+        try:
+            return AsyncZeroconf(interfaces=list(addresses), ip_version=version), None
+        except (OSError, RuntimeError) as error:  # an interface that is going down, or that has no multicast
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            problem = f"mDNS cannot be used on {', '.join(map(str, chosen))}: {reason}"
+    return None, problem
+
+
+def _named(address: str) -> str:
+    """Return an address with the name of its interface, where zeroconf gives the interface's number."""
+    bare, _, scope = address.partition("%")
+    try:
+        return f"{bare}%{socket.if_indextoname(int(scope))}" if scope.isdigit() else address
+    except OSError:
+        return bare

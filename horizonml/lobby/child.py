@@ -1,0 +1,98 @@
+"""Starts the process that becomes this device's rank, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+
+STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
+_GRACE_SECONDS = 3.0  # for one that has no rank yet
+_UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HORIZONML_JOIN")  # of a launcher above this process
+
+
+class Child:
+    """The process of this device's rank."""
+
+    def __init__(self, job: Path, fresh: bool) -> None:
+        """Start it, so that it loads what it needs and waits."""
+        env = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "horizonml.lobby.rank"],
+            env={**env, LAUNCHER: launcher_name()},
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is passed on by this process, once
+        )
+        self.began: float | None = None  # when it was given its rank, a time of `monotonic`
+        self._said: deque[str] = deque(maxlen=20)
+        self._reader = threading.Thread(target=self._pass_on, name="output", daemon=True)
+        self._reader.start()
+        self._order({"job": str(job), "fresh": fresh})
+
+    def begin(self, env: Mapping[str, str], metrics: int = 0) -> None:
+        """Let it train, as the environment says; `metrics` is the port of its metrics, or 0."""
+        self.began = time.monotonic()
+        self._order({"env": dict(env), "metrics": metrics})
+
+    def poll(self) -> int | None:
+        """Return its exit code once it has ended."""
+        return self._process.poll()
+
+    def error(self) -> str:
+        """Return why it has ended, as far as it said so."""
+        code = self._process.returncode
+        self._reader.join(2.0)
+        if code is not None and code < 0:
+            return f"it was killed by {explain_signal(-code)}"
+        said = list(self._said)
+        starts = [number for number, line in enumerate(said) if line.startswith("error: ")]
+        if starts:
+            return "\n".join(said[starts[-1] :]).removeprefix("error: ")
+        return "\n".join(said[-5:]) or f"it ended with code {code} and said nothing"
+
+    def ask_to_stop(self) -> None:
+        """Ask it to finish its step, save, hand over what it holds, and end."""
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self, at_once: bool = False) -> None:
+        """See to it that it has ended when this returns; a rank that trains has a minute to stop by itself."""
+        self.ask_to_stop()
+        seconds = 0.0 if at_once else STOP_SECONDS if self.began is not None else _GRACE_SECONDS
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(2.0)
+        for stream in (self._process.stdin, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _order(self, values: Mapping[str, object]) -> None:
+        """Send it a line; that it has ended already is found out by `poll`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(values).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return
+
+    def _pass_on(self) -> None:
+        """Show what it says on standard error, and remember the last of it."""
+        assert self._process.stderr is not None
+        for raw in self._process.stderr:
+            line = raw.decode(errors="replace").rstrip("\n")
+            self._said.append(line)
+            if not line.startswith("error: "):  # which whoever started it reports, with what becomes of it
+                print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,112 @@
+"""Gets what a device needs before it can train: the job and, by consent, the data."""
+
+from __future__ import annotations
+
+import time
+
+from horizonml.errors import DataError, JobError
+from horizonml.files import cache_folder
+from horizonml.job.schema import Job
+from horizonml.lobby.accept import accept, needed, with_data
+from horizonml.lobby.fetching import check_space, fetch, listing
+from horizonml.lobby.messages import MOST_JOB, Standing, identifier
+from horizonml.lobby.offer import is_of, note_lineage
+from horizonml.lobby.settings import JoinSettings
+from horizonml.lobby.voice import Voice
+from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.checks import Fields
+from horizonml.rendezvous.client import ServiceRefuses
+from horizonml.state.runfolder import RunFolder, foreign, make_run_folder
+from horizonml.text import count, human_bytes
+
+
+class Preparation:
+    """Asks a lobby for the job and the data. `where` is what the lobby is called, for people."""
+
+    def __init__(self, settings: JoinSettings, stop: StopRequest, voice: Voice, where: str) -> None:
+        self._settings, self._stop, self._voice, self._where = settings, stop, voice, where
+        self._shared = False  # whether the lobby shares the data
+
+    def job(self) -> tuple[Job, str]:
+        """Return the job as this device runs it, and the lineage of the training. Raises JobError, ServiceError."""
+        reply = self._voice.ask({"do": "job"})
+        text, name = reply.get("job"), reply.get("name")
+        if not isinstance(text, str) or len(text) > MOST_JOB or not isinstance(name, str):
+            raise JobError(f"{self._where} sends no job")
+        try:
+            lineage = identifier(reply, "lineage")
+        except ValueError as error:
+            raise JobError(f"{self._where} sends no job: {error}") from None
+        self._shared = reply.get("shared") is True
+        return accept(text, f"the job of {self._where}", self._settings.runs, self._settings.allow_code), lineage
+
+    def with_data(self, job: Job) -> Job:
+        """Return the job with its data where this device has it, fetched if need be. Raises HorizonError."""
+        where = needed(job)
+        if where is None:
+            return job
+        if where.path.exists():
+            print(f"the data is here: {where.path.absolute()}", flush=True)
+            return job
+        if not self._shared:
+            raise JobError(
+                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or start "
+                f"`horizonml up` with --share-data on {self._where}"
+            )
+        found = listing(self._ask, lambda done, size: self._wait(f"waits for the list of files ({_part(done, size)})"))
+        folder = cache_folder() / "shared"
+        check_space(found, folder)
+        files = f"{count(len(found.items), 'file')} ({human_bytes(found.bytes)})"
+        if not self._settings.accept_data and not self._settings.ask(
+            f"{self._where} shares the data, {files}, which would be kept in {folder}. Fetch it?"
+        ):
+            raise JobError(
+                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or say "
+                f"`horizonml join --accept-data`, which fetches {files} from {self._where}"
+            )
+        print(f"fetching {files} from {self._where} ...", flush=True)
+
+        def show(done: int) -> None:
+            self._voice.say(Standing.PREPARING, f"fetches the data ({_part(done, found.bytes)})")
+            if self._stop.wanted:
+                raise JobError("stopped as asked, while the data was fetched")
+
+        path = fetch(self._ask, found, folder, show)
+        print(f"the data is in {path}", flush=True)
+        return with_data(job, where, path)
+
+    def _ask(self, request: Fields) -> Fields:
+        """Ask for a part of the data. Raises DataError, ServiceError."""
+        try:
+            return self._voice.ask(request)
+        except ServiceRefuses as error:
+            raise DataError(f"{self._where} does not share the data: {error}") from None
+
+    def _wait(self, words: str) -> None:
+        """Wait a moment, and say for what. Raises JobError if this device is to leave."""
+        self._voice.say(Standing.PREPARING, words)
+        if self._stop.wanted:
+            raise JobError("stopped as asked, while the data was awaited")
+        time.sleep(0.2)
+
+
+def take_folder(job: Job, lineage: str) -> None:
+    """Move away what an earlier training has left in a run's folder. Raises HorizonError."""
+    folder = job.run_folder
+    try:
+        if not is_of(folder, lineage):
+            if (problem := foreign(folder)) is not None:
+                raise JobError(f"{problem.replace('--fresh', 'joining')} (--run-folder)")
+            place = RunFolder(folder, 0, job.name, False)
+            problem = place.set_aside()
+            place.leave()
+            if problem is not None:
+                raise JobError(problem)
+        make_run_folder(folder)
+        note_lineage(folder, lineage)
+    except OSError as error:
+        raise JobError(f"cannot write to {folder.absolute()}: {error.strerror or error}; see --run-folder") from error
+
+
+def _part(done: int, size: int) -> str:
+    return f"{100 * done / size:.0f}%" if size else "100%"

@@ -1,0 +1,231 @@
+"""A visit of this device to a lobby: it prepares, waits for the start, trains, and leaves in peace."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from enum import Enum, auto
+from pathlib import Path
+
+from horizonml.errors import HorizonError, RendezvousError
+from horizonml.job.schema import Job
+from horizonml.lobby import echo
+from horizonml.lobby.accept import check_lead
+from horizonml.lobby.child import Child
+from horizonml.lobby.messages import News, Outcome, Phase, Standing
+from horizonml.lobby.offer import job_text
+from horizonml.lobby.prepare import Preparation, take_folder
+from horizonml.lobby.progress import Progress
+from horizonml.lobby.settings import JoinSettings, Place, secret
+from horizonml.lobby.voice import Voice
+from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.checks import printable
+from horizonml.rendezvous.client import ServiceError
+from horizonml.text import count
+
+_LOOK_SECONDS = 0.05
+_PATIENCE_SECONDS = 60.0  # for a lobby that does not answer
+_FIRST_SECONDS = 10.0  # for its first answer
+_OVER = "the run is over"
+_OVER_SECONDS = 10.0  # for the news that a run is over, once this device's rank has ended well
+
+
+class Ending(Enum):
+    """How a visit to a lobby has ended."""
+
+    OVER = auto()  # the run is
+    LEFT = auto()  # as asked
+    YIELDED = auto()  # to whoever uses this device
+    AGAIN = auto()  # the lobby is another one by now: `horizonml up` was started anew
+
+
+class Visit:
+    """A visit to a lobby."""
+
+    def __init__(self, settings: JoinSettings, stop: StopRequest, place: Place, voice: Voice, address: str) -> None:
+        self._settings, self._stop, self._place, self._voice = settings, stop, place, voice
+        self._address = address
+        self._where = printable(place.name, 63)
+        self._child: Child | None = None
+        self._said = ""
+
+    def run(self) -> Ending:
+        """Prepare, wait for the start, train, and return how that ended. Raises HorizonError."""
+        news = self._first_news()
+        self._run = news.run
+        print(f"{self._where} trains {printable(news.job)}; this device is the {_th(news.position)} there", flush=True)
+        with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+            try:
+                preparation = Preparation(self._settings, self._stop, self._voice, self._where)
+                job, lineage = preparation.job()
+                job = preparation.with_data(job)
+                file = Path(scratch) / "job.yaml"
+                file.write_text(job_text(job))
+                self._child = Child(file, True)
+                self._voice.say(Standing.PREPARING, "measures its link")
+                self._voice.say(Standing.READY, run=self._run, link=echo.measure(self._voice.ask))
+                return self._stay(job, lineage)
+            except ServiceError as error:
+                raise RendezvousError(f"{self._where} does not answer any more: {error}") from None
+            except HorizonError as error:
+                self._voice.say(Standing.UNABLE, str(error).splitlines()[0])
+                time.sleep(1.0)  # so that it is seen there
+                self._voice.leave(str(error).splitlines()[0])
+                raise
+            finally:
+                if self._child is not None:
+                    self._child.end(at_once=self._stop.at_once)
+
+    def _first_news(self) -> News:
+        """Return what the lobby says first. Raises RendezvousError."""
+        deadline = time.monotonic() + _FIRST_SECONDS
+        while self._voice.news is None and self._voice.lost_at is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        news = self._voice.news
+        if news is None:
+            raise RendezvousError(f"{self._where} does not let this device in: {self._voice.problem or 'no answer'}")
+        if news.refused:
+            raise RendezvousError(f"{self._where} does not let this device in: {news.words}")
+        return news
+
+    def _stay(self, job: Job, lineage: str) -> Ending:
+        """Wait for the start and train. Raises HorizonError."""
+        assert self._child is not None
+        while True:
+            news, code = self._voice.news, self._child.poll()
+            assert news is not None
+            if code is not None:
+                raise HorizonError(f"this device cannot train: {self._child.error()}")
+            if self._stop.wanted:
+                self._voice.leave("was stopped")
+                print("left before the training began", flush=True)
+                return Ending.LEFT
+            if reason := self._settings.busy():
+                self._voice.leave(reason)
+                print(f"left, because {reason}", flush=True)
+                return Ending.YIELDED
+            if news.refused:
+                raise RendezvousError(f"{self._where} does not let this device in: {news.words}")
+            if news.run != self._run:
+                return self._again()
+            if news.phase is Phase.OVER:
+                return self._tell_end(news)
+            if news.rank is not None and self._voice.lost_at is None:
+                return self._train(job, lineage, news)
+            self._say(self._lost() or _waiting(news))
+            time.sleep(_LOOK_SECONDS)
+
+    def _train(self, job: Job, lineage: str, news: News) -> Ending:
+        """Train as a rank until the end. Raises HorizonError."""
+        assert self._child is not None
+        assert news.rank is not None
+        if news.rank == 0:
+            check_lead(job)
+        take_folder(job, lineage)
+        env = {"RANK": str(news.rank), "WORLD_SIZE": str(news.world_size), "HORIZONML_RENDEZVOUS": self._address}
+        progress = Progress(job.run_folder, news.rank)
+        self._child.begin(env | secret(self._settings.token))
+        self._voice.say(Standing.TRAINING, rank=news.rank)
+        began = count(news.world_size or 0, "device")
+        late = f"; the run began with {began}" if news.rank >= (news.world_size or 0) else f" of {news.world_size}"
+        print(f"training begins: this device is rank {news.rank}{late}", flush=True)
+        asked = ""
+        while self._child.poll() is None:
+            reason = "it was asked to" if self._stop.wanted else self._settings.busy()
+            now = self._news_of_run()
+            if reason and not asked:
+                asked = reason
+                print(f"this device leaves after the step, because {reason}", flush=True)
+                self._child.ask_to_stop()
+            over = now is None or (now.phase is Phase.OVER and now.outcome is not Outcome.COMPLETE)
+            if over and not asked:  # or there is another run by now, and nobody will meet this one's ranks again
+                asked = _OVER
+                self._child.ask_to_stop()
+            if self._stop.at_once:
+                self._child.end(at_once=True)
+            line = progress.look()
+            if line is not None:
+                print(line, flush=True)
+            time.sleep(_LOOK_SECONDS)
+        return self._after(asked, progress)
+
+    def _after(self, asked: str, progress: Progress) -> Ending:
+        """Return how a visit has ended whose rank has ended. Raises HorizonError."""
+        assert self._child is not None
+        code, lost = self._child.poll(), self._voice.lost_at is not None
+        progress.look()
+        done = f"after {count(progress.step, 'step')}" if progress.step else "before its first step"
+        if asked and asked != _OVER:
+            self._voice.leave(asked)
+            print(f"this device has left the run {done}; the others go on", flush=True)
+            return Ending.LEFT if self._stop.wanted else Ending.YIELDED
+        if code == 0:
+            self._voice.say(Standing.DONE)
+        deadline = time.monotonic() + _OVER_SECONDS
+        while time.monotonic() < deadline and self._voice.lost_at is None and not self._stop.wanted:
+            news = self._news_of_run()
+            if news is None:
+                return self._again()
+            if news.phase is Phase.OVER:
+                self._voice.leave(_OVER)
+                return self._tell_end(news)
+            time.sleep(_LOOK_SECONDS)
+        if code == 0:
+            print(f"this device's rank has ended {done}", flush=True)
+            return Ending.OVER
+        gone = f" ({self._where} does not answer any more)" if lost else ""
+        raise HorizonError(f"this device's rank has failed{gone}: {self._child.error()}")
+
+    def _news_of_run(self) -> News | None:
+        """Return the latest news, or None if they are of another run than this device's."""
+        news = self._voice.news
+        return news if news is not None and news.run == self._run else None
+
+    def _again(self) -> Ending:
+        """Say that there is another run by now."""
+        print(f"`horizonml up` was started anew on {self._where}", flush=True)
+        return Ending.AGAIN
+
+    def _tell_end(self, news: News) -> Ending:
+        """Say how the run has ended. Raises HorizonError if it has failed."""
+        match news.outcome:
+            case Outcome.COMPLETE:
+                print(f"{printable(news.job)} is trained to the end; {printable(news.words)}", flush=True)
+            case Outcome.FAILED:
+                raise HorizonError(f"the run has failed on {self._where}: {printable(news.words)}")
+            case _:
+                print(f"the run is over: {printable(news.words) or 'it was stopped'}", flush=True)
+        return Ending.OVER
+
+    def _say(self, text: str) -> None:
+        """Say what is waited for, once."""
+        if text != self._said:
+            self._said = text
+            print(text, flush=True)
+
+    def _lost(self) -> str | None:
+        """Return in words that the lobby does not answer, or None. Raises RendezvousError if it has not for long."""
+        lost = self._voice.lost_at
+        if lost is None:
+            return None
+        if time.monotonic() - lost > _PATIENCE_SECONDS:
+            raise RendezvousError(
+                f"{self._where} has not answered for {_PATIENCE_SECONDS:.0f} s: {self._voice.problem}"
+            )
+        return f"{self._where} does not answer any more; trying again for {_PATIENCE_SECONDS:.0f} s"
+
+
+def _waiting(news: News) -> str:
+    """Return what is waited for."""
+    if news.words:
+        return news.words
+    if news.phase is Phase.STARTED:
+        return "the others train already; waiting for a rank"
+    wanted = f" of {news.wanted}" if news.wanted else ""
+    return f"waiting for the start: {news.count}{wanted} devices are there"
+
+
+def _th(number: int) -> str:
+    """Return a number as a place in a row."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
+    return f"{number}{ending}"

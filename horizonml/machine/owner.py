@@ -1,0 +1,173 @@
+"""Finds out whether anybody uses this device: keyboard and mouse, terminals, the desktop, and other programs.
+
+Of keys and movements, only that there was one is looked at, never which.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+
+_EVENT = struct.Struct("llHHi")  # of /dev/input: seconds, microseconds, type, code, value (see input.h of Linux)
+_USED = {0x01, 0x02}  # the types of keys (also a touch) and of movements; a sensor of a laptop's lid has others
+_MOST_EVENTS = 64
+_SECONDS = 3.0  # for loginctl
+# A terminal that was used longer ago than this, or will be, tells more about a clock that was set than about people.
+_LONGEST, _EARLIEST = 365 * 86400.0, -10.0
+
+
+class Usage:
+    """Watches, from its creation on, when somebody last used this device, and how much other programs compute."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """Begin to watch. Until it has seen anything else, it takes its beginning for the last time."""
+        self._dev = root / "dev"
+        self._inputs: dict[Path, int] = {}
+        self._used = time.monotonic()
+        self._load: tuple[float, float, float] | None = None
+
+    def idle_seconds(self) -> float | None:
+        """Return for how long nobody has used keyboard, mouse or a terminal, as far as can be seen."""
+        now = time.monotonic()
+        self._open_inputs()
+        if self._look_at_inputs():
+            self._used = now
+        idle = [now - self._used, *terminals_idle(self._dev, time.time())]
+        if not self._inputs:  # nothing tells when the screen was used but the desktop itself
+            idle += desktops_idle(_sessions(), _monotonic())
+        return min(idle)
+
+    def others_load(self) -> float | None:
+        """Return the share of the machine's cores that other programs have used since the last call; None at first."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        now, own, before = time.monotonic(), _own_seconds(), self._load
+        self._load = now, busy, own
+        if before is None or now - before[0] < 0.1:
+            return None
+        wall, total, ours = (new - old for new, old in zip(self._load, before, strict=True))
+        return min(1.0, max(0.0, (total - max(0.0, ours)) / wall / (os.cpu_count() or 1)))
+
+    def blind(self) -> bool:
+        """Return whether there is a keyboard or a mouse, and this user may not see that it is used."""
+        self._open_inputs()
+        return not self._inputs and any((self._dev / "input").glob("event*"))
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._inputs.values():
+            os.close(handle)
+        self._inputs.clear()
+
+    def _open_inputs(self) -> None:
+        """Open the keyboards, mice and touch screens that there are by now, where this user may."""
+        for path in sorted((self._dev / "input").glob("event*")):
+            if path not in self._inputs:
+                try:
+                    self._inputs[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                except OSError:
+                    continue  # only root and the group `input` may
+
+    def _look_at_inputs(self) -> bool:
+        """Return whether one of them was used since the last look."""
+        used = False
+        for path, handle in list(self._inputs.items()):
+            try:
+                while data := os.read(handle, _EVENT.size * _MOST_EVENTS):
+                    used = used or were_used(data)
+            except BlockingIOError:
+                continue
+            except OSError:  # it was unplugged
+                os.close(self._inputs.pop(path))
+        return used
+
+
+def were_used(data: bytes) -> bool:
+    """Return whether events of an input device are of a person."""
+    whole = len(data) - len(data) % _EVENT.size
+    return any(kind in _USED for _, _, kind, _, _ in _EVENT.iter_unpack(data[:whole]))
+
+
+def terminals_idle(dev: Path, now: float) -> list[float]:
+    """Return for how many seconds nothing was typed in each terminal. The kernel keeps that to about 8 s."""
+    found = []
+    for path in (*dev.glob("tty[0-9]*"), *(dev / "pts").glob("[0-9]*")):
+        try:
+            found.append(now - path.stat().st_atime)
+        except OSError:
+            continue  # it was closed meanwhile
+    return [max(0.0, idle) for idle in found if _EARLIEST < idle < _LONGEST]
+
+
+def desktops_idle(sessions: Iterable[Mapping[str, str]], now: float) -> list[float]:
+    """Return for how many seconds each desktop has not been used: 0 unless it says that it is idle, or is locked.
+
+    `now` is the time in seconds since the machine was started.
+    """
+    found = []
+    for session in sessions:
+        graphical = session.get("Type") in ("x11", "wayland", "mir")
+        if not graphical or session.get("Class") != "user" or session.get("State") not in ("active", "online"):
+            continue
+        if session.get("IdleHint") == "yes" or session.get("LockedHint") == "yes":
+            since = session.get("IdleSinceHintMonotonic", "0")
+            found.append(max(0.0, now - int(since) * 1e-6) if since.isdigit() else 0.0)
+        else:
+            found.append(0.0)
+    return found
+
+
+def _sessions() -> list[dict[str, str]]:
+    """Return what logind knows of the sessions on this device, or nothing where there is no logind."""
+    names = [line.split()[0] for line in _loginctl("list-sessions", "--no-legend") if line.split()]
+    if not names:
+        return []
+    wanted = ("Type", "Class", "State", "IdleHint", "IdleSinceHintMonotonic", "LockedHint")
+    lines = _loginctl("show-session", *names, *(f"--property={name}" for name in wanted))
+    sessions: list[dict[str, str]] = [{}]
+    for line in lines:
+        if line.strip():
+            name, _, value = line.partition("=")
+            sessions[-1][name] = value.strip()
+        else:
+            sessions.append({})
+    return sessions
+
+
+def _loginctl(*arguments: str) -> list[str]:
+    program = shutil.which("loginctl")
+    if program is None:
+        return []
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _own_seconds() -> float:
+    """Return the processor time of this process, of all that it has started, and of what has ended among them."""
+    seconds = 0.0
+    try:
+        ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    except psutil.Error:
+        ours = [psutil.Process()]
+    for process in ours:
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue  # it has ended
+        seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
+def _monotonic() -> float:
+    """Return the time by the clock of logind."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -1,0 +1,140 @@
+"""`horizonml up` and `horizonml join` as users run them: devices with networks of their own, and only a token."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.security.token import make_token, save_token
+from tests.distributed.processes import wait_for
+from tests.netns import Lab
+from tests.programs import need_networks
+
+pytestmark = pytest.mark.slow
+
+
+class Output:
+    """What a process says, which is read while it runs."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines = process, list[str]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def says(self, words: str, seconds: float = 60.0) -> None:
+        """Wait until it has said these words."""
+        deadline = time.monotonic() + seconds
+        while words not in self.text:
+            assert time.monotonic() < deadline, f"no {words!r} within {seconds:.0f} s:\n{self.text}"
+            assert self.process.poll() is None or words in self._rest(), f"ended without {words!r}:\n{self.text}"
+            time.sleep(0.05)
+
+    def _rest(self) -> str:
+        self._thread.join(5)
+        return self.text
+
+    def ends(self, seconds: float = 60.0) -> int:
+        """Wait for its end, and return its exit code."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end within {seconds:.0f} s:\n{self.text}") from None
+        self._thread.join(5)
+        return code
+
+
+class Devices:
+    """Devices of a lab that all have one token."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        token = make_token()
+        self.token = token.text
+        for home in lab.homes:
+            save_token(token, home / ".config" / "horizonml" / "token")
+
+    def start(self, device: int, *arguments: str) -> Output:
+        return Output(self.lab.start(device, sys.executable, "-m", "horizonml", *arguments))
+
+    def records(self, device: int, rank: int, kind: str) -> list[dict[str, Any]]:
+        file = self.lab.homes[device] / "runs" / "digits" / f"rank-{rank}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+@pytest.fixture
+def devices(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Devices]:
+    need_networks()
+    with Lab(tmp_path, request.param) as lab:
+        yield Devices(lab)
+
+
+@pytest.mark.parametrize("devices", [6], indirect=True)
+def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_comes(devices: Devices) -> None:
+    host = devices.start(0, "up", "digits", "--workers", "5", "--set", "epochs=30")
+    joiners = [devices.start(number, "join") for number in range(1, 5)]
+    wait_for(lambda: len(devices.records(0, 0, "step")) > 5, "the first steps")
+    assert devices.records(0, 0, "run")[0]["world_size"] == 5
+
+    joiners[0].process.send_signal(signal.SIGINT)
+    joiners.append(devices.start(5, "join"))
+    assert joiners[0].ends() == 0, joiners[0].text
+    assert "this device has left the run after" in joiners[0].text
+    joiners[-1].says("this device is rank 5; the run began with 5 devices")
+
+    assert host.ends(120) == 0, host.text
+    codes = [joiner.ends() for joiner in joiners]
+    assert codes == [0] * 5, "\n\n".join(joiner.text for joiner in joiners)
+    assert all("digits is trained to the end; the result is on device-0" in joiner.text for joiner in joiners[1:])
+    assert devices.records(0, 0, "evaluation")[-1]["accuracy"] > 0.98
+    sizes = {run["world_size"] for run in devices.records(0, 0, "run")}
+    assert {4, 5} <= sizes
+    assert devices.records(5, 5, "step"), "the device that came later has trained"
+    everything = "\n".join(output.text for output in (host, *joiners))
+    assert devices.token not in everything
+    assert "Traceback" not in everything
+
+
+@pytest.mark.parametrize("devices", [3], indirect=True)
+def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices: Devices) -> None:
+    home = devices.lab.homes[0]
+    (home / "book.txt").write_text("the quick brown fox jumps over the lazy dog, and so on. " * 4000)
+    (home / "job.yaml").write_text(
+        "{name: digits, epochs: 100000, batch_size: 16, data: {name: text, path: book.txt, length: 16}, "
+        "model: {name: gpt, options: {layers: 2, heads: 2, width: 32}}}"
+    )
+    host = devices.start(0, "up", "job.yaml", "--workers", "2", "--share-data")
+    host.says("ready: 1 of 2 devices")
+    refused = devices.start(2, "join", "--run-folder", "elsewhere")
+    assert refused.ends() == 2, refused.text
+    assert "data.path: book.txt is not on this device" in refused.text
+    assert "horizonml join --accept-data" in refused.text
+    joiner = devices.start(1, "join", "--accept-data")
+    joiner.says("the data is in")
+    wait_for(lambda: len(devices.records(1, 1, "step")) > 5, "steps on the joiner")
+    host.process.send_signal(signal.SIGINT)
+    assert host.ends() == 130, host.text
+    assert joiner.ends() == 0, joiner.text
+    assert "the run is over: it was stopped where it was started" in joiner.text
+    assert "a checkpoint is saved" in host.text
+    again = devices.start(0, "up", "job.yaml", "--workers", "1")
+    again.says("resumed")
+    again.process.send_signal(signal.SIGINT)
+    again.ends()
