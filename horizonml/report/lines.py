@@ -80,6 +80,9 @@ class RunRecord(BaseModel):
     rss_idle_bytes: int = 0
     forecast: float | None = None  # predicted seconds of a step
     unigram: float | None = None  # the perplexity that the frequencies of tokens alone would reach on a held-out text
+    resumed_at: int = 0  # steps that were completed before
+    total_steps: int | None = None  # of the whole run, which older records lack
+    total_epochs: int | None = None
     machine: MachineInfo | None = None
     versions: dict[str, str] = {}
     job: JobFacts | None = None
@@ -112,6 +115,9 @@ class StepLine(BaseModel):
     batch: int
     loss: float
     accuracy: float | None = None
+    samples: int = 0  # of the batch that this rank worked on
+    unit: str = "samples"  # what the loss is a mean over
+    units: int = 0  # in the global batch
     bytes_sent: int
     links: dict[str, tuple[int, int]] = {}  # bytes sent and received, by direction
     cpu_seconds: float

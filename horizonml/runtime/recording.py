@@ -67,7 +67,15 @@ def recorder_for(
     )
     life.lifeline.expected(expected)
     seconds = forecast.seconds if forecast is not None else None
-    about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
+    about = replace(
+        about,
+        plan=plan,
+        forecast=seconds,
+        resumed_at=done,
+        expected_memory=expected,
+        total_steps=steps,
+        total_epochs=epochs,
+    )
     file = job.run_folder / f"rank-{life.rank}.jsonl"
     feeds = life.feeds if about.rank == 0 else None
     every = job.telemetry.timeline_every

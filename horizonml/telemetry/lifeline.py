@@ -158,6 +158,20 @@ class Lifeline:
             self._warned = True
 
 
+def is_alive(folder: Path, rank: int) -> bool | None:
+    """Return whether the process that keeps a rank's file is there; None if that cannot be seen from here.
+
+    It cannot be seen if the process has said nothing yet, or has ended by itself, or is elsewhere.
+    """
+    try:
+        trace = Trace.read(_path(folder, rank))
+    except (OSError, ValueError):
+        return None
+    if not trace.started or trace.space != process_space():
+        return None
+    return started_at(trace.pid) == trace.started
+
+
 def explain_last(folder: Path, rank: int, root: Path = _CGROUP, vmstat: Path = Path("/proc/vmstat")) -> str | None:
     """Return why the process that was this rank before ended, if it could not say so itself. It is explained once.
 
