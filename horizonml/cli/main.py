@@ -20,6 +20,7 @@ from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
 from horizonml.cli.token import token
 from horizonml.cli.train import train
+from horizonml.cli.watch import watch
 from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
@@ -46,6 +47,7 @@ app.command()(predict)
 app.command()(generate)
 app.command()(export)
 app.command()(report)
+app.command()(watch)
 app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -40,16 +40,31 @@ _STOPPED = {"stopped", "stopped waiting"}
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
+class StepObserver(Protocol):
+    """Takes the steps of all ranks as they are read."""
+
+    def begin(self) -> None:
+        """Forget all steps: the records are read from their beginning."""
+
+    def step(self, file: RankFile, step: StepLine, leads: bool) -> None:
+        """Take a step that a rank has recorded; `leads` says that the rank is rank 0 of its group."""
+
+
 class LiveRun:
     """Follows the run in a folder. Call `poll` before you look at it, as often as you like."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, clock: Callable[[], float] = time.time, observer: StepObserver | None = None
+    ) -> None:
+        """Prepare to follow the run; the `observer` gets the steps of all ranks."""
         self.folder = folder
-        self._clock = clock
+        self._clock, self._observer = clock, observer
         self._begin()
 
     def _begin(self) -> None:
         """Forget everything that was read."""
+        if self._observer is not None:
+            self._observer.begin()
         self._tails = Tails(self.folder)
         self._files: dict[int, RankFile] = {}
         self._lead: RankFile | None = None  # the file of the process that is rank 0 of the newest group
@@ -278,6 +293,8 @@ class LiveRun:
             file.step(step)
             if leads:
                 self.curve.add(step)
+            if self._observer is not None:
+                self._observer.step(file, step, leads)
 
     def _evaluation(self, line: EvaluationLine | None) -> None:
         if line is not None:
