@@ -21,6 +21,7 @@ from horizonml.cli.report import report
 from horizonml.cli.token import token
 from horizonml.cli.train import train
 from horizonml.cli.watch import watch
+from horizonml.cli.what_if import what_if
 from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
@@ -48,6 +49,7 @@ app.command()(generate)
 app.command()(export)
 app.command()(report)
 app.command()(watch)
+app.command("what-if")(what_if)
 app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")

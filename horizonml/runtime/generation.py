@@ -26,7 +26,13 @@ from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
-from horizonml.runtime.recording import recorder_for, run_info
+from horizonml.runtime.recording import (
+    describe_planning,
+    device_facts,
+    record_planning,
+    recorder_for,
+    run_info,
+)
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.taking_up import checkpoints_for, is_older_than_disk, take_up
@@ -82,6 +88,7 @@ class Generation:
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = run_info(life, group, self.number, self.names, model, agreed.plan, here)
+        devices = group.gather_json(device_facts(self.names[group.rank], group.hosts[group.rank]))
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
@@ -95,6 +102,10 @@ class Generation:
                     self.say(moved)
                 else:
                     source = take_up(life, session, checkpoints, first, source, followers, self.say)
+                if group.rank == 0:
+                    problem = detector.problem if detector is not None else agreed.problem
+                    planning = describe_planning(life, self.started_as, model, hosts, devices, plan, problem)
+                    record_planning(planning, self.say)
                 recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import torch
 
@@ -14,7 +15,10 @@ from horizonml.machine.host import machine_info, versions
 from horizonml.machine.resources import memory_limit
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
+from horizonml.planner.evaluator import judge
 from horizonml.planner.hardware import Host
+from horizonml.planner.problem import Problem
+from horizonml.planner.record import DeviceFacts, Planning, write_planning
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.telemetry.progress import display_for
@@ -45,6 +49,49 @@ def run_info(
         plan=plan,
         unigram=life.info.unigram if life.info is not None else None,
     )
+
+
+def device_facts(name: str, node: str) -> dict[str, str]:
+    """Return what the other ranks should know of this rank's machine, as a JSON object."""
+    machine = machine_info()
+    return asdict(DeviceFacts(name, machine.processor, machine.architecture, node))
+
+
+def describe_planning(
+    life: Life,
+    started_as: Sequence[int],
+    model: Model,
+    hosts: Sequence[Host],
+    devices: Sequence[Mapping[str, object]],
+    plan: Plan,
+    problem: Problem | None,
+) -> Planning:
+    """Return what the group trains by from now on; `devices` are the `device_facts` of all ranks."""
+    assert life.state is not None
+    splits_channels = any(stage.splits_channels for stage in plan.stages)  # whose time cannot be predicted
+    seconds = judge(problem, plan).prediction.seconds if problem is not None and not splits_channels else None
+    names = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
+    return Planning(
+        job=life.job,
+        layers=tuple(model.chain.names),
+        devices=tuple(DeviceFacts(**facts) for facts in names),
+        hosts=tuple(hosts),
+        plan=plan,
+        step=life.state.step,
+        time=time.time(),
+        started_as=tuple(started_as),
+        problem=problem if seconds is not None else None,
+        seconds=seconds,
+    )
+
+
+def record_planning(planning: Planning, say: Callable[[str], None]) -> None:
+    """Write a planning into the run's folder, for those who ask what another device would change."""
+    folder = planning.job.run_folder
+    try:
+        write_planning(folder, planning)
+    except OSError as error:
+        say(f"warning: the plan could not be written to {folder}: {error.strerror or error}")
 
 
 def recorder_for(
