@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 from horizonml import __version__
 from horizonml.errors import PlanError
 from horizonml.page.flows import Flow, flows
+from horizonml.page.planned import measured_links
 from horizonml.plan.plan import Plan
+from horizonml.planner.record import Planning
 from horizonml.report.lines import PlanFacts, SpanLine
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Member, State
@@ -27,8 +27,8 @@ _WORDS = {
 }
 
 
-def describe_run(run: LiveRun) -> dict[str, Any]:
-    """Return how a run stands."""
+def describe_run(run: LiveRun, planning: Planning | None) -> dict[str, Any]:
+    """Return how a run stands; `planning` is what it was planned for, if that is known."""
     newest, state, speed = run.newest, run.state, run.speed
     members, plan = run.members[:_MOST_RANKS], read_plan(run.plan)
     return {
@@ -52,8 +52,8 @@ def describe_run(run: LiveRun) -> dict[str, Any]:
         "damaged": run.damaged,
         "plan": run.plan.model_dump(),
         "layers": run.layers,
-        "ranks": [_rank(member) for member in members],
-        "links": _links(members, plan),
+        "ranks": [_rank(member, planning) for member in members],
+        "links": [*_links(members, plan), *measured_links(planning)],
     }
 
 
@@ -67,8 +67,16 @@ def read_plan(facts: PlanFacts) -> Plan | None:
     return plan
 
 
-def _rank(member: Member) -> dict[str, Any]:
-    return {**vars(member), "stages": list(member.stages), "is_recorded": member.started_as is not None}
+def _rank(member: Member, planning: Planning | None) -> dict[str, Any]:
+    """Return what is known of a rank: by its records, or else by what was noted when the run was planned."""
+    found = {**vars(member), "is_recorded": member.started_as is not None, "name": ""}
+    if planning is not None and member.rank < len(planning.devices):
+        device = planning.devices[member.rank]
+        found["name"] = planning.names[member.rank]
+        if member.started_as is None:
+            found |= {"host": device.name, "processor": device.processor, "architecture": device.architecture}
+            found["node"] = device.node
+    return found
 
 
 def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:
@@ -114,12 +122,3 @@ def _joined(spans: list[SpanLine], begin: float, end: float) -> list[list[Any]]:
         else:
             found.append(one)
     return found
-
-
-def read_planning(folder: Path) -> dict[str, Any]:
-    """Return what was noted when the run was planned, or nothing if that is not there or is damaged."""
-    try:
-        found = json.loads((folder / "planning.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -8,14 +8,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from horizonml.errors import HorizonError
+from horizonml.errors import HorizonError, JobError
 from horizonml.page.guard import ACTIONS, Guard, guarded
 from horizonml.page.watcher import Watcher, encode
+from horizonml.report.what_if import what_if
 from horizonml.web.messages import Later, Reply, Request
 from horizonml.web.server import Limits, WebServer
 
 Action = Callable[[], str]
 _JSON = "application/json"
+_PLANNING_SECONDS = 30.0  # that the answer to a "what if" may take
 _LIMITS = Limits(seconds=10.0, clients=48)
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8", ".svg": "image/svg+xml"}
 
@@ -86,6 +88,8 @@ class PageServer:
             return _json(self._watcher.events())
         if path == "api/timeline":
             return _json(self._watcher.timeline())
+        if path == "api/what-if":
+            return Later(lambda: self._what_if(request), _PLANNING_SECONDS + 10)
         return guarded(Reply.text(404, "there is no such page\n"))
 
     def _run(self, request: Request) -> dict[str, Any]:
@@ -94,6 +98,25 @@ class PageServer:
         if self._devices is not None:
             found["devices"] = self._devices()
         return found
+
+    def _what_if(self, request: Request) -> Reply:
+        """Return what the planner makes of other devices and links; this takes seconds."""
+        add, remove, rates = (_several(request, name) for name in ("add", "remove", "rates"))
+        try:
+            for text in rates:
+                if ":" not in text:
+                    raise JobError(f"rates: {text[:40]!r} is not LINK:RATE, such as 0-1:100Mbit")
+            answer = what_if(
+                self._folder,
+                add,
+                remove,
+                {link: rate for link, _, rate in (text.partition(":") for text in rates)},
+                request.query.get("strategy") or None,
+                _PLANNING_SECONDS,
+            )
+        except HorizonError as error:
+            return _json({"error": str(error)}, 409)
+        return _json(answer)
 
     def _act(self, name: str) -> Reply:
         action = self._actions.get(name)
@@ -107,6 +130,11 @@ class PageServer:
 
 def _json(value: Any, status: int = 200) -> Reply:
     return guarded(Reply(status, encode(value), _JSON))
+
+
+def _several(request: Request, name: str) -> list[str]:
+    """Return the texts of a query that are separated by semicolons."""
+    return [text for text in request.query.get(name, "").split(";") if text]
 
 
 def _whole(request: Request, name: str, default: int = 0) -> int:
