@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from horizonml.errors import JobError
+from horizonml.errors import JobError, SecurityError
 
 
 def watch(
@@ -38,6 +39,7 @@ def watch(
     from horizonml.machine.signals import stop_on_signal
     from horizonml.page.guard import is_loopback
     from horizonml.page.server import PageServer
+    from horizonml.page.stopping import StopHere
 
     folder = find_run(run)
     if not is_loopback(host) and not insecure:
@@ -46,7 +48,9 @@ def watch(
             f"another machine, use `ssh -L {port}:127.0.0.1:{port} THIS-MACHINE` and open http://127.0.0.1:{port}; or "
             "add --insecure if everyone there may read it"
         )
-    with stop_on_signal() as stop, PageServer(folder, (host, port)) as server:
+    token, stop_run = _token(), StopHere(folder)
+    page = PageServer(folder, (host, port), token, {"stop": stop_run}, possible=lambda name: stop_run.is_possible())
+    with stop_on_signal() as stop, page as server:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{server.port}/"
         print(f"the page of {folder} is at {url} (Ctrl-C ends it)", flush=True)
@@ -58,6 +62,18 @@ def watch(
             webbrowser.open(url)
         while not stop.wanted:
             threading.Event().wait(0.2)
+
+
+def _token() -> str | None:
+    """Return the token of this machine's user, with which the page offers to stop a run, or None."""
+    from horizonml.security.token import find_token
+
+    try:
+        token = find_token()
+    except SecurityError as error:
+        print(f"the page is read-only: {error}", file=sys.stderr)
+        return None
+    return token.text if token is not None else None
 
 
 def find_run(path: Path) -> Path:

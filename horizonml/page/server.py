@@ -32,14 +32,15 @@ class PageServer:
         token: str | None = None,
         actions: Mapping[str, Action] | None = None,
         devices: Callable[[], list[dict[str, Any]]] | None = None,
+        possible: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Serve the run in `run_folder`, which need not be there yet, at `address`. Raises HorizonError.
 
         Port 0 takes any free port. `actions` are what whoever has the `token` may do; each returns a sentence that says
         what happens now, and must return at once. `devices` returns the devices that are there before training begins,
-        each with what is known of it by name.
+        each with what is known of it by name. `possible` says whether an action can be done now.
         """
-        self._folder, self._devices = run_folder, devices
+        self._folder, self._devices, self._possible = run_folder, devices, possible
         self._actions = dict(actions or {})
         self._guard = Guard(address[0], token if self._actions else None)
         self._files = static_files()
@@ -94,7 +95,8 @@ class PageServer:
 
     def _run(self, request: Request) -> dict[str, Any]:
         found = self._watcher.run()
-        found["actions"] = sorted(self._actions) if self._guard.may_act(request) else []
+        offered = sorted(self._actions) if self._guard.may_act(request) else []
+        found["actions"] = [name for name in offered if self._possible(name)]
         if self._devices is not None:
             found["devices"] = self._devices()
         return found

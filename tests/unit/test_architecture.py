@@ -22,6 +22,7 @@ TABLE: dict[str, set[str]] = {
     "machine": set(),
     "security": set(),
     "starter": set(),
+    "web": set(),
     "spec": {"plan"},  # whose schedules a job may name
     "job": {"plan", "spec"},
     "data": {"machine", "spec"},
@@ -31,7 +32,7 @@ TABLE: dict[str, set[str]] = {
     "state": {"comm", "data", "job", "machine", "models", "plan", "spec", "tasks"},
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
-    "telemetry": {"engine", "job", "machine", "plan", "spec"},
+    "telemetry": {"engine", "job", "machine", "plan", "spec", "web"},
     "rendezvous": {"machine", "security"},
     "runtime": {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
@@ -39,6 +40,7 @@ TABLE: dict[str, set[str]] = {
     },
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
+    "page": {"plan", "planner", "report", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
@@ -47,8 +49,8 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "page", "plan", "planner",
+        "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -64,7 +64,7 @@ function tiles(run) {
   const key = JSON.stringify(found);
   if (key === figures) return;
   figures = key;
-  byId("figures").replaceChildren(...found.map(([name, value, more]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null))));
+  byId("figures").replaceChildren(...found.map(([name, value, more]) => el("li", {}, el("span", {}, name), el("strong", {}, value), more ? el("small", {}, more) : null)));
 }
 
 function lobby(devices) {

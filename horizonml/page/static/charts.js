@@ -10,7 +10,7 @@ export function ticks(low, high, most) {
   const rough = span / most, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough - 1e-12 * span);
   const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + 1e-9 * span; at += 1) found.push(at * step);
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + 1e-9 * span; at += 1) found.push(at * step + 0);
   return found;
 }
 
@@ -18,7 +18,9 @@ function bounds(series, from) {
   let [low, high] = [Infinity, -Infinity];
   for (const { points } of series) for (const [, y] of points) if (Number.isFinite(y)) { low = Math.min(low, y); high = Math.max(high, y); }
   if (!Number.isFinite(low)) return [0, 1];
-  if (from !== undefined) low = Math.min(from, low);
+  const space = 0.04 * (high - low);
+  if (from !== undefined) low = Math.min(from, low); else low -= space;
+  high += space;
   return low === high ? [low - 0.5 * (Math.abs(low) || 1), high + 0.5 * (Math.abs(high) || 1)] : [low, high];
 }
 

@@ -10,6 +10,7 @@ export function number(value, digits = 3) {
 
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (Math.abs(value) < 5e-8) return "0 s";
   if (value < 1e-3) return `${number(value * 1e6)} µs`;
   if (value < 1) return `${number(value * 1e3)} ms`;
   if (value < 120) return `${number(value)} s`;

@@ -21,8 +21,6 @@ export function pairs(run) {
   return [...found.values()];
 }
 
-const label = (rank) => (rank.name ? rank.name : `rank ${rank.rank}`);
-
 export class Topology {
   constructor(card) {
     this.figure = el("div");
@@ -39,10 +37,10 @@ export class Topology {
     this.devices.set(() => table("Devices of this run", ["rank", "machine", "processor", { name: "cores", number: true }, { name: "memory", number: true }, { name: "in use", number: true }, { name: "computes", number: true }],
       run.ranks.map((rank) => [`${rank.rank}`, rank.host || "elsewhere", [rank.processor, rank.architecture].filter(Boolean).join(", ") || "–", number(rank.cores, 2), memory(rank.memory), memory(rank.rss_bytes), percent(rank.split.compute)])));
     this.links.set(() => table("Links between ranks", ["between", { name: "activations", number: true }, { name: "gradients", number: true }, { name: "measured rate", number: true }, { name: "latency", number: true }],
-      pairs(run).map((pair) => [`${pair.one} and ${pair.other}`, rate(pair.activations), rate(pair.gradients), megabits(pair.rate), pair.latency === null ? "–" : seconds(pair.latency)])));
+      pairs(run).map((pair) => [`${pair.one} and ${pair.other}`, rate(pair.activations), rate(pair.gradients), pair.rate ? `${rate(pair.rate)} (${megabits(pair.rate)})` : "–", pair.latency === null ? "–" : seconds(pair.latency)])));
     this.note.textContent = run.ranks.some((rank) => !rank.is_recorded)
       ? "Ranks with a dashed edge keep their records on their own machines."
-      : run.links.some((link) => link.rate) ? "Lines are as wide as what flows over them; in brackets: the measured rate of the link." : "Lines are as wide as what flows over them. The links of this run were not measured.";
+      : run.links.some((link) => link.rate) ? "Lines are as wide as what flows over them; “of …” is what was measured of the link." : "Lines are as wide as what flows over them. The links of this run were not measured.";
     this.redraw();
   }
 
@@ -54,7 +52,7 @@ export class Topology {
     }
     const count = run.ranks.length;
     const box = { width: count > 12 ? 58 : Math.min(124, width / 3.1), height: count > 12 ? 30 : 50 };
-    const height = count === 1 ? 120 : Math.min(460, Math.max(270, 40 * count + 110));
+    const height = count === 1 ? 120 : Math.min(460, Math.max(width < 480 ? 340 : 290, 40 * count + 110));
     const middle = [width / 2, height / 2], radius = [(width - box.width) / 2 - 2, (height - box.height) / 2 - 4];
     const place = new Map(run.ranks.map((rank, index) => {
       const angle = -Math.PI / 2 + (2 * Math.PI * (index + (count === 2 ? 0.5 : 0))) / count;
@@ -66,7 +64,7 @@ export class Topology {
     this.figure.replaceChildren(picture(width, height, this.words(busy),
       idle.map((pair) => this.line(pair, place, "link", 1.5)),
       busy.map((pair) => this.flow(pair, place, most)),
-      count <= 12 ? this.labels(busy, place, width) : null,
+      count <= 12 ? this.labels(busy, place, width, box) : null,
       run.ranks.map((rank) => this.node(rank, place.get(rank.rank), box))));
   }
 
@@ -82,12 +80,13 @@ export class Topology {
   }
 
   // A label stands where its line's middle is, moved along the line where another label stands already.
-  labels(busy, place, width) {
+  labels(busy, place, width, box) {
     const taken = [];
     return busy.map((pair) => {
-      const words = [rate(Math.max(pair.activations, pair.gradients)), pair.rate ? `(${megabits(pair.rate)})` : null].filter(Boolean);
+      const words = [rate(Math.max(pair.activations, pair.gradients)), pair.rate && width >= 480 ? `of ${rate(pair.rate)}` : null].filter(Boolean);
       const [[x1, y1], [x2, y2]] = [place.get(pair.one), place.get(pair.other)];
-      const spots = [0.5, 0.42, 0.58, 0.36, 0.64, 0.3, 0.7].map((part) => [x1 + part * (x2 - x1), y1 + part * (y2 - y1)]);
+      const narrow = Math.abs(y1 - y2) < box.height && Math.abs(x1 - x2) < box.width + 76 ? box.height / 2 + 12 : 0; // no room between the boxes
+      const spots = [0.5, 0.42, 0.58, 0.36, 0.64, 0.3, 0.7].map((part) => [x1 + part * (x2 - x1), y1 + part * (y2 - y1) + narrow]);
       const free = spots.find(([x, y]) => taken.every(([a, b]) => Math.abs(a - x) > 78 || Math.abs(b - y) > 16 * words.length)) ?? spots[0];
       taken.push(free);
       const x = Math.min(width - 42, Math.max(42, free[0]));
@@ -101,9 +100,9 @@ export class Topology {
     const room = Math.max(3, Math.floor(width / 6.6));
     const short = (text) => (text.length > room ? `${text.slice(0, room - 1)}…` : text);
     const where = rank.is_recorded ? rank.host : "elsewhere";
-    return svg("g", {}, svg("title", {}, `${label(rank)} on ${where}`), svg("rect", { ...area, class: "under" }), svg("rect", { ...area, class: style, "stroke-dasharray": rank.is_recorded ? null : "4 3" }),
+    return svg("g", {}, svg("title", {}, `rank ${rank.rank} on ${where}`), svg("rect", { ...area, class: "under" }), svg("rect", { ...area, class: style, "stroke-dasharray": rank.is_recorded ? null : "4 3" }),
       svg("text", { class: "bold", x, y: height > 40 ? y - 5 : y + 4, "text-anchor": "middle" }, height > 40 ? `rank ${rank.rank}` : rank.rank),
-      height > 40 ? svg("text", { class: "soft", x, y: y + 12, "text-anchor": "middle" }, short([rank.name || where, rank.cores ? `${number(rank.cores, 2)} cores` : null].filter(Boolean).join(", "))) : null);
+      height > 40 ? svg("text", { class: "soft", x, y: y + 12, "text-anchor": "middle" }, short([where, rank.cores ? `${number(rank.cores, 2)} cores` : null].filter(Boolean).join(", "))) : null);
   }
 
   words(busy) {

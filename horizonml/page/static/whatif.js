@@ -46,8 +46,8 @@ export class WhatIf {
     this.keep = run.ranks.map((rank) => el("input", { type: "checkbox", id: `keep-${rank.rank}`, checked: true }));
     this.count = el("input", { type: "number", id: "add-count", min: 0, max: 16, value: 0, inputmode: "numeric" });
     this.like = select("add-like", "like", run.ranks.map((rank) => [rank.rank, who(rank)]));
-    this.speed = slider("add-speed", "speed", SPEEDS, SPEEDS.indexOf(1), (value) => `${value} times that device's`);
-    this.wire = slider("add-rate", "link", [0, ...RATES], 0, (value) => (value ? `${number(value)} Mbit/s` : "like that device's"));
+    this.speed = slider("add-speed", "its speed", SPEEDS, SPEEDS.indexOf(1), (value) => (value === 1 ? "the same" : `${value} times as fast`));
+    this.wire = slider("add-rate", "its link", [0, ...RATES], 0, (value) => (value ? `${number(value)} Mbit/s` : "the same"));
     this.link = select("link", "which", this.links());
     this.rate = slider("rate", "rate", RATES, RATES.indexOf(100), (value) => `${number(value)} Mbit/s`);
     this.strategy = select("strategy", "strategy", STRATEGIES);
