@@ -18,6 +18,7 @@ from horizonml.cli.plan import plan, profile, simulate
 from horizonml.cli.predict import evaluate, generate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
+from horizonml.cli.top import top
 from horizonml.cli.train import train
 from horizonml.cli.what_if import what_if
 from horizonml.runtime.process import run_and_exit
@@ -45,6 +46,7 @@ app.command()(predict)
 app.command()(generate)
 app.command()(export)
 app.command()(report)
+app.command()(top)
 app.command("what-if")(what_if)
 app.command()(log)
 app.command()(chaos)
