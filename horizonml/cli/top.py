@@ -16,7 +16,6 @@ import typer
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from horizonml.planner.record import Planning
     from horizonml.report.live import LiveRun
 
 _PLAIN_WIDTH = 110  # columns without a terminal
@@ -72,32 +71,13 @@ class _Shown:
 
     def __init__(self, run: LiveRun, unicode: bool) -> None:
         self._run, self._unicode = run, unicode
-        self._planning: Planning | None = None
-        self._read: float | None = None  # when the file that was read had been written
 
     def lines(self, width: int, height: int | None) -> list[Text]:
         """Return the run's present state in so many columns and lines."""
         from horizonml.report.top import ASCII, UNICODE, frame
 
         self._run.poll()
-        self._read_planning()
-        return frame(self._run, self._planning, width, height, UNICODE if self._unicode else ASCII)
-
-    def _read_planning(self) -> None:
-        from horizonml.errors import HorizonError
-        from horizonml.planner.record import FILE, read_planning
-
-        try:
-            written = (self._run.folder / FILE).stat().st_mtime
-        except OSError:
-            written = None
-        if written == self._read:
-            return
-        self._read = written
-        try:
-            self._planning = read_planning(self._run.folder)
-        except HorizonError:  # the rest can be shown without it
-            self._planning = None
+        return frame(self._run, width, height, UNICODE if self._unicode else ASCII)
 
 
 class _Pressed:

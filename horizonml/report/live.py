@@ -14,16 +14,19 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from horizonml.errors import HorizonError
+from horizonml.planner.record import FILE, Planning, read_planning
 from horizonml.report.lines import (
     EndLine,
     EvaluationLine,
     PlanFacts,
+    RanksLine,
     RecoveryLine,
     RunRecord,
     StepLine,
     TimelineLine,
 )
-from horizonml.report.live_facts import Curve, Event, Member, Point, RankFile, State
+from horizonml.report.live_facts import Curve, Event, Member, Point, RankFile, State, told
 from horizonml.report.tail import Tails
 from horizonml.telemetry.lifeline import is_alive
 from horizonml.text import count, human_seconds, printable
@@ -54,12 +57,15 @@ class LiveRun:
         self._files: dict[int, RankFile] = {}
         self._lead: RankFile | None = None  # the file of the process that is rank 0 of the newest group
         self._unreadable = 0
+        self._others: RanksLine | None = None  # what the ranks on other machines have told last
+        self._planned: float | None = None  # when the file had been written that `planning` was read from
         self._slow: tuple[int, ...] = ()
         self.curve = Curve()
         self.evaluations: deque[EvaluationLine] = deque(maxlen=_MOST_EVALUATIONS)
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self.slowdowns: tuple[float, ...] = ()  # each rank's computing over that of the plan, as last compared
         self.checkpoint: int | None = None  # the step of the newest checkpoint that was saved
+        self.planning: Planning | None = None  # what the plan was made of, if the folder says it
 
     def poll(self) -> bool:
         """Read what was recorded since the last call; return whether there was anything."""
@@ -70,7 +76,22 @@ class LiveRun:
         for started_as, line in self._tails.read():
             self._take(started_as, line)
             found = True
-        return found or anew
+        return self._read_planning() or found or anew
+
+    def _read_planning(self) -> bool:
+        """Read the plan's file if it has changed; return whether it has."""
+        try:
+            written = (self.folder / FILE).stat().st_mtime
+        except OSError:
+            written = None
+        if written == self._planned:
+            return False
+        self._planned = written
+        try:
+            self.planning = read_planning(self.folder)
+        except HorizonError:  # the rest can be shown without it
+            self.planning = None
+        return True
 
     @property
     def damaged(self) -> int:
@@ -186,7 +207,7 @@ class LiveRun:
 
     @property
     def members(self) -> list[Member]:
-        """Return the ranks of the newest group, in order; those that record elsewhere are known by the plan alone."""
+        """Return the ranks of the newest group, in order; those that record elsewhere as they have told rank 0."""
         about = self.about
         if about is None:
             return []
@@ -201,7 +222,12 @@ class LiveRun:
     def _member(self, rank: int, file: RankFile | None) -> Member:
         stages = tuple(number for number, stage in enumerate(self.plan.stages) if rank in stage.ranks)
         slowdown = self.slowdowns[rank] if 0 <= rank < len(self.slowdowns) else None
-        return Member(rank, stages, slowdown) if file is None else file.member(rank, stages, slowdown)
+        if file is not None:
+            return file.member(rank, stages, slowdown)
+        others, planning = self._others, self.planning
+        facts = others.ranks[rank] if others is not None and 0 <= rank < len(others.ranks) else None
+        same = planning is not None and planning.plan.world_size == (self.about.world_size if self.about else None)
+        return told(rank, stages, slowdown, others, facts, planning if same else None)
 
     @property
     def timeline(self) -> tuple[int, dict[int, TimelineLine]] | None:
@@ -237,6 +263,8 @@ class LiveRun:
             self._evaluation(self._read(EvaluationLine, line))
         elif kind == "recovery" and leads:
             self._recovery(self._read(RecoveryLine, line))
+        elif kind == "ranks" and leads:
+            self._others = self._read(RanksLine, line) or self._others
         elif kind == "slowdowns" and leads:
             self._slowdowns(line, file.time)
         elif kind == "checkpoint" and leads:
@@ -259,7 +287,7 @@ class LiveRun:
         if about.rank != 0 or (self._lead is not None and about.time < self._lead.about.time):
             return
         earlier, self._lead = self._lead, file
-        self.slowdowns = self._slow = ()
+        self.slowdowns, self._slow, self._others = (), (), None
         ranks = count(about.world_size or 1, "rank")
         outcome = earlier.end.outcome if earlier is not None and earlier.end is not None else ""
         if outcome == "re-plan":

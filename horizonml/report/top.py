@@ -58,20 +58,15 @@ class Section:
     newest_last: bool = False  # whether the first lines are left out instead
 
 
-def frame(
-    run: LiveRun, planning: Planning | None, width: int = 80, height: int | None = None, chars: Characters = UNICODE
-) -> list[Text]:
-    """Return how a run stands, as lines of at most `width` columns; at most `height` of them, if that is given.
-
-    `planning` is what the run's folder says of its plan, if it does.
-    """
+def frame(run: LiveRun, width: int = 80, height: int | None = None, chars: Characters = UNICODE) -> list[Text]:
+    """Return how a run stands, as lines of at most `width` columns; at most `height` of them, if that is given."""
     width = max(_LEAST_WIDTH, width)
     head = _head(run, width, chars)
     members = run.members
     sections = [
-        Section(_ranks_heading(chars), [_rank(one, run, planning, width, chars) for one in members], 4),
+        Section(_ranks_heading(chars), [_rank(one, width, chars) for one in members], 4),
         Section("plan", [_stage(n, stage, run, width) for n, stage in enumerate(run.plan.stages)], 3),
-        Section("links", _links(members, planning), 2),
+        Section("links", _links(members, run.planning), 2),
         Section("events", [_event(one.time, one.text) for one in run.events], 2, newest_last=True),
     ]
     sections = [section for section in sections if section.lines]
@@ -161,12 +156,11 @@ def _ranks_heading(chars: Characters) -> str:
     return "ranks   " + "  ".join(f"{sign} {kind}" for sign, kind in zip(chars.bar, KINDS, strict=True))
 
 
-def _rank(member: Member, run: LiveRun, planning: Planning | None, width: int, chars: Characters) -> Text:
+def _rank(member: Member, width: int, chars: Characters) -> Text:
     """Return a line about one rank: its machine, where its time goes, and what it takes."""
-    machine = member.host or _name(planning, member.rank)
     room = 12 if width < 100 else 24
     stages = ",".join(map(str, member.stages)) or "-"
-    text = Text(f"{member.rank:>3} {_fit(machine, room, chars)} stage {stages:<3} ")
+    text = Text(f"{member.rank:>3} {_fit(member.host, room, chars)} stage {stages:<3} ")
     if not member.split:
         text.append("records elsewhere" if member.started_as is None else "no step yet", style="dim")
         return text
@@ -242,11 +236,6 @@ def _event(when: float, text: str) -> Text:
     except (OverflowError, ValueError, OSError):  # a damaged time
         moment = "--:--:--"
     return Text(f"{moment}  {printable(text, 200)}")
-
-
-def _name(planning: Planning | None, rank: int) -> str:
-    """Return the name of a rank's machine as rank 0 has written it down, or nothing."""
-    return planning.devices[rank].name if planning is not None and rank < len(planning.devices) else ""
 
 
 def _fit(text: str, width: int, chars: Characters) -> str:
