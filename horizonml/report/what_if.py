@@ -62,13 +62,10 @@ def _answer(
         )
     changes = read_changes(planning, add, remove, rates)
     answer = plan_again(planning, changes, strategy, seconds)
-    assert planning.problem is not None
     run = LiveRun(folder)
     run.poll()
     measured = run.step_seconds
-    present = plan_facts(
-        planning.problem, answer.present, planning.names, planning.layers, range(len(planning.devices))
-    )
+    present = plan_facts(answer.problem, answer.present, planning.names, planning.layers, range(len(planning.devices)))
     predicted = plan_facts(
         answer.changed.problem, answer.found, answer.changed.names, planning.layers, answer.changed.origins
     )
