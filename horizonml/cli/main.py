@@ -19,6 +19,7 @@ from horizonml.cli.predict import evaluate, generate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
 from horizonml.cli.token import token
+from horizonml.cli.top import top
 from horizonml.cli.train import train
 from horizonml.cli.watch import watch
 from horizonml.cli.what_if import what_if
@@ -49,6 +50,7 @@ app.command()(generate)
 app.command()(export)
 app.command()(report)
 app.command()(watch)
+app.command()(top)
 app.command("what-if")(what_if)
 app.command()(log)
 app.command()(chaos)

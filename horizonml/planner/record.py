@@ -59,8 +59,8 @@ class Earlier:
 class Planning:
     """Holds a run's plan and what it was made of.
 
-    `problem` is None if nothing was measured, because the job's strategy leaves nothing to choose; `seconds` is None,
-    too, then.
+    Where the job's strategy leaves nothing to choose, nothing is `measured`: then `problem` and `seconds` rest on a
+    profile that rank 0's device had from before, and on no links at all, or are None.
     """
 
     job: Job
@@ -73,6 +73,7 @@ class Planning:
     started_as: tuple[int, ...]  # the rank that each rank was started as
     problem: Problem | None = None
     seconds: float | None = None  # that a step is predicted to take
+    measured: bool = False  # whether the devices and links of the problem were measured
     earlier: tuple[Earlier, ...] = ()
 
     @property
@@ -90,6 +91,7 @@ class Planning:
             "started_as": list(self.started_as),
             "plan": self.plan.to_json(),
             "seconds": self.seconds,
+            "measured": self.measured,
             "layers": list(self.layers),
             "devices": [asdict(device) for device in self.devices],
             "hosts": [asdict(host) for host in self.hosts],
@@ -127,6 +129,7 @@ class Planning:
             started_as=tuple(_whole(rank, 0, _MOST_RANKS) for rank in value["started_as"]),
             problem=_problem(value["problem"], job, hosts) if value["problem"] is not None else None,
             seconds=_number(value["seconds"]) if value["seconds"] is not None else None,
+            measured=value["measured"] is True,
             earlier=tuple(_earlier(one) for one in value["earlier"]),
         )
         planning._check()
@@ -167,8 +170,8 @@ def write_planning(folder: Path, planning: Planning) -> None:
         last = Earlier(before.step, before.time, len(before.devices), before.seconds, before.plan)
         planning = replace(planning, earlier=(*before.earlier, last)[-_MOST_EARLIER:])
         same = (before.started_as, before.plan, before.layers) == (planning.started_as, planning.plan, planning.layers)
-        if planning.problem is None and same:
-            planning = replace(planning, problem=before.problem, seconds=before.seconds)
+        if same and before.measured and not planning.measured:
+            planning = replace(planning, problem=before.problem, seconds=before.seconds, measured=True)
     write_atomically(folder / FILE, json.dumps(planning.to_json()).encode())
 
 

@@ -21,6 +21,7 @@ from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest
 
 STRATEGIES = ("auto", "ddp", "hybrid", "pipeline")  # that can be predicted for any devices
+_MOST_TOLD = 12  # devices whose work is told one by one
 _SAME = 0.005  # a step time that differs by less is the same
 
 
@@ -29,6 +30,7 @@ class Answer:
     """Holds the present plan, and the one that is predicted to be best after the changes."""
 
     planning: Planning
+    problem: Problem  # the devices and links as they are
     changed: Changed
     present: Candidate
     found: Candidate
@@ -66,8 +68,14 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
             "begins, or plan for devices that you describe: horizonml plan JOB --devices FILE"
         )
     began = time.monotonic()
-    changed = apply_changes(planning, problem, changes)
     job, notes = _job(planning, bool(changes.add or changes.remove), strategy)
+    if not planning.measured:
+        problem = _with_links(planning, problem, changes)
+        notes.append(
+            f"Strategy {planning.job.parallel.strategy} measures nothing: an earlier profile of rank 0's device stands "
+            "for all. With strategy auto, every device and link is measured."
+        )
+    changed = apply_changes(planning, problem, changes)
     changed = replace(changed, problem=replace(changed.problem, constraints=constraints_of(job.parallel)))
     evaluator = Evaluator(changed.problem, began + seconds)
     try:
@@ -80,8 +88,10 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
             "allow more seconds, or ask for fewer devices"
         ) from None
     present = judge(problem, planning.plan)
-    notes += _doubts(planning, changed, present, found)
-    return Answer(planning, changed, present, found, job.parallel.strategy, tuple(notes), time.monotonic() - began)
+    notes += _doubts(planning, problem, changed, present, found)
+    return Answer(
+        planning, problem, changed, present, found, job.parallel.strategy, tuple(notes), time.monotonic() - began
+    )
 
 
 def _job(planning: Planning, other_devices: bool, strategy: str | None) -> tuple[Job, list[str]]:
@@ -105,10 +115,23 @@ def _job(planning: Planning, other_devices: bool, strategy: str | None) -> tuple
     return job.model_copy(update={"parallel": job.parallel.model_copy(update=parallel)}), notes
 
 
-def _doubts(planning: Planning, changed: Changed, present: Candidate, found: Candidate) -> list[str]:
+def _with_links(planning: Planning, problem: Problem, changes: Changes) -> Problem:
+    """Return the problem with the links that the question tells, where they were not measured. Raises HorizonError."""
+    told = [rate for rate in changes.rates if not rate.ranks]
+    if told:
+        return apply_changes(planning, problem, Changes(rates=(told[0],))).problem
+    if len(problem.hosts) > 1:
+        raise HorizonError(
+            "rate: the links of this run were not measured, because its strategy, "
+            f"{planning.job.parallel.strategy}, leaves nothing to choose; say how fast they are, such as all=100Mbit"
+        )
+    return problem
+
+
+def _doubts(planning: Planning, problem: Problem, changed: Changed, present: Candidate, found: Candidate) -> list[str]:
     """Return what should be known before the prediction is believed."""
     notes = []
-    if planning.problem is not None and planning.problem.constraints.one_profile:
+    if planning.measured and problem.constraints.one_profile:
         notes.append(
             f"Strategy {planning.job.parallel.strategy} measured one device, whose speed stands for all, and the "
             "slowest link. With strategy auto, every device and link is measured."
@@ -117,8 +140,7 @@ def _doubts(planning: Planning, changed: Changed, present: Candidate, found: Can
     if lack is not None:
         notes.append(f"No plan was found that these devices can carry out: {lack}.")
     if changed.problem.ranks == planning.plan.world_size and changed.origins == tuple(range(changed.problem.ranks)):
-        assert planning.problem is not None
-        today = judge(planning.problem, found.plan)
+        today = judge(problem, found.plan)
         if today.usable and today.prediction.seconds < (1 - _SAME) * present.prediction.seconds:
             notes.append(
                 "This plan would be faster even without the change: "
@@ -165,22 +187,26 @@ def _work(answer: Answer) -> list[str]:
             lines.append(
                 f"A batch is cut into {count(after.micro_batches, 'micro-batch')} instead of {before.micro_batches}."
             )
-    same = 0
+    moved = []
     for rank, origin in enumerate(answer.changed.origins):
-        does = _does(after, rank)
-        if origin is not None and _does(before, origin) == does:
-            same += 1
-        elif origin is None:
-            lines.append(f"{names[rank]} takes {does}.")
-        else:
-            lines.append(f"{names[rank]} takes {does} instead of {_does(before, origin)}.")
-    if same == len(names):
+        does, did = _does(after, rank), _does(before, origin) if origin is not None else None
+        if did is None:
+            moved.append(f"{names[rank]} takes {does}.")
+        elif did != does:
+            moved.append(f"{names[rank]} takes {does} instead of {did}.")
+    if not moved:
         lines.append("The plan stays as it is." if before == after else "Every device does what it does now.")
-    return lines
+    if len(moved) > _MOST_TOLD:
+        others = count(len(moved) - _MOST_TOLD + 1, "other device")
+        moved = [*moved[: _MOST_TOLD - 1], f"The work of {others} changes, too."]
+    return lines + moved
 
 
 def _does(plan: Plan, rank: int) -> str:
     """Return which layers a rank works on, and on which part of every micro-batch."""
+    if len(plan.stages) == 1 and plan.world_size > 1:
+        stage = plan.stages[0]
+        return f"{stage.shares[stage.ranks.index(rank)] / sum(stage.shares):.0%} of the samples through all layers"
     parts = []
     for number in plan.stages_of(rank):
         stage = plan.stages[number]

@@ -179,6 +179,28 @@ class TimelineLine(BaseModel):
     spans: list[SpanLine]
 
 
+class OtherFacts(BaseModel):
+    """How a rank fares, as it has told rank 0: means over some steps."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    seconds: float  # of a step
+    split: dict[Kind, float]  # shares of a step
+    cores: float | None = None  # that it uses
+    rss_bytes: int
+    links: dict[str, tuple[float, float]] = {}  # bytes per second sent and received, by direction
+
+
+class RanksLine(BaseModel):
+    """How all ranks fare, as rank 0 records it where they are on several machines."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    time: float
+    ranks: list[OtherFacts | None]  # None for one that has told nothing yet
+
+
 class EndLine(BaseModel):
     """The end of what a rank recorded with one plan."""
 

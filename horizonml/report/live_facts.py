@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from horizonml.engine.clock import KINDS, Kind
-from horizonml.report.lines import EndLine, RunRecord, StepLine, TimelineLine
+from horizonml.planner.record import Planning
+from horizonml.report.lines import EndLine, OtherFacts, RanksLine, RunRecord, StepLine, TimelineLine
 from horizonml.text import printable
 
 WINDOW = 20  # steps over which speeds and shares are averaged
@@ -89,7 +91,7 @@ def _mean(points: list[Point]) -> Point:
 class Member:
     """A rank of the group that trains, with means over its last steps.
 
-    Of a rank whose records are on another machine only the first three fields are known.
+    A rank whose records are on another machine has no `started_as`, and may have told nothing yet.
     """
 
     rank: int
@@ -111,6 +113,43 @@ class Member:
     split: Mapping[Kind, float] = field(default_factory=dict)  # shares of a step, which add up to 1
     sent: Mapping[str, float] = field(default_factory=dict)  # bytes per second: "previous", "next", "members"
     received: Mapping[str, float] = field(default_factory=dict)
+
+
+def told(
+    rank: int,
+    stages: tuple[int, ...],
+    slowdown: float | None,
+    others: RanksLine | None,
+    facts: OtherFacts | None,
+    planning: Planning | None,
+) -> Member:
+    """Return what is known of a rank whose records are on another machine."""
+    known = Member(rank, stages, slowdown)
+    if planning is not None and rank < len(planning.devices):
+        device = planning.devices[rank]
+        host = next(host for host in planning.hosts if rank in host.ranks)
+        known = replace(
+            known,
+            host=device.name,
+            node=device.node or device.name,
+            processor=device.processor,
+            architecture=device.architecture,
+            cores=host.cores,
+            memory=host.memory if math.isfinite(host.memory) and host.memory > 0 else None,
+        )
+    if others is None or facts is None:
+        return known
+    return replace(
+        known,
+        rss_bytes=facts.rss_bytes,
+        cores_used=facts.cores,
+        step=others.step - 1,  # they tell of the step before
+        time=others.time,
+        seconds=facts.seconds,
+        split={kind: facts.split.get(kind, 0.0) for kind in KINDS},
+        sent={printable(way, 20): sent for way, (sent, _) in facts.links.items()},
+        received={printable(way, 20): received for way, (_, received) in facts.links.items()},
+    )
 
 
 class RankFile:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.planner.changes import read_changes
+from horizonml.planner.change_texts import read_changes
 from horizonml.planner.record import read_planning
 from horizonml.planner.what_if import plan_again, plan_facts
 from horizonml.report.live import LiveRun
@@ -29,7 +29,7 @@ def what_if(
     strategy: str | None = None,
     seconds: float = 30.0,
 ) -> dict[str, Any]:
-    """Return the run's present plan and the one after some changes as a JSON object; see `planner.changes`.
+    """Return the run's present plan and the one after some changes as a JSON object; see `planner.change_texts`.
 
     `strategy` asks for a plan of another kind. Planning may take so many `seconds`, and only one answer is made at a
     time in a process. Raises HorizonError, which names what is wrong with the question, or what the folder lacks.
@@ -62,13 +62,10 @@ def _answer(
         )
     changes = read_changes(planning, add, remove, rates)
     answer = plan_again(planning, changes, strategy, seconds)
-    assert planning.problem is not None
     run = LiveRun(folder)
     run.poll()
     measured = run.step_seconds
-    present = plan_facts(
-        planning.problem, answer.present, planning.names, planning.layers, range(len(planning.devices))
-    )
+    present = plan_facts(answer.problem, answer.present, planning.names, planning.layers, range(len(planning.devices)))
     predicted = plan_facts(
         answer.changed.problem, answer.found, answer.changed.names, planning.layers, answer.changed.origins
     )

@@ -27,6 +27,7 @@ from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recording import (
+    assumed_problem,
     describe_planning,
     device_facts,
     record_planning,
@@ -103,9 +104,7 @@ class Generation:
                 else:
                     source = take_up(life, session, checkpoints, first, source, followers, self.say)
                 if group.rank == 0:
-                    problem = detector.problem if detector is not None else agreed.problem
-                    planning = describe_planning(life, self.started_as, model, hosts, devices, plan, problem)
-                    record_planning(planning, self.say)
+                    self._record_plan(plan, agreed, detector, info, model, hosts, devices)
                 recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
@@ -126,6 +125,23 @@ class Generation:
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
             followers = frozenset()
+
+    def _record_plan(
+        self,
+        plan: Plan,
+        agreed: Agreed,
+        detector: StragglerDetector | None,
+        info: DataInfo,
+        model: Model,
+        hosts: list[Host],
+        devices: list[dict[str, str]],
+    ) -> None:
+        """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
+        problem = detector.problem if detector is not None else agreed.problem
+        used = problem or assumed_problem(self.life.job, model, info, hosts)
+        measured = problem is not None
+        found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
+        record_planning(found, self.say)
 
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
