@@ -27,9 +27,10 @@ _WORDS = {
 }
 
 
-def describe_run(run: LiveRun, planning: Planning | None) -> dict[str, Any]:
-    """Return how a run stands; `planning` is what it was planned for, if that is known."""
+def describe_run(run: LiveRun) -> dict[str, Any]:
+    """Return how a run stands."""
     newest, state, speed = run.newest, run.state, run.speed
+    planning = run.planning
     members, plan = run.members[:_MOST_RANKS], read_plan(run.plan)
     return {
         "version": __version__,
@@ -68,15 +69,9 @@ def read_plan(facts: PlanFacts) -> Plan | None:
 
 
 def _rank(member: Member, planning: Planning | None) -> dict[str, Any]:
-    """Return what is known of a rank: by its records, or else by what was noted when the run was planned."""
-    found = {**vars(member), "is_recorded": member.started_as is not None, "name": ""}
-    if planning is not None and member.rank < len(planning.devices):
-        device = planning.devices[member.rank]
-        found["name"] = planning.names[member.rank]
-        if member.started_as is None:
-            found |= {"host": device.name, "processor": device.processor, "architecture": device.architecture}
-            found["node"] = device.node
-    return found
+    known = planning is not None and member.rank < len(planning.devices)
+    name = planning.names[member.rank] if planning is not None and known else ""
+    return {**vars(member), "is_recorded": member.started_as is not None, "name": name}
 
 
 def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:

@@ -6,46 +6,36 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.errors import HorizonError
-from horizonml.planner.record import FILE, Planning, read_planning
+from horizonml.planner.record import Planning, read_planning
 from horizonml.planner.simulate import predict
 
 _MOST_RANKS = 64  # of whose links all are described
 _MOST_SPANS = 500  # of a rank
 
 
-class PlannedFor:
-    """Reads the planning of a run, and again when it has changed."""
+class SimulatedStep:
+    """Simulates a step of the newest plan, once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: tuple[int, int] | None = None
+    def __init__(self) -> None:
         self._planning: Planning | None = None
-        self._simulated: dict[str, Any] | None = None
-        self.problem = ""  # why the planning could not be read, if so
+        self._found: dict[str, Any] | None = None
 
-    def look(self) -> Planning | None:
-        """Return the newest planning, or None if there is none that can be read."""
-        try:
-            status = (self._folder / FILE).stat()
-        except OSError:
-            self._seen = self._planning = self._simulated = None
-            return None
-        if self._seen != (status.st_mtime_ns, status.st_size):
-            self._seen, self._simulated, self.problem = (status.st_mtime_ns, status.st_size), None, ""
-            try:
-                self._planning = read_planning(self._folder)
-            except HorizonError as error:
-                self._planning, self.problem = None, str(error)
-        return self._planning
-
-    def timeline(self) -> dict[str, Any] | None:
+    def timeline(self, planning: Planning | None) -> dict[str, Any] | None:
         """Return a step of the plan as it is predicted, or None if nothing was measured for it."""
-        planning = self.look()
-        if planning is None or planning.problem is None:
-            return None
-        if self._simulated is None:
-            self._simulated = _simulated(planning)
-        return self._simulated
+        if planning is not self._planning:
+            self._planning = planning
+            self._found = _simulated(planning) if planning is not None and planning.problem is not None else None
+        return self._found
+
+
+def problem_of(folder: Path, planning: Planning | None) -> str:
+    """Return why what was noted when the run was planned cannot be read; nothing if it can, or is not there."""
+    if planning is None:
+        try:
+            read_planning(folder)
+        except HorizonError as error:
+            return str(error)
+    return ""
 
 
 def measured_links(planning: Planning | None) -> list[dict[str, Any]]:

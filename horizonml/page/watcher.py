@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.page.describe import describe_run, describe_timeline
-from horizonml.page.planned import PlannedFor
+from horizonml.page.planned import SimulatedStep, problem_of
 from horizonml.page.series import Series
 from horizonml.report.lines import StepLine
 from horizonml.report.live import LiveRun
@@ -37,7 +37,7 @@ class Watcher:
         self._events: list[dict[str, Any]] = []
         self._ranks: dict[int, int] = {}  # what the members were started as
         self._forgotten = 0  # revisions of series that were thrown away
-        self._planned = PlannedFor(folder)
+        self._simulated = SimulatedStep()
         self._run = LiveRun(folder, observer=self)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="page, records", daemon=True)
@@ -110,9 +110,10 @@ class Watcher:
             self._over.wait(_LOOK_SECONDS)
 
     def _describe(self) -> None:
-        run, planning = self._run, self._planned.look()
-        described, timeline = describe_run(run, planning), describe_timeline(run) or self._planned.timeline()
-        described["problem"] = self._planned.problem
+        run = self._run
+        described = describe_run(run)
+        described["problem"] = problem_of(self._folder, run.planning)
+        timeline = describe_timeline(run) or self._simulated.timeline(run.planning)
         events = [vars(event) for event in run.events]
         evaluations = [
             {"step": one.step, "epoch": one.epoch, "loss": one.loss, "accuracy": one.accuracy, "best": one.best}
