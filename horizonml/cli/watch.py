@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from horizonml.errors import JobError, SecurityError
+
+if TYPE_CHECKING:
+    from horizonml.security.token import Token
 
 
 def watch(
@@ -64,16 +67,15 @@ def watch(
             threading.Event().wait(0.2)
 
 
-def _token() -> str | None:
+def _token() -> Token | None:
     """Return the token of this machine's user, with which the page offers to stop a run, or None."""
     from horizonml.security.token import find_token
 
     try:
-        token = find_token()
+        return find_token()
     except SecurityError as error:
         print(f"the page is read-only: {error}", file=sys.stderr)
-        return None
-    return token.text if token is not None else None
+    return None
 
 
 def find_run(path: Path) -> Path:

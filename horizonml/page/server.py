@@ -12,6 +12,7 @@ from horizonml.errors import HorizonError, JobError
 from horizonml.page.guard import ACTIONS, Guard, guarded
 from horizonml.page.watcher import Watcher, encode
 from horizonml.report.what_if import what_if
+from horizonml.security.token import Token
 from horizonml.web.messages import Later, Reply, Request
 from horizonml.web.server import Limits, WebServer
 
@@ -29,7 +30,7 @@ class PageServer:
         self,
         run_folder: Path,
         address: tuple[str, int],
-        token: str | None = None,
+        token: Token | None = None,
         actions: Mapping[str, Action] | None = None,
         devices: Callable[[], list[dict[str, Any]]] | None = None,
         possible: Callable[[str], bool] = lambda name: True,
@@ -42,7 +43,7 @@ class PageServer:
         """
         self._folder, self._devices, self._possible = run_folder, devices, possible
         self._actions = dict(actions or {})
-        self._guard = Guard(address[0], token if self._actions else None)
+        self._guard = Guard(address[0], token.text if token is not None and self._actions else None)
         self._files = static_files()
         self._watcher = Watcher(run_folder)
         try:

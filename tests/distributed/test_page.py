@@ -144,8 +144,7 @@ def test_the_page_shows_a_run_without_a_complaint_or_a_request_elsewhere(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_wrong_with_anything_opened(run: Path, visit: Callable[..., Visit], scheme: str) -> None:
-    token = make_token().text
-    with PageServer(run, ("127.0.0.1", 0), token, {"stop": lambda: "It stops."}) as server:
+    with PageServer(run, ("127.0.0.1", 0), make_token(), {"stop": lambda: "It stops."}) as server:
         look = visit(color_scheme=scheme)
         page = look.go(server)
         for summary in page.locator("summary").all():

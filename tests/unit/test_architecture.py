@@ -40,7 +40,7 @@ TABLE: dict[str, set[str]] = {
     },
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
-    "page": {"plan", "planner", "report", "telemetry", "web"},
+    "page": {"plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},

@@ -24,7 +24,8 @@ from horizonml.web.messages import parse
 from tests.distributed.processes import wait_for
 from tests.runs import append, write_run
 
-TOKEN = make_token().text
+SECRET = make_token()
+TOKEN = SECRET.text
 
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, dict[str, str]]:
@@ -183,7 +184,7 @@ def test_actions_need_the_token(tmp_path: Path, serve: Serve) -> None:
     def fail() -> str:
         raise HorizonError("nothing trains")
 
-    port = serve(token=TOKEN, actions={"stop": stop, "fail": fail})
+    port = serve(token=SECRET, actions={"stop": stop, "fail": fail})
     assert ask(port, "/api/run")[1]["actions"] == ["fail", "stop"]
     wrong = make_token().text
     for given in (

@@ -17,8 +17,8 @@ const ENDED = ["finished", "stopped", "failed"];
 const parts = {
   topology: new Topology(body("topology")), plan: new PlanPicture(body("plan")), split: new Split(body("split")), timeline: new Timeline(body("timeline")),
   loss: new Chart(body("loss"), { what: "Loss", unit: "loss" }),
-  accuracy: new Chart(body("accuracy"), { what: "Accuracy", unit: "share that is right", format: percent }),
-  speed: new Chart(body("speed"), { what: "Step time", unit: "time", format: seconds, from: 0 }),
+  accuracy: new Chart(body("accuracy"), { what: "Accuracy", unit: "share that is right", format: percent, to: 1 }),
+  speed: new Chart(body("speed"), { what: "Step time", unit: "time, means over several steps", format: seconds, from: 0, most: 80 }),
   events: new Events(body("events")), whatIf: new WhatIf(body("what-if")), actions: new Actions(body("actions")),
 };
 const known = { revision: -1, steps: [], ranks: {}, evaluations: [] };

@@ -14,13 +14,13 @@ export function ticks(low, high, most) {
   return found;
 }
 
-function bounds(series, from) {
+function bounds(series, from, to) {
   let [low, high] = [Infinity, -Infinity];
   for (const { points } of series) for (const [, y] of points) if (Number.isFinite(y)) { low = Math.min(low, y); high = Math.max(high, y); }
   if (!Number.isFinite(low)) return [0, 1];
   const space = 0.04 * (high - low);
   if (from !== undefined) low = Math.min(from, low); else low -= space;
-  high += space;
+  high = to === undefined ? high + space : Math.max(high, to);
   return low === high ? [low - 0.5 * (Math.abs(low) || 1), high + 0.5 * (Math.abs(high) || 1)] : [low, high];
 }
 
@@ -35,6 +35,16 @@ function path(points, x, y) {
   return text;
 }
 
+// Joins neighbours, so that a line of many noisy steps can be read.
+function means(points, most) {
+  const every = Math.ceil(points.length / most), found = [];
+  for (let at = 0; at < points.length; at += every) {
+    const some = points.slice(at, at + every).filter(([, value]) => Number.isFinite(value));
+    if (some.length) found.push([some.at(-1)[0], some.reduce((sum, [, value]) => sum + value, 0) / some.length]);
+  }
+  return found;
+}
+
 function nearest(points, step) {
   let [low, high] = [0, points.length - 1];
   while (low < high) {
@@ -47,8 +57,8 @@ function nearest(points, step) {
 
 // A chart of `series`, each {name, style, points: [[step, value], ...], dots}, in a card.
 export class Chart {
-  constructor(card, { what, unit, format = number, from }) {
-    Object.assign(this, { what, unit, format, from, series: [], readout: el("p", { class: "readout" }) });
+  constructor(card, { what, unit, format = number, from, to, most }) {
+    Object.assign(this, { what, unit, format, from, to, most, series: [], readout: el("p", { class: "readout" }) });
     this.figure = el("div");
     this.legend = el("div");
     this.table = new Table(what);
@@ -57,7 +67,7 @@ export class Chart {
   }
 
   set(series) {
-    this.series = series.filter((one) => one.points.length);
+    this.series = series.filter((one) => one.points.length).map((one) => ({ ...one, points: this.most ? means(one.points, this.most) : one.points }));
     this.legend.replaceChildren(legend(this.series.map((one) => [`f${one.style}`, one.name])));
     this.table.set(() => this.rows());
     this.redraw();
@@ -68,10 +78,10 @@ export class Chart {
       this.figure.replaceChildren(el("p", { class: "note" }, "No step is done yet."));
       return;
     }
-    const [low, high] = bounds(this.series, this.from);
+    const [low, high] = bounds(this.series, this.from, this.to);
     const steps = this.series.flatMap((one) => [one.points[0][0], one.points.at(-1)[0]]);
     const first = Math.min(...steps), last = Math.max(...steps, first + 1);
-    const marks = ticks(low, high, 5);
+    const marks = ticks(low, high, 6);
     const left = 18 + 7 * Math.max(...marks.map((mark) => this.format(mark).length));
     const x = (step) => left + ((step - first) / (last - first)) * (width - left - RIGHT);
     const y = (value) => TOP + (1 - (value - low) / (high - low)) * (HEIGHT - TOP - BOTTOM);

@@ -4,6 +4,7 @@ import { el } from "./dom.js";
 import { clock, number } from "./format.js";
 
 const MOST = 30;
+const NAMES = { slow: "speed" };
 const STYLE = { lost: "bad", checkpoint: "bad", joined: "good" };
 
 export class Events {
@@ -29,7 +30,7 @@ export class Events {
     this.shown = key;
     this.list.replaceChildren(...found.map((event) => el("li", { class: STYLE[event.kind] ?? null },
       el("time", { datetime: new Date(1000 * event.time).toISOString() }, clock(event.time)),
-      el("span", {}, el("span", { class: "kind" }, `${event.kind} `), `${event.text} `, el("span", { class: "note" }, `(step ${number(event.step)})`)))));
+      el("span", {}, el("span", { class: "kind" }, `${NAMES[event.kind] ?? event.kind} `), `${event.text} `, el("span", { class: "note" }, `(step ${number(event.step)})`)))));
     if (!found.length) this.list.replaceChildren(el("li", {}, el("span"), "Nothing has happened yet."));
     this.more.hidden = this.all || this.events.length <= MOST;
     this.more.textContent = `Show all ${this.events.length} events`;

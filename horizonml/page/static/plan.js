@@ -3,7 +3,7 @@
 import { el, picture, sized, svg, table, Table } from "./dom.js";
 import { percent, plural } from "./format.js";
 
-const TOP = 22, BOTTOM = 24, HEIGHT = 200;
+const TOP = 22, BOTTOM = 24;
 
 export function parts(plan) {
   return plan.stages.flatMap((stage, number) => {
@@ -60,11 +60,11 @@ export class PlanPicture {
     const rest = width - 2 - least * plan.stages.length;
     const wide = plan.stages.map((stage) => least + (rest * (stage.stop - stage.start)) / layers);
     const left = wide.map((_, index) => 1 + wide.slice(0, index).reduce((sum, one) => sum + one, 0));
-    const tall = HEIGHT - TOP - BOTTOM;
-    this.figure.replaceChildren(picture(width, HEIGHT, this.words(),
+    const height = width > 480 ? 270 : 200, tall = height - TOP - BOTTOM;
+    this.figure.replaceChildren(picture(width, height, this.words(),
       plan.stages.map((stage, index) => [
         svg("text", { class: "soft", x: left[index] + wide[index] / 2, y: 14, "text-anchor": "middle" }, wide[index] > 60 ? `stage ${index}` : index),
-        svg("text", { class: "soft", x: left[index] + wide[index] / 2, y: HEIGHT - 8, "text-anchor": "middle" }, this.range(stage, wide[index])),
+        svg("text", { class: "soft", x: left[index] + wide[index] / 2, y: height - 8, "text-anchor": "middle" }, this.range(stage, wide[index])),
       ]),
       parts(plan).map((part) => {
         const [x, y] = [left[part.stage] + 1.5, TOP + part.begin * tall + 1];
