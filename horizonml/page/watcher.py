@@ -53,10 +53,16 @@ class Watcher:
         with self._lock:
             return dict(self._described)
 
-    def timeline(self) -> dict[str, Any] | None:
-        """Return what the ranks did when in the newest step of which that is recorded, or None."""
+    def timeline(self, known: int) -> dict[str, Any] | None:
+        """Return what the ranks did when in the newest step of which that is recorded, or None.
+
+        A client that has one of step `known` already gets no more than its number, unless there is a newer one.
+        """
         with self._lock:
-            return self._timeline
+            found = self._timeline
+        if found is not None and not found["is_simulated"] and found["step"] == known:
+            return {"step": known}
+        return found
 
     def events(self) -> list[dict[str, Any]]:
         """Return what has happened, the oldest first."""
@@ -77,7 +83,7 @@ class Watcher:
                 "steps": self._loss.since(since),
                 "rank_columns": ["step", "compute", "transfer", "wait"],
                 "ranks": {rank: series.since(since) for rank, series in parts.items()},
-                "evaluations": self._evaluations,
+                "evaluations": [one for one in self._evaluations if one["step"] >= since],
             }
 
     def begin(self) -> None:

@@ -211,6 +211,18 @@ def test_a_phone_scrolls_in_one_direction_only(run: Path, visit: Callable[..., V
         assert violations(page) == []
 
 
+def test_a_step_that_nobody_recorded_is_simulated_and_the_page_says_so(run: Path, visit: Callable[..., Visit]) -> None:
+    for path in run.glob("rank-*.jsonl"):
+        kept = [line for line in path.read_text().splitlines(keepends=True) if '"kind": "timeline"' not in line]
+        path.write_text("".join(kept))
+    with PageServer(run, ("127.0.0.1", 0)) as server:
+        look = visit()
+        page = look.go(server)
+        page.wait_for_selector("#timeline .note:has-text('Simulated')")
+        assert page.locator("#timeline .chart rect.k-backward").count() >= 3
+        assert look.complaints == []
+
+
 def test_names_from_elsewhere_are_text_and_never_html(run: Path, visit: Callable[..., Visit]) -> None:
     evil = "<img src=x onerror=alert(1)>"
     (run / "planning.json").unlink()

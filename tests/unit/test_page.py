@@ -21,7 +21,7 @@ from horizonml.page.watcher import encode
 from horizonml.plan.plan import Plan, Stage
 from horizonml.security.token import make_token
 from horizonml.web.messages import parse
-from tests.distributed.processes import wait_for
+from tests.distributed.processes import horizonml, wait_for
 from tests.runs import append, write_run
 
 SECRET = make_token()
@@ -75,6 +75,8 @@ def test_the_api_tells_how_a_recorded_run_stands(tmp_path: Path, serve: Serve) -
     _, timeline, _ = ask(port, "/api/timeline")
     assert (timeline["step"], timeline["is_simulated"], timeline["seconds"]) == (6, False, pytest.approx(0.2))
     assert timeline["ranks"][0]["spans"][0][:3] == ["compute", "forward", 0]
+    assert ask(port, "/api/timeline?known=6")[1] == {"step": 6}
+    assert ask(port, "/api/timeline?known=5")[1] == timeline
     assert [event["kind"] for event in ask(port, "/api/events")[1]] == ["formed", "ended"]
 
 
@@ -84,6 +86,7 @@ def test_the_history_since_a_step_is_all_of_it_once_steps_were_done_again(tmp_pa
     revision = ask(port, "/api/history")[1]["revision"]
     news = ask(port, f"/api/history?since=5&revision={revision}")[1]
     assert [point[0] for point in news["steps"]] == [5, 6]
+    assert [one["step"] for one in news["evaluations"]] == [6]
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     again = next(line for line in lines if line.get("step") == 5)
     append(tmp_path / "rank-0.jsonl", again | {"loss": 77.0})
@@ -223,6 +226,15 @@ def test_a_port_that_is_taken_is_an_error_with_a_fix(tmp_path: Path, serve: Serv
     port = serve()
     with pytest.raises(HorizonError, match="choose another port or address"):
         PageServer(tmp_path, ("127.0.0.1", port))
+
+
+def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    refused = horizonml(tmp_path, "watch", ".", "--host", "0.0.0.0", "--port", "0")
+    assert refused.returncode == 2
+    assert "everyone on that network could read the page" in refused.stderr
+    assert "ssh -L" in refused.stderr
+    assert "add --insecure" in refused.stderr
 
 
 def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> None:

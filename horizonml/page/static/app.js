@@ -82,11 +82,11 @@ function joined(old, news) {
 }
 
 function history(found) {
-  if (found.revision !== known.revision || found.since === 0) Object.assign(known, { steps: [], ranks: {} });
+  if (found.revision !== known.revision || found.since === 0) Object.assign(known, { steps: [], ranks: {}, evaluations: [] });
   known.revision = found.revision;
   known.steps = joined(known.steps, found.steps);
   for (const [rank, points] of Object.entries(found.ranks)) known.ranks[rank] = joined(known.ranks[rank] ?? [], points);
-  known.evaluations = found.evaluations;
+  for (const one of found.evaluations) known.evaluations = [...known.evaluations.filter((old) => old.step < one.step), one];
   const column = (index) => known.steps.map((point) => [point[0], point[index] ?? NaN]);
   const held = (name) => known.evaluations.filter((one) => one[name] !== null).map((one) => [one.step, one[name]]);
   parts.loss.set([{ name: "training", style: 0, points: column(1) }, { name: "held-out", style: 1, points: held("loss"), dots: true }]);
@@ -99,7 +99,7 @@ function history(found) {
 
 async function look() {
   const newest = known.steps.at(-1)?.[0] ?? 0;
-  const [run, past, events, timeline] = await Promise.all([get("api/run"), get(`api/history?since=${newest}&revision=${known.revision}`), get("api/events"), get("api/timeline")]);
+  const [run, past, events, timeline] = await Promise.all([get("api/run"), get(`api/history?since=${newest}&revision=${known.revision}`), get("api/events"), get(`api/timeline?known=${parts.timeline.step}`)]);
   header(run);
   lobby(run.state === "waiting" || run.state === "reading" ? run.devices : null);
   parts.actions.set(run.actions ?? []);

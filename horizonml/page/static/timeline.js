@@ -20,8 +20,13 @@ export class Timeline {
     this.redraw = sized(this.figure, (width) => this.draw(width));
   }
 
+  // The step that is shown, so that it is not sent again; -1 for a simulated one, which the first real one replaces.
+  get step() {
+    return this.found && !this.found.is_simulated ? this.found.step : -1;
+  }
+
   set(found) {
-    if (found && this.found && found.step === this.found.step && found.is_simulated === this.found.is_simulated && found.ranks.length === this.found.ranks.length) return;
+    if (found && !found.ranks) return; // it is shown already
     this.found = found;
     this.note.textContent = !found ? "" : found.is_simulated
       ? "Simulated: this is what the planner predicts for the plan. No step is recorded in detail yet."
