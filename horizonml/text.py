@@ -50,3 +50,9 @@ def percent(share: float | None, digits: int | None = None) -> str:
     if digits is None:
         digits = 0 if share == 0 or abs(share) >= 0.0995 else 1
     return f"{share:.{digits}%}"
+
+
+def printable(text: str, most: int = 500) -> str:
+    """Return a text from elsewhere on one line, without control characters, for terminals, pages and messages."""
+    kept = "".join(character if character.isprintable() else " " for character in text[:most])
+    return kept + (" ..." if len(text) > most else "")

@@ -19,8 +19,11 @@ from horizonml.cli.predict import evaluate, generate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
 from horizonml.cli.token import token
+from horizonml.cli.top import top
 from horizonml.cli.train import train
 from horizonml.cli.up import join, up
+from horizonml.cli.watch import watch
+from horizonml.cli.what_if import what_if
 from horizonml.runtime.process import run_and_exit
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
@@ -47,6 +50,9 @@ app.command()(predict)
 app.command()(generate)
 app.command()(export)
 app.command()(report)
+app.command()(watch)
+app.command()(top)
+app.command("what-if")(what_if)
 app.command()(log)
 app.command()(chaos)
 app.add_typer(bench, name="bench")

@@ -18,11 +18,12 @@ from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
-from horizonml.engine.step import Step, Totals, Way
+from horizonml.engine.step import WAYS, Step, Told, Totals, Way
 from horizonml.engine.tied import TiedGradients, Ties
 from horizonml.engine.totals import TotalsSum
 from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
+from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
@@ -251,11 +252,15 @@ class Session:
             for way, (sent, received) in stage.traffic().items():
                 before = traffic.get(way, (0, 0))
                 traffic[way] = before[0] + sent, before[1] + received
-        first = self.stages.get(0)
+        first, spent = self.stages.get(0), self.clock.totals
+        moved = [traffic.get(way, (0, 0))[place] for place in (0, 1) for way in WAYS]
+        told, kinds = self._totals.told, (spent["compute"], spent["transfer"], spent["wait"])
+        self._totals.own = Told(wall, *kinds, cpu_seconds(), rss_bytes(), *moved)
         return Step(
             totals,
             wall,
-            **self.clock.totals,
+            **spent,
+            told=told,
             samples=max(stage.rows for stage in self.stages.values()),
             entered=first.rows if first is not None and first.speaks else 0,
             traffic=traffic,

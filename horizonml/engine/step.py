@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from horizonml.engine.clock import Span
 
@@ -26,6 +27,31 @@ class Totals:
     unit: str = "samples"
 
 
+WAYS: tuple[Way, ...] = ("previous", "next", "members")
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of its last step; all are zero before its first one."""
+
+    wall: float = 0.0
+    compute: float = 0.0
+    transfer: float = 0.0
+    wait: float = 0.0
+    cpu_seconds: float = 0.0  # of the process, since it began
+    rss_bytes: float = 0.0
+    sent_previous: float = 0.0  # bytes
+    sent_next: float = 0.0
+    sent_members: float = 0.0
+    received_previous: float = 0.0
+    received_next: float = 0.0
+    received_members: float = 0.0
+
+    @property
+    def links(self) -> Mapping[Way, tuple[float, float]]:
+        """Return the bytes sent and received."""
+        return dict(zip(WAYS, zip(self[6:9], self[9:12], strict=True), strict=True))
+
+
 @dataclass(frozen=True)
 class Step:
     """Describes one training step as this rank saw it; its times are in seconds and add up to `wall`."""
@@ -42,6 +68,7 @@ class Step:
     spans: list[Span]
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
     gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
+    told: tuple[Told, ...] = ()  # what every rank tells of the step before, if ranks are on several machines
 
     @property
     def bytes_sent(self) -> int:

@@ -10,20 +10,28 @@ from torch import Tensor
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.stage import StageRuntime, StageStep
-from horizonml.engine.step import Totals
+from horizonml.engine.step import Told, Totals
 from horizonml.state.follow import Following
 from horizonml.tasks.task import Task
 
 _FLAGS = 5  # that ranks raise in the agreement on a step
+_MOST_TELL = 16  # ranks that tell one another of their steps: for more of them, the messages would grow too long
 
 
 class TotalsSum:
-    """Agrees with the other ranks on the totals of a step."""
+    """Agrees with the other ranks on the totals of a step.
+
+    Where ranks are on several machines, each also tells the others how it fared in the step before, so that one of them
+    can show how all fare. `own` is what this rank tells; `told` is what all have told, after an agreement.
+    """
 
     def __init__(self, group: Group, task: Task, stages: Mapping[int, StageRuntime], last: int) -> None:
         """Prepare; `stages` are those of this rank, and `last` is the number of the plan's last stage."""
         self._task, self._stages, self._last = task, stages, last
-        size, tag = 3 + _FLAGS + len(task.metrics), group.channel("totals").tag()
+        tell = group.world_size if group.world_size <= _MOST_TELL and len(set(group.hosts)) > 1 else 0
+        self._rank, self.own, self.told = group.rank, Told(), (Told(),) * tell
+        self._size = 3 + _FLAGS + len(task.metrics)
+        size, tag = self._size + tell * len(Told()), group.channel("totals").tag()
         self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(size, dtype=torch.float64))
 
     def post(self) -> None:
@@ -52,7 +60,12 @@ class TotalsSum:
         behind = following is not None and following.behind
         hurry = following is not None and following.hurry
         flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry)]
-        total, *rest = self._sum.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found])).tolist()
+        board = torch.zeros(len(self.told), len(Told()), dtype=torch.float64)
+        if self.told:
+            board[self._rank] = torch.tensor(self.own, dtype=torch.float64)
+        summed = self._sum.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found, board.flatten()]))
+        self.told = tuple(Told(*row) for row in summed[self._size :].view_as(board).tolist())
+        total, *rest = summed[: self._size].tolist()
         stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
         loss, units, *sums = rest[_FLAGS:]
         loss = loss / units if units else 0.0

@@ -233,7 +233,7 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
         update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
         message, least = float(content["message_seconds"]), int(content["least_rows"])
         found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, least)
-        _check_profile(found)
+        check_profile(found)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JobError(
             f"{path} is not a profile of this version of HorizonML ({type(error).__name__}: {error}); "
@@ -249,7 +249,7 @@ def _whole(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-def _check_profile(profile: Profile) -> None:
+def check_profile(profile: Profile) -> None:
     """Raise ValueError if the profile has values that cannot have been measured."""
     for layer in profile.layers:
         if not len(layer.forward) == len(layer.backward) == len(profile.sizes):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.cost import LayerTimes, fastest_format
 from horizonml.planner.problem import Problem
@@ -39,12 +42,19 @@ def judge(problem: Problem, plan: Plan) -> Candidate:
     return Evaluator(problem).judge(plan)
 
 
+class OutOfTime(PlanError):
+    """The search for a plan took longer than it may."""
+
+
 class Evaluator:
     """Makes and judges plans for one problem; `evaluations` counts the simulations."""
 
-    def __init__(self, problem: Problem) -> None:
-        """Prepare for a problem, whose constraints decide on the shares and formats of the plans that are made."""
-        self.problem, self.evaluations = problem, 0
+    def __init__(self, problem: Problem, deadline: float = math.inf) -> None:
+        """Prepare for a problem, whose constraints decide on the shares and formats of the plans that are made.
+
+        After the `deadline`, a time of `monotonic`, everything that takes time raises OutOfTime.
+        """
+        self.problem, self.evaluations, self.deadline = problem, 0, deadline
         self.times = LayerTimes(problem.profiles)
         one_profile = problem.constraints.one_profile
         self._cut_by = LayerTimes([problem.profiles[0]] * problem.ranks) if one_profile else self.times
@@ -55,10 +65,16 @@ class Evaluator:
     def judge(self, plan: Plan) -> Candidate:
         """Return a plan with its predicted cost."""
         if plan not in self._judged:
+            self.check_time()
             self.evaluations += 1
             prediction = predict(self.problem, plan, self.times)
             self._judged[plan] = Candidate(plan, prediction, self._too_few_rows(plan))
         return self._judged[plan]
+
+    def check_time(self) -> None:
+        """Raise OutOfTime after the deadline."""
+        if time.monotonic() > self.deadline:
+            raise OutOfTime("no plan was found in time")
 
     def _too_few_rows(self, plan: Plan) -> bool:
         problem = self.problem
@@ -95,6 +111,7 @@ class Evaluator:
         """Return a stage of `ranks`, in their order; free shares are chosen so that the members finish together."""
         key = (start, stop, tuple(ranks), -(-self.problem.batch_size // micro_batches))
         if key not in self._stages:
+            self.check_time()
             ordered = self.problem.constraints.ordered
             shares = [1.0] * len(ranks) if ordered else self._share_out(start, stop, ranks, key[3])
             sync = self.problem.constraints.sync if len(ranks) > 1 else Sync.ALL_REDUCE

@@ -68,3 +68,6 @@ class Network:
         place = {rank: number for number, rank in enumerate(ranks)}
         pairs = {(place[a], place[b]): link for (a, b), link in self.pairs.items() if a in place and b in place}
         return Network(self.latency, self.bandwidth, tuple(self.access[rank] for rank in ranks if self.access), pairs)
+
+
+LOCAL_NETWORK = Network(1e-4, 1e9)  # ranks of one machine

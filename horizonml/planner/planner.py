@@ -9,7 +9,7 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel
-from horizonml.planner.evaluator import Candidate
+from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import NO_LOADING, Loading, Problem
 from horizonml.planner.profile import Profile
@@ -73,10 +73,11 @@ def problem_for(
     )
 
 
-def choose(job: Job, problem: Problem) -> Candidate:
+def choose(job: Job, problem: Problem, evaluator: Evaluator | None = None) -> Candidate:
     """Return the fastest predicted plan of the kind that the job asks for, among those that fit into memory.
 
-    If no plan fits, return the one that comes nearest. Raises PlanError if the model has too few layers.
+    If no plan fits, return the one that comes nearest. `evaluator` is one for this problem, if any. Raises PlanError if
+    the model has too few layers.
     """
     constraints, layers = problem.constraints, problem.layers
     needed = fewest = constraints.fewest_stages(problem.ranks)
@@ -89,4 +90,4 @@ def choose(job: Job, problem: Problem) -> Candidate:
         )
     if constraints.cuts is not None:
         fixed_plan(job, layers, problem.ranks)  # raises PlanError, which names the stage that does not fit the model
-    return search(problem)
+    return search(problem, evaluator=evaluator)

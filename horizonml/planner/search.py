@@ -38,7 +38,9 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     first, *others = problem.constraints.schedules
     several = SCHEDULES[first].stages_per_rank > 1 and problem.constraints.stages is None
     if several:
-        evaluator = Evaluator(replace(problem, constraints=replace(problem.constraints, schedules=(_USUAL,))))
+        evaluator = Evaluator(
+            replace(problem, constraints=replace(problem.constraints, schedules=(_USUAL,))), evaluator.deadline
+        )
     starts = _starts(evaluator, budget)
     if not starts:
         raise PlanError("the constraints allow no plan of this model")
@@ -146,7 +148,7 @@ def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Pl
         formats=problem.constraints.formats,
         one_profile=problem.constraints.one_profile,
     )
-    programme = Programme(Evaluator(replace(problem, constraints=cyclic)))
+    programme = Programme(Evaluator(replace(problem, constraints=cyclic), evaluator.deadline))
     places = [number for number in problem.micro_batches if plan.micro_batches / 2 <= number <= 2 * plan.micro_batches]
     for micro_batches in places:
         for cuts, _ in programme.splits(groups, micro_batches):

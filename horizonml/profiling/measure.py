@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,23 +43,13 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
     `key` names the model and its options. Sizes above `batch_size` cannot occur and are not measured. `say` receives a
     message if the measurement takes time.
     """
-    sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
-    key = {
-        "format": _FORMAT,
-        "device": processor_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "layers": model.chain.names,
-        "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
-        "sizes": sizes,
-        **key,
-    }
-    path = cache_folder() / "profiles" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
-    try:
-        return Profile.from_json(json.loads(path.read_text())["profile"])
-    except (OSError, ValueError, KeyError, TypeError):
-        say("measuring the layers, once for this model and device ...")
-        profile = measure(model, sizes)
+    key, sizes = _full_key(model, key, batch_size)
+    path = _path(key)
+    profile = _read(path)
+    if profile is not None:
+        return profile
+    say("measuring the layers, once for this model and device ...")
+    profile = measure(model, sizes)
     try:
         write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
     except OSError as error:
@@ -67,6 +58,37 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
             "time; HORIZONML_CACHE names another folder"
         )
     return profile
+
+
+def kept_profile(model: Model, key: dict[str, Any], batch_size: int) -> Profile | None:
+    """Return the profile of a model on this device if it was measured before, as in `cached_profile`, or None."""
+    return _read(_path(_full_key(model, key, batch_size)[0]))
+
+
+def _full_key(model: Model, key: dict[str, Any], batch_size: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Return all that a profile depends on, and the sizes of micro-batches that it has."""
+    sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
+    return {
+        "format": _FORMAT,
+        "device": processor_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "layers": model.chain.names,
+        "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
+        "sizes": sizes,
+        **key,
+    }, sizes
+
+
+def _path(key: dict[str, Any]) -> Path:
+    return cache_folder() / "profiles" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        return Profile.from_json(json.loads(path.read_text())["profile"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def measure(model: Model, sizes: tuple[int, ...]) -> Profile:

@@ -80,6 +80,9 @@ class RunRecord(BaseModel):
     rss_idle_bytes: int = 0
     forecast: float | None = None  # predicted seconds of a step
     unigram: float | None = None  # the perplexity that the frequencies of tokens alone would reach on a held-out text
+    resumed_at: int = 0  # steps that were completed before
+    total_steps: int | None = None  # of the whole run, which older records lack
+    total_epochs: int | None = None
     machine: MachineInfo | None = None
     versions: dict[str, str] = {}
     job: JobFacts | None = None
@@ -112,6 +115,9 @@ class StepLine(BaseModel):
     batch: int
     loss: float
     accuracy: float | None = None
+    samples: int = 0  # of the batch that this rank worked on
+    unit: str = "samples"  # what the loss is a mean over
+    units: int = 0  # in the global batch
     bytes_sent: int
     links: dict[str, tuple[int, int]] = {}  # bytes sent and received, by direction
     cpu_seconds: float
@@ -171,6 +177,28 @@ class TimelineLine(BaseModel):
 
     step: int
     spans: list[SpanLine]
+
+
+class OtherFacts(BaseModel):
+    """How a rank fares, as it has told rank 0: means over some steps."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    seconds: float  # of a step
+    split: dict[Kind, float]  # shares of a step
+    cores: float | None = None  # that it uses
+    rss_bytes: int
+    links: dict[str, tuple[float, float]] = {}  # bytes per second sent and received, by direction
+
+
+class RanksLine(BaseModel):
+    """How all ranks fare, as rank 0 records it where they are on several machines."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    time: float
+    ranks: list[OtherFacts | None]  # None for one that has told nothing yet
 
 
 class EndLine(BaseModel):

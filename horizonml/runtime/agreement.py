@@ -51,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Agreed:
-    """Holds a plan, and what was measured for it; if it is automatic, also its forecast and, on rank 0, its problem."""
+    """Holds a plan, what was measured for it, its forecast if it is automatic, and on rank 0 what it was made for."""
 
     plan: Plan
     forecast: Forecast | None = None
@@ -168,8 +168,8 @@ def make_plan(
     answer = group.broadcast(answer)
     if "error" in answer:
         raise PlanError(answer["error"])
-    agreed = replace(Agreed.from_json(answer), measured=measured if isinstance(measured, Measured) else None)
-    return replace(agreed, problem=problem) if agreed.forecast is not None else agreed
+    known = measured if isinstance(measured, Measured) else None
+    return replace(Agreed.from_json(answer), measured=known, problem=problem)
 
 
 def _measure(

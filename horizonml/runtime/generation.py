@@ -26,7 +26,14 @@ from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
-from horizonml.runtime.recording import recorder_for, run_info
+from horizonml.runtime.recording import (
+    assumed_problem,
+    describe_planning,
+    device_facts,
+    record_planning,
+    recorder_for,
+    run_info,
+)
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.runtime.taking_up import checkpoints_for, is_older_than_disk, take_up
@@ -82,6 +89,7 @@ class Generation:
         detector = self._detector(agreed)
         energy = EnergyMeter() if here.ranks[0] == group.rank else None
         about = run_info(life, group, self.number, self.names, model, agreed.plan, here)
+        devices = group.gather_json(device_facts(self.names[group.rank], group.hosts[group.rank]))
         plan, moved = agreed.plan, ""  # what to say after a move
         while True:
             with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
@@ -95,6 +103,8 @@ class Generation:
                     self.say(moved)
                 else:
                     source = take_up(life, session, checkpoints, first, source, followers, self.say)
+                if group.rank == 0:
+                    self._record_plan(plan, agreed, detector, info, model, hosts, devices)
                 recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
                 if life.outage is not None and source is not None:
                     recorder.after(life.outage, self.number, source, life.state.step)
@@ -115,6 +125,23 @@ class Generation:
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
             followers = frozenset()
+
+    def _record_plan(
+        self,
+        plan: Plan,
+        agreed: Agreed,
+        detector: StragglerDetector | None,
+        info: DataInfo,
+        model: Model,
+        hosts: list[Host],
+        devices: list[dict[str, str]],
+    ) -> None:
+        """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
+        problem = detector.problem if detector is not None else agreed.problem
+        used = problem or assumed_problem(self.life.job, model, info, hosts)
+        measured = problem is not None
+        found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
+        record_planning(found, self.say)
 
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)

@@ -20,7 +20,7 @@ from horizonml.models.zoo import Model
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, judge
 from horizonml.planner.explain import remedy, shortage
-from horizonml.planner.hardware import Host, Network
+from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network
 from horizonml.planner.planner import fixed_plan, needs_profile
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
@@ -94,9 +94,8 @@ def _here(job: Job) -> Places:
     """Return this machine as the place of all of the job's ranks."""
     cores, world_size = available_cores(), job.parallel.world_size()
     host = Host(tuple(range(world_size)), cores, memory_share(world_size) - rss_bytes())
-    network = Network(1e-4, 1e9)  # ranks of one machine
     threads = job.parallel.threads or threads_per_rank(cores, world_size)
-    return Places([f"rank {rank}" for rank in range(world_size)], [host], network, threads)
+    return Places([f"rank {rank}" for rank in range(world_size)], [host], LOCAL_NETWORK, threads)
 
 
 def _on_paper(job: Job, devices: Path, as_given: bool, say: Say) -> tuple[Job, Places]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import torch
 
 from horizonml.comm.group import Group
+from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
+from horizonml.job.schema import Job
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import machine_info, versions
 from horizonml.machine.resources import memory_limit
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
-from horizonml.planner.hardware import Host
+from horizonml.planner.evaluator import judge
+from horizonml.planner.hardware import LOCAL_NETWORK, Host
+from horizonml.planner.problem import Problem
+from horizonml.planner.record import DeviceFacts, Planning, write_planning
+from horizonml.profiling.measure import kept_profile
+from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
 from horizonml.telemetry.progress import display_for
@@ -47,6 +55,66 @@ def run_info(
     )
 
 
+def device_facts(name: str, node: str) -> dict[str, str]:
+    """Return what the other ranks should know of this rank's machine, as a JSON object."""
+    machine = machine_info()
+    return asdict(DeviceFacts(name, machine.processor, machine.architecture, node))
+
+
+def describe_planning(
+    life: Life,
+    started_as: Sequence[int],
+    model: Model,
+    hosts: Sequence[Host],
+    devices: Sequence[Mapping[str, object]],
+    plan: Plan,
+    problem: Problem | None,
+    measured: bool,
+) -> Planning:
+    """Return what the group trains by from now on; `devices` are the `device_facts` of all ranks.
+
+    `measured` says whether the devices and links of the problem were measured.
+    """
+    assert life.state is not None
+    splits_channels = any(stage.splits_channels for stage in plan.stages)  # whose time cannot be predicted
+    seconds = judge(problem, plan).prediction.seconds if problem is not None and not splits_channels else None
+    names = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
+    return Planning(
+        job=life.job,
+        layers=tuple(model.chain.names),
+        devices=tuple(DeviceFacts(**facts) for facts in names),
+        hosts=tuple(hosts),
+        plan=plan,
+        step=life.state.step,
+        time=time.time(),
+        started_as=tuple(started_as),
+        problem=problem if seconds is not None else None,
+        seconds=seconds,
+        measured=measured and seconds is not None,
+    )
+
+
+def assumed_problem(job: Job, model: Model, info: DataInfo, hosts: Sequence[Host]) -> Problem | None:
+    """Return what a plan that needs no measurements would be made for, as far as this device was measured before.
+
+    Its profile stands for all devices, and the links are those of ranks on one machine. Return None if it was not.
+    """
+    profile = kept_profile(model, profile_key(job), job.batch_size)
+    if profile is None:
+        return None
+    ranks = sum(len(host.ranks) for host in hosts)
+    return describe_problem(job, model, info, [profile] * ranks, hosts, LOCAL_NETWORK)
+
+
+def record_planning(planning: Planning, say: Callable[[str], None]) -> None:
+    """Write a planning into the run's folder, for those who ask what another device would change."""
+    folder = planning.job.run_folder
+    try:
+        write_planning(folder, planning)
+    except OSError as error:
+        say(f"warning: the plan could not be written to {folder}: {error.strerror or error}")
+
+
 def recorder_for(
     life: Life,
     about: RunInfo,
@@ -67,7 +135,15 @@ def recorder_for(
     )
     life.lifeline.expected(expected)
     seconds = forecast.seconds if forecast is not None else None
-    about = replace(about, plan=plan, forecast=seconds, resumed_at=done, expected_memory=expected)
+    about = replace(
+        about,
+        plan=plan,
+        forecast=seconds,
+        resumed_at=done,
+        expected_memory=expected,
+        total_steps=steps,
+        total_epochs=epochs,
+    )
     file = job.run_folder / f"rank-{life.rank}.jsonl"
     feeds = life.feeds if about.rank == 0 else None
     every = job.telemetry.timeline_every

@@ -158,6 +158,37 @@ class Lifeline:
             self._warned = True
 
 
+def is_alive(folder: Path, rank: int) -> bool | None:
+    """Return whether the process that keeps a rank's file is there; None if that cannot be seen from here.
+
+    It cannot be seen if the process has said nothing yet, or has ended by itself, or is elsewhere.
+    """
+    try:
+        trace = Trace.read(_path(folder, rank))
+    except (OSError, ValueError):
+        return None
+    if not trace.started or trace.space != process_space():
+        return None
+    return started_at(trace.pid) == trace.started
+
+
+def living_ranks(folder: Path) -> dict[int, int] | None:
+    """Return the process of each rank that trains in a run's folder, by the number that it was started with.
+
+    Return None if nobody trains there, or if some of them cannot be seen from here.
+    """
+    found = {}
+    for path in (folder / _FOLDER).glob("rank-*.lifeline"):
+        try:
+            trace = Trace.read(path)
+        except (OSError, ValueError):  # it has ended this moment, or nobody can say where it is
+            return None
+        if trace.space != process_space() or started_at(trace.pid) != trace.started:
+            return None
+        found[int(path.stem.partition("-")[2])] = trace.pid
+    return found or None
+
+
 def explain_last(folder: Path, rank: int, root: Path = _CGROUP, vmstat: Path = Path("/proc/vmstat")) -> str | None:
     """Return why the process that was this rank before ended, if it could not say so itself. It is explained once.
 

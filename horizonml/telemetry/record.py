@@ -58,6 +58,8 @@ class RunInfo:
     resumed_at: int = 0  # steps that were completed before
     expected_memory: float | None = None  # bytes that an automatic plan expects this process to need
     unigram: float | None = None  # perplexity on a held-out text of knowing how frequent each token is, and no more
+    total_steps: int | None = None  # of the whole run, unless it ends early
+    total_epochs: int | None = None
 
     @property
     def stage(self) -> int:

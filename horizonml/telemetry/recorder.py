@@ -15,6 +15,7 @@ from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.others import Others
 from horizonml.telemetry.progress import Display
 from horizonml.telemetry.record import EvaluationRecord, RecoveryRecord, RunInfo, Source, StepRecord
 from horizonml.telemetry.sinks import Feeds
@@ -53,6 +54,7 @@ class Recorder:
         self._joules = 0.0
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
+        self._others = Others()
         self.steps = 0  # recorded
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
@@ -100,6 +102,9 @@ class Recorder:
         )
         self._cpu = cpu
         self._write(record.to_json())
+        others = self._others.add(step.told) if self._rank == 0 and step.told else None
+        if others is not None:
+            self._lines.write({"kind": "ranks", "step": number, "time": record.time, "ranks": others})
         if self._at_next_step is not None:
             self._at_next_step()
             self._at_next_step = None

@@ -23,6 +23,7 @@ TABLE: dict[str, set[str]] = {
     "machine": set(),
     "security": set(),
     "starter": set(),
+    "web": set(),
     "spec": {"plan"},  # whose schedules a job may name
     "job": {"plan", "spec"},
     "data": {"machine", "spec"},
@@ -32,7 +33,7 @@ TABLE: dict[str, set[str]] = {
     "state": {"comm", "data", "job", "machine", "models", "plan", "spec", "tasks"},
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
-    "telemetry": {"engine", "job", "machine", "plan", "spec"},
+    "telemetry": {"engine", "job", "machine", "plan", "spec", "web"},
     "rendezvous": {"machine", "security"},
     "discovery": {"machine", "rendezvous", "security"},
     "runtime": {
@@ -43,6 +44,7 @@ TABLE: dict[str, set[str]] = {
     "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state", "telemetry"},
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
+    "page": {"plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
@@ -51,8 +53,9 @@ TABLE: dict[str, set[str]] = {
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "plan",
-        "planner", "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
+        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "page",
+        "plan", "planner", "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state",
+        "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -1,0 +1,146 @@
+"""Follows a run in a thread, and keeps ready what the page asks for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+from horizonml.page.describe import describe_run, describe_timeline
+from horizonml.page.planned import SimulatedStep, problem_of
+from horizonml.page.series import Series
+from horizonml.report.lines import StepLine
+from horizonml.report.live import LiveRun
+from horizonml.report.live_facts import RankFile
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0  # between two looks at the records
+_CLOSE_SECONDS = 5.0
+_READING = {"state": "reading", "words": "the records are being read"}
+
+
+class Watcher:
+    """Reads the records of a run as they come."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin to follow the run in `folder`, which need not be there yet."""
+        self._folder = folder
+        self._lock = threading.Lock()  # held while what is below changes, which never takes long
+        self._loss = Series(3)  # loss, accuracy, seconds of a step
+        self._split: dict[int, Series] = {}  # compute, transfer, wait: by the rank that a process was started as
+        self._described: dict[str, Any] = dict(_READING, name=folder.absolute().name)
+        self._timeline: dict[str, Any] | None = None
+        self._evaluations: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+        self._ranks: dict[int, int] = {}  # what the members were started as
+        self._forgotten = 0  # revisions of series that were thrown away
+        self._simulated = SimulatedStep()
+        self._run = LiveRun(folder, observer=self)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="page, records", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._over.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def run(self) -> dict[str, Any]:
+        """Return how the run stands."""
+        with self._lock:
+            return dict(self._described)
+
+    def timeline(self, known: int) -> dict[str, Any] | None:
+        """Return what the ranks did when in the newest step of which that is recorded, or None.
+
+        A client that has one of step `known` already gets no more than its number, unless there is a newer one.
+        """
+        with self._lock:
+            found = self._timeline
+        if found is not None and not found["is_simulated"] and found["step"] == known:
+            return {"step": known}
+        return found
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what has happened, the oldest first."""
+        with self._lock:
+            return self._events
+
+    def history(self, since: int, revision: int) -> dict[str, Any]:
+        """Return the points that are newer than those of a client, or all if its revision is an old one."""
+        with self._lock:
+            now = self._forgotten + sum(series.revision for series in (self._loss, *self._split.values()))
+            if revision != now:
+                since = 0
+            parts = {str(rank): self._split[file] for rank, file in self._ranks.items() if file in self._split}
+            return {
+                "revision": now,
+                "since": since,
+                "columns": ["step", "loss", "accuracy", "seconds"],
+                "steps": self._loss.since(since),
+                "rank_columns": ["step", "compute", "transfer", "wait"],
+                "ranks": {rank: series.since(since) for rank, series in parts.items()},
+                "evaluations": [one for one in self._evaluations if one["step"] >= since],
+            }
+
+    def begin(self) -> None:
+        """Forget all steps."""
+        with self._lock:
+            self._forgotten += 1 + sum(series.revision for series in (self._loss, *self._split.values()))
+            self._loss, self._split = Series(3), {}
+
+    def step(self, file: RankFile, step: StepLine, leads: bool) -> None:
+        """Take a step that a rank has recorded."""
+        with self._lock:
+            if leads:
+                self._loss.add(step.step, (step.loss, step.accuracy, step.wall))
+            split = self._split.setdefault(file.started_as, Series(3))
+            split.add(step.step, (step.compute, step.transfer, step.wait))
+
+    def _follow(self) -> None:
+        known: set[str] = set()
+        while not self._over.is_set():
+            try:
+                self._run.poll()
+                self._describe()
+            except Exception as error:  # noqa: BLE001  (damaged records end neither the page nor what it runs beside)
+                words = f"{type(error).__name__}: {error}"
+                if words not in known:
+                    _log.warning("the records in %s cannot be read: %s", self._folder, words)
+                known.add(words)
+                with self._lock:
+                    self._described = {**self._described, "problem": "the records could not be read; see the log"}
+            self._over.wait(_LOOK_SECONDS)
+
+    def _describe(self) -> None:
+        run = self._run
+        described = describe_run(run)
+        described["problem"] = problem_of(self._folder, run.planning)
+        timeline = describe_timeline(run) or self._simulated.timeline(run.planning)
+        events = [vars(event) for event in run.events]
+        evaluations = [
+            {"step": one.step, "epoch": one.epoch, "loss": one.loss, "accuracy": one.accuracy, "best": one.best}
+            for one in run.evaluations
+        ]
+        ranks = {member.rank: member.started_as for member in run.members if member.started_as is not None}
+        with self._lock:
+            self._described, self._timeline, self._events = described, timeline, events
+            self._evaluations, self._ranks = evaluations, ranks
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as JSON that browsers read: numbers that are not finite become null."""
+    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
