@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml import __version__
+from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
@@ -79,8 +80,12 @@ class Saver:
         written = {}
         for number, tensors in snapshot.tensors.items():
             written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
-        gathered = self.group.gather_json([written, snapshot.details if self.group.rank == 0 else None])
-        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all metadata agree
+        own = [written, snapshot.details if self.group.rank == 0 else None]
+        gathered = self.group.gather_json(own, fields(anything, optional(dict)))
+        reports, details = (
+            [report for report, _ in gathered],
+            gathered[0][1] or {},
+        )  # rank 0's, so that all metadata agree
         writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
         shards, failed = _agreed(writers, reports)
         if failed:
