@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,8 +60,6 @@ class Origin:
         self._patience = patience
         self.path, protocol = path.rstrip("/"), path.partition("://")[0] if "://" in path else ""
         self.folder = Path(path) if not protocol else None
-        # A server may announce any size, or none: with blocks, the whole of a file could be read at once.
-        self._unbuffered = {"block_size": 0} if protocol in ("http", "https") else {}
         if protocol:
             if protocol in _NEEDS:
                 require(_NEEDS[protocol], f"data.path: {protocol}")
@@ -82,34 +81,34 @@ class Origin:
         return _parse(_read(file.open("rb")), self.path) if file.is_file() else None
 
     def _read_index(self) -> bytes:
-        return _read(self._files.open(f"{self._root}/{INDEX}", "rb", **self._unbuffered))
+        with tempfile.TemporaryDirectory() as folder:
+            self._get(INDEX, Path(folder) / INDEX, _MOST_INDEX, "the index")
+            return _read((Path(folder) / INDEX).open("rb"))
+
+    def _get(self, name: str, into: Path, most: int, what: str) -> None:
+        """Copy a file of at most so many bytes; whoever sends it does not decide on its size. Raises DataError."""
+        from fsspec.callbacks import Callback
+
+        class Limit(Callback):  # type: ignore[misc,unused-ignore]
+            """Ends a transfer that goes on for too long."""
+
+            def relative_update(self, inc: int = 1) -> None:
+                self.value += inc
+                if self.value > most:
+                    raise DataError(f"data.path: {name} is larger than the {human_bytes(most)} that {what} may take")
+
+        self._files.get_file(f"{self._root}/{name}", str(into), callback=Limit())
 
     def fetch(self, shard: Shard, into: Path, patient: bool = True, most: int = _MOST_SHARD) -> None:
         """Copy a shard of at most so many bytes into a file; unless `patient`, with a single attempt.
 
         Raises DataError.
         """
-        from fsspec.callbacks import Callback
-
-        class Limit(Callback):  # type: ignore[misc,unused-ignore]
-            """Ends a transfer that goes on for too long: whoever sends a shard does not decide on its size."""
-
-            def relative_update(self, inc: int = 1) -> None:
-                self.value += inc
-                if self.value > most:
-                    raise DataError(
-                        f"data.disk: {shard.name} is larger than the {human_bytes(most)} for all shards together; "
-                        "raise it, or write smaller shards"
-                    )
-
-            def branch(self, path_1: str, path_2: str, kwargs: dict[str, Any]) -> None:
-                return None
-
         problem = ""
         for _ in range(_DOWNLOADS if patient else 1):
             self._patiently(
                 shard.name,
-                lambda: self._files.get_file(f"{self._root}/{shard.name}", str(into), callback=Limit()),
+                lambda: self._get(shard.name, into, most, "all shards together, by data.disk,"),
                 self._patience if patient else 0.0,
             )
             found = checksum(into) if shard.sha256 is not None else None

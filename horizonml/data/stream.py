@@ -33,6 +33,7 @@ from horizonml.files import cache_folder
 MIXED = 4  # shards whose samples are shuffled together
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp")
+_DAMAGED = (ArithmeticError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError)  # of decoders
 _CLASSES = ("cls", "index", "id")
 
 
@@ -131,15 +132,7 @@ class Samples:
                 return _array(content)
         except DataError as error:
             raise DataError(f"its .{name} file cannot be used: {error}") from error
-        except (
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-            RuntimeError,
-            SyntaxError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _DAMAGED as error:
             raise DataError(f"its .{name} file is damaged: {error}") from error
         known = ", ".join((*_PICTURES, *_CLASSES, "json", "npy"))
         raise DataError(f"data.inputs: .{name} files cannot be read; use one of {known}")
