@@ -82,10 +82,10 @@ class Origin:
 
     def _read_index(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            self._get(INDEX, Path(folder) / INDEX, _MOST_INDEX, "the index")
+            self._get(INDEX, Path(folder) / INDEX, _MOST_INDEX, "data.path")
             return _read((Path(folder) / INDEX).open("rb"))
 
-    def _get(self, name: str, into: Path, most: int, what: str) -> None:
+    def _get(self, name: str, into: Path, most: int, limit: str) -> None:
         """Copy a file of at most so many bytes; whoever sends it does not decide on its size. Raises DataError."""
         from fsspec.callbacks import Callback
 
@@ -95,9 +95,15 @@ class Origin:
             def relative_update(self, inc: int = 1) -> None:
                 self.value += inc
                 if self.value > most:
-                    raise DataError(f"data.path: {name} is larger than the {human_bytes(most)} that {what} may take")
+                    raise DataError(
+                        f"{limit}: {human_bytes(most)} cannot hold {name}; raise the limit, or make it smaller"
+                    )
 
-        self._files.get_file(f"{self._root}/{name}", str(into), callback=Limit())
+        try:
+            self._files.get_file(f"{self._root}/{name}", str(into), callback=Limit())
+        except DataError:
+            into.unlink(missing_ok=True)
+            raise
 
     def fetch(self, shard: Shard, into: Path, patient: bool = True, most: int = _MOST_SHARD) -> None:
         """Copy a shard of at most so many bytes into a file; unless `patient`, with a single attempt.
@@ -108,7 +114,7 @@ class Origin:
         for _ in range(_DOWNLOADS if patient else 1):
             self._patiently(
                 shard.name,
-                lambda: self._get(shard.name, into, most, "all shards together, by data.disk,"),
+                lambda: self._get(shard.name, into, most, "data.disk"),
                 self._patience if patient else 0.0,
             )
             found = checksum(into) if shard.sha256 is not None else None
