@@ -28,11 +28,11 @@ from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.packing import Packer
 from horizonml.state.replicas import Replica, buddy, keepers, owners, together
+from horizonml.state.sizes import most_bytes
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-_HEADER, _ENTRY = 4096, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name
 _WARM_UP = 2  # steps of a session before its owners know the size of their state and the time of a step
 _LONGEST = 64  # steps for one copy, unless more can be repeated soon enough
 _REPLAY_SECONDS = 30.0  # to repeat two copies' steps, at most
@@ -187,10 +187,9 @@ class Mirror:
                     )  # fmt: skip
 
     def _most_bytes(self, owner: int) -> int:
-        """Return the most bytes that a copy of an owner's state can have, with the names of its tensors."""
+        """Return the most bytes that a copy of an owner's state can have."""
         stages = [self.plan.stages[number] for number in self.plan.stages_of(owner)]
-        layers = (self._state.expected(layer) for stage in stages for layer in range(stage.start, stage.stop))
-        return _HEADER + sum(tensor.nbytes + len(key) + _ENTRY for held in layers for key, tensor in held.items())
+        return most_bytes(self._state, [layer for stage in stages for layer in range(stage.start, stage.stop)])
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         """Send, or post the receive for, an owner's slice of this step."""

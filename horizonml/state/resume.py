@@ -27,11 +27,13 @@ from horizonml.state.shards import (
     is_folder_name,
     opened,
     read_metadata,
+    shard_name,
     step_of,
     steps,
     verify_shard,
     write_metadata,
 )
+from horizonml.state.sizes import check_shard
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -163,13 +165,19 @@ class Resumption:
         if isinstance(found, _Problem):
             return found
         metadata = found.metadata
-        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
-        if problem is not None:
-            return problem
         foreign = self._foreign(metadata)
         if foreign is not None:
             advice = "use another name or folder, or start over (--fresh, or fresh=True in Python)"
             return _Problem(f"{path} belongs to another run: {foreign}; {advice}", final=True)
+        try:
+            for number, saved in enumerate(metadata.plan.stages):
+                name = shard_name(number)
+                check_shard(state, f"{path / name}", saved.start, saved.stop, metadata.shards[name].bytes)
+        except CheckpointError as error:
+            return _Problem(str(error))
+        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
+        if problem is not None:
+            return problem
         spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
         files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
         return _load(state, path, metadata, files)

@@ -87,7 +87,7 @@ class Saver:
             gathered[0][1] or {},
         )  # rank 0's, so that all metadata agree
         writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
-        shards, failed = _agreed(writers, reports)
+        shards, failed = _agreed(writers, reports, snapshot.most)
         if failed:
             return failed
         shards, received = self._copy(snapshot, hidden, shards)
@@ -191,7 +191,9 @@ def clean(folder: Path, word: str) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
+def _agreed(
+    writers: list[dict[int, int]], reports: list[Any], most: Sequence[int]
+) -> tuple[dict[str, Shard], list[str]]:
     """Return the shards that were written, and what went wrong; the reports come from other machines."""
     shards: dict[str, Shard] = {}
     failed: list[str] = []
@@ -207,6 +209,10 @@ def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str
             except ValidationError:
                 failed.append(f"rank {rank}: it does not say what it wrote")
                 continue
-            if shards.setdefault(name, shard) != shard:
+            if shard.bytes > most[number]:
+                failed.append(
+                    f"rank {rank}: it says that {name} has {shard.bytes} bytes; at most {most[number]} can be"
+                )
+            elif shards.setdefault(name, shard) != shard:
                 failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
     return shards, failed
