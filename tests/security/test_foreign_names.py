@@ -60,7 +60,9 @@ def index(**changes: object) -> str:
     return json.dumps({"train": [shard], "held_out": [{"name": "1.tar", "samples": 3}]})
 
 
-@pytest.mark.parametrize("name", ["../0.tar", "/etc/0.tar", ".lock.tar", "a\n.tar", "\x1b]0;x.tar", "..\\0.tar", "0.sh", 5])
+@pytest.mark.parametrize(
+    "name", ["../0.tar", "/etc/0.tar", ".lock.tar", "a\n.tar", "\x1b]0;x.tar", "..\\0.tar", "0.sh", 5]
+)
 def test_a_streams_index_cannot_name_a_shard_elsewhere(tmp_path: Path, name: object) -> None:
     (tmp_path / "index.json").write_text(index(name=name))
     with pytest.raises(DataError, match="is no index of shards"):
