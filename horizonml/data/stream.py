@@ -27,13 +27,13 @@ from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.samples import tree_of
 from horizonml.data.shards import Cache, table_of
 from horizonml.data.spec import DataSpec
-from horizonml.errors import DataError
+from horizonml.errors import DataError, is_out_of_memory
 from horizonml.files import cache_folder
 
 MIXED = 4  # shards whose samples are shuffled together
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp")
-_DAMAGED = (ArithmeticError, LookupError, OSError, RuntimeError, SyntaxError, TypeError, ValueError)  # of decoders
+_MOST_REASON = 200  # characters
 _CLASSES = ("cls", "index", "id")
 
 
@@ -132,8 +132,11 @@ class Samples:
                 return _array(content)
         except DataError as error:
             raise DataError(f"its .{name} file cannot be used: {error}") from error
-        except _DAMAGED as error:
-            raise DataError(f"its .{name} file is damaged: {error}") from error
+        except Exception as error:  # readers fail on damaged files in any way
+            if is_out_of_memory(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:_MOST_REASON]
+            raise DataError(f"its .{name} file is damaged: {reason}") from error
         known = ", ".join((*_PICTURES, *_CLASSES, "json", "npy"))
         raise DataError(f"data.inputs: .{name} files cannot be read; use one of {known}")
 

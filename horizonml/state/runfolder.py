@@ -38,6 +38,8 @@ def make_run_folder(path: Path) -> None:
 
 def foreign(path: Path) -> str | None:
     """Return why `--fresh` must not touch a folder, or None if it may."""
+    if path.resolve() == Path(path.resolve().anchor):
+        return f"--fresh moves or deletes only runs of HorizonML, and {path} is the root of the file system"
     for folder in (path, _previous(path)):
         try:
             holds_files = os.path.lexists(folder) and bool(_content(folder))
@@ -62,8 +64,10 @@ def is_marked(folder: Path) -> bool:
         descriptor = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
-    with os.fdopen(descriptor, "rb") as file:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode) and file.read(len(_TEXT) + 1) == _TEXT.encode()
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.read(descriptor, len(_TEXT) + 1) == _TEXT.encode()
+    finally:
+        os.close(descriptor)
 
 
 def _precious(folder: Path) -> str | None:
@@ -72,8 +76,6 @@ def _precious(folder: Path) -> str | None:
     with suppress(RuntimeError):  # a user without a home
         if Path.home().resolve().is_relative_to(place):
             return "holds your home folder"
-    if place == Path(place.anchor):
-        return "is the root of the file system"
     if place != Path.cwd() and Path.cwd().is_relative_to(place):
         return "holds the working directory"
     if Path(__file__).resolve().is_relative_to(place):
