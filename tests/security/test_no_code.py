@@ -85,7 +85,7 @@ def test_a_file_of_weights_that_is_code_is_not_run(
     torch.save({"a": Evil(tmp_path / "hacked")}, file, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(ModelError, match="no code is run from such a file"):
         opened(file)
-    file.write_bytes(pickle.dumps(Evil(tmp_path / "hacked")))
+    file.write_bytes(pickle.dumps(Evil(tmp_path / "hacked"), protocol=2))
     with pytest.raises(ModelError):
         opened(file)
     assert not (tmp_path / "hacked").exists()
