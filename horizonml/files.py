@@ -1,18 +1,47 @@
-"""Writes files so that a crash leaves the old content or the new, and never half of one."""
+"""Names files safely, and writes them so that a crash leaves the old content or the new, and never half of one."""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from horizonml.errors import JobError
 
+MOST_NAME = 200  # bytes of a name from elsewhere: file systems allow 255, and drafts and locks have longer names
+
+
+def safe_name(name: object) -> str:
+    """Return a name from elsewhere if it can only be that of a visible file in the folder it is put into.
+
+    It is no path, neither hidden nor too long, and has no control characters. Raises ValueError.
+    """
+    if not isinstance(name, str) or not name or len(name.encode(errors="replace")) > MOST_NAME:
+        raise ValueError(f"{ascii(name)[:80]} is not the name of a file, of at most {MOST_NAME} bytes")
+    if name.startswith(".") or not name.isprintable() or any(separator in name for separator in "/\\:"):
+        raise ValueError(f"{name!a} is not a plain name of a file: it is hidden, a path, or not printable")
+    return name
+
+
+def inside(folder: Path, name: object) -> Path:
+    """Return the path of a file in a folder, for a name from elsewhere.
+
+    Raises ValueError if the name is not plain, or that of a symbolic link to somewhere outside of the folder.
+    """
+    path = folder / safe_name(name)
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to somewhere outside of {folder}")
+    return path
+
 
 def cache_folder() -> Path:
-    """Return the folder for downloads and profiles: $HORIZONML_CACHE, or else one in the user's cache directory."""
+    """Return the folder for downloads and profiles: $HORIZONML_CACHE, or else one in the user's cache directory.
+
+    Raises JobError for a folder that anyone could have made, and somebody else has.
+    """
     if os.environ.get("HORIZONML_CACHE"):
         return Path(os.environ["HORIZONML_CACHE"])
     if os.environ.get("XDG_CACHE_HOME"):
@@ -20,7 +49,18 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "horizonml"
     except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"
+        return _own_temporary()
+
+
+def _own_temporary() -> Path:
+    """Return a folder for temporary files that only this user can read and write. Raises JobError."""
+    folder = Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat() if os.path.lexists(folder) else None
+    if found is not None and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022):
+        raise JobError(f"{folder} belongs to somebody else, or others can write there; set HORIZONML_CACHE to a folder")
+    return folder
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:

@@ -12,6 +12,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def printable(text: str) -> str:
+    """Return a text that may come from elsewhere as it may be shown on a terminal or in a log.
+
+    Control characters, which could move the cursor, hide what was said or forge a line, become `\\x1b` and the like.
+    Further lines are indented, so that none looks like a line of its own.
+    """
+    lines = (line if line.isprintable() else "".join(map(_plain, line)) for line in text.split("\n"))
+    return "\n  ".join(lines).rstrip()
+
+
+def _plain(character: str) -> str:
+    return character if character.isprintable() or character == "\t" else ascii(character)[1:-1]
+
+
 def human_bytes(count: float) -> str:
     """Return a number of bytes with its unit: 1536 becomes "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 from horizonml.comm.connect import Connections
+from horizonml.comm.expected import Reader, anything, fields, optional, text
 from horizonml.comm.log import MessageLog
 from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
@@ -27,7 +28,8 @@ from horizonml.tunnel.links import Links
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-MOST_JSON = 64 << 20  # bytes of a value that ranks gather; typical values take kilobytes
+MOST_JSON = 64 << 20  # bytes of the values that ranks gather, all together; typical values take kilobytes
+_LEAST_JSON = 1 << 20  # of one rank's value, however many ranks there are
 
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
@@ -189,26 +191,29 @@ class Group:
         except GLOO_ERRORS as error:
             raise lost(peer, error) from error
 
-    def gather_json(self, value: Any) -> list[Any]:
+    def gather_json(self, value: Any, read: Reader[Any] = anything) -> list[Any]:
         """Return every rank's `value`, in the order of ranks, on every rank.
 
-        The values travel as JSON, so nothing that is received is ever executed.
+        The values travel as JSON, so nothing that is received is ever executed. `read` (see `expected`) returns what a
+        value stands for, or refuses it: then PeerLost names the rank.
         """
         if self.world_size == 1:
-            return [value]
+            return [self._read(0, json.loads(json.dumps(value)), read)]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         announced = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         self._gather(announced, torch.tensor([len(own)]))
         sizes = [int(size) for size in announced]
         for rank, size in enumerate(sizes):  # before memory is taken for them
-            if not 0 <= size <= MOST_JSON:
-                raise PeerLost(f"rank {rank} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
+            most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
+            if not 0 <= size <= most:
+                raise PeerLost(f"rank {rank} announced a message of {size} bytes; at most {most} are allowed")
         longest = max(sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(own)] = own
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         self._gather(texts, padded)
-        return [self._parse(rank, text[:size]) for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))]
+        parts = enumerate(zip(texts, sizes, strict=True))
+        return [self._read(rank, self._parse(rank, content[:size]), read) for rank, (content, size) in parts]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
         try:
@@ -216,24 +221,32 @@ class Group:
         except GLOO_ERRORS as error:
             raise lost(None, error) from error
 
-    def _parse(self, rank: int, text: Tensor) -> Any:
+    @staticmethod
+    def _read(rank: int, value: Any, read: Reader[T]) -> T:
+        """Return what a value of a rank stands for. Raises PeerLost."""
         try:
-            return json.loads(text.numpy().tobytes())
+            return read(value)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise PeerLost(f"rank {rank} sent something else than is expected here: {error}") from error
+
+    def _parse(self, rank: int, content: Tensor) -> Any:
+        try:
+            return json.loads(content.numpy().tobytes())
         except (ValueError, RecursionError) as error:
             raise PeerLost(f"rank {rank} sent a message that is not JSON ({error})") from error
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: Any, source: int = 0, read: Reader[Any] = anything) -> Any:
         """Return the `value` of rank `source` on every rank. It travels as JSON, as in `gather_json`."""
         if self.world_size == 1:
-            return value
+            return self._read(source, json.loads(json.dumps(value)), read)
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         size = torch.tensor([len(own)])
         self._broadcast(size, source)
         if not 0 <= int(size) <= MOST_JSON:
             raise PeerLost(f"rank {source} announced a message of {int(size)} bytes; at most {MOST_JSON} are allowed")
-        text = own if self.rank == source else torch.zeros(int(size), dtype=torch.uint8)
-        self._broadcast(text, source)
-        return self._parse(source, text)
+        content = own if self.rank == source else torch.zeros(int(size), dtype=torch.uint8)
+        self._broadcast(content, source)
+        return self._read(source, self._parse(source, content), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         options = BroadcastOptions()
@@ -243,8 +256,10 @@ class Group:
         except GLOO_ERRORS as error:
             raise lost(source, error) from error
 
-    def agree(self, action: Callable[[], T]) -> list[T]:
+    def agree(self, action: Callable[[], Any], read: Reader[Any] = anything) -> list[Any]:
         """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.
+
+        They are read as in `gather_json`.
 
         If it raises a HorizonError on any rank, all ranks raise an error of that type, which names the first such rank.
         """
@@ -255,12 +270,11 @@ class Group:
             raise
         except HorizonError as error:
             failure = [type(error).__name__, str(error)]
-        found = self.gather_json([value, failure])
+        found = self.gather_json([value, failure], fields(anything, optional(fields(text, text))))
         for rank, (_, problem) in enumerate(found):
             if problem is not None:
-                text = str(problem[1]) if self.world_size == 1 else f"rank {rank}: {problem[1]}"
-                raise of_kind(str(problem[0]), text)
-        return [value for value, _ in found]
+                raise of_kind(problem[0], problem[1] if self.world_size == 1 else f"rank {rank}: {problem[1]}")
+        return [self._read(rank, value, read) for rank, (value, _) in enumerate(found)]
 
     def barrier(self) -> None:
         """Wait until all ranks have called this. Raises PeerLost, immediately if a rank is gone."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from horizonml.data.tensors import TensorSpec
+from horizonml.data.tensors import TensorSpec, whole
+
+MOST_SAMPLES = 1 << 40
+MOST_OUTPUTS = 1 << 31
 
 Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"]
 """Any nesting of tensors in mappings and sequences; the first dimension of each tensor is the batch."""
@@ -95,23 +98,32 @@ class DataInfo:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DataInfo:
-        """Return the description from which `to_json` made `value`."""
-        target, unreadable = value["target"], value["unreadable"]
+        """Return the description from which `to_json` made `value`, which may come from elsewhere.
+
+        Raises ValueError, TypeError, LookupError or AttributeError for anything else.
+        """
+        target, unreadable, encoding = value["target"], value["unreadable"], value.get("encoding")
+        if encoding is not None and not isinstance(encoding, Mapping):
+            raise ValueError(f"encoding is {type(encoding).__name__}, not an object")
         return cls(
-            int(value["train"]),
-            int(value["held_out"]),
+            whole(value["train"], MOST_SAMPLES),
+            whole(value["held_out"], MOST_SAMPLES),
             tuple(map(TensorSpec.from_json, value["inputs"])),
             tuple(map(str, value["names"])),
-            int(value["outputs"]),
+            whole(value["outputs"], MOST_OUTPUTS),
             None if target is None else TensorSpec.from_json(target),
             str(value["task"]),
-            None if unreadable is None else (tuple(map(int, unreadable[0])), tuple(map(int, unreadable[1]))),
-            tuple(map(int, value["shards"])),
+            None if unreadable is None else (_samples(unreadable[0]), _samples(unreadable[1])),
+            _samples(value["shards"]),
             tuple(map(str, value["labels"])),
-            value.get("encoding"),
+            encoding,
             str(value.get("characters", "")),  # which older checkpoints lack, as what follows
             None if value.get("unigram") is None else float(value["unigram"]),
         )
+
+
+def _samples(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(whole(value, MOST_SAMPLES) for value in values)
 
 
 class Split(Protocol):

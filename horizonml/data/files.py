@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from horizonml.data.pictures import pixels_of
+from horizonml.data.pictures import pixels_of, read_picture
 from horizonml.data.source import ArraySource
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
@@ -132,10 +132,7 @@ class FolderSource:
         return torch.tensor([self._files[index][1] for index in indices.tolist()], dtype=torch.int64)
 
     def _decode(self, path: Path) -> Tensor:
-        from PIL import Image  # only folders need it
-
         try:
-            with Image.open(path) as image:
-                return pixels_of(image, self._size)
-        except (OSError, SyntaxError, ValueError) as error:
+            return read_picture(path, lambda image: pixels_of(image, self._size))
+        except DataError as error:
             raise DataError(f"data.folder: {path} is not a readable image: {error}; repair or remove it") from error

@@ -8,14 +8,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizonml.errors import DataError
+from horizonml.errors import DataError, HorizonError
+from horizonml.files import safe_name
 from horizonml.machine.extras import require
+from horizonml.text import human_bytes
 
 INDEX = "index.json"
 
@@ -23,6 +26,9 @@ _PATIENCE = 30.0  # seconds for which a file is asked for again and again while 
 _PAUSE = 0.5  # seconds before the second attempt; each further pause is twice as long,
 _LONGEST_PAUSE = 2.0  # up to this
 _CONNECT, _SILENCE = 10.0, 30.0  # seconds to wait for a connection, and for the next bytes that come through it
+_MOST_INDEX = 64 << 20  # bytes of an index
+_MOST_SHARD = 1 << 40  # bytes of a shard
+_MOST_SAMPLES = 1 << 32  # of all shards together
 _DOWNLOADS = 3  # of a shard whose checksum is wrong
 _NEEDS = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs"}
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of this machine's disk, and not of the server
@@ -67,20 +73,48 @@ class Origin:
     def index(self) -> Index | None:
         """Return the description of the shards; None for a folder that lacks one. Raises FileNotFoundError."""
         if self.folder is None:
-            content = self._patiently(INDEX, lambda: self._files.cat_file(f"{self._root}/{INDEX}"), self._patience)
+            content = self._patiently(INDEX, self._read_index, self._patience)
             return _parse(content, self.path)
         if not self.folder.is_dir():
             raise FileNotFoundError(self.path)
         file = self.folder / INDEX
-        return _parse(file.read_bytes(), self.path) if file.is_file() else None
+        return _parse(_read(file.open("rb")), self.path) if file.is_file() else None
 
-    def fetch(self, shard: Shard, into: Path, patient: bool = True) -> None:
-        """Copy a shard into a file; unless `patient`, with a single attempt. Raises DataError."""
+    def _read_index(self) -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            self._get(INDEX, Path(folder) / INDEX, _MOST_INDEX, "data.path")
+            return _read((Path(folder) / INDEX).open("rb"))
+
+    def _get(self, name: str, into: Path, most: int, limit: str) -> None:
+        """Copy a file of at most so many bytes; whoever sends it does not decide on its size. Raises DataError."""
+        from fsspec.callbacks import Callback
+
+        class Limit(Callback):  # type: ignore[misc,unused-ignore]
+            """Ends a transfer that goes on for too long."""
+
+            def relative_update(self, inc: int = 1) -> None:
+                self.value += inc
+                if self.value > most:
+                    raise DataError(
+                        f"{limit}: {human_bytes(most)} cannot hold {name}; raise the limit, or make it smaller"
+                    )
+
+        try:
+            self._files.get_file(f"{self._root}/{name}", str(into), callback=Limit())
+        except DataError:
+            into.unlink(missing_ok=True)
+            raise
+
+    def fetch(self, shard: Shard, into: Path, patient: bool = True, most: int = _MOST_SHARD) -> None:
+        """Copy a shard of at most so many bytes into a file; unless `patient`, with a single attempt.
+
+        Raises DataError.
+        """
         problem = ""
         for _ in range(_DOWNLOADS if patient else 1):
             self._patiently(
                 shard.name,
-                lambda: self._files.get_file(f"{self._root}/{shard.name}", str(into)),
+                lambda: self._get(shard.name, into, most, "data.disk"),
                 self._patience if patient else 0.0,
             )
             found = checksum(into) if shard.sha256 is not None else None
@@ -105,6 +139,8 @@ class Origin:
                 if name == INDEX:
                     raise
                 raise DataError(f"data.path: {self.path}/{name} is not there, although the index lists it") from error
+            except HorizonError:
+                raise
             except Exception as error:  # every kind of file system has errors of its own
                 if isinstance(error, OSError) and error.errno in _DISK:
                     raise
@@ -154,14 +190,37 @@ def _parse(content: bytes, place: str) -> Index:
         value = json.loads(content)
         train, held_out = value.get("train", value.get("shardlist")), value.get("held_out", [])
         lists = [tuple(map(_shard, part)) for part in (train, held_out)]
-        if any("/" in shard.name or not shard.name.endswith(".tar") for part in lists for shard in part):
+        every = [shard for part in lists for shard in part]
+        if any(not shard.name.endswith(".tar") for shard in every):
             raise ValueError("every shard must be a .tar file beside the index")
-        return Index(lists[0], lists[1], value.get("classes"))
-    except (ValueError, TypeError, AttributeError) as error:
+        if len({shard.name for shard in every}) < len(every):
+            raise ValueError("a shard is listed twice")
+        if any(shard.samples < 0 for shard in every) or sum(shard.samples for shard in every) > _MOST_SAMPLES:
+            raise ValueError(f"the shards must have between 0 and {_MOST_SAMPLES:,} samples together")
+        classes = value.get("classes")
+        if not (classes is None or type(classes) is int or (isinstance(classes, list) and all(map(_is_name, classes)))):
+            raise ValueError("classes must be a number, or a list of names")
+        return Index(lists[0], lists[1], classes)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {error}") from error
 
 
 def _shard(entry: Mapping[str, Any]) -> Shard:
     name, samples = entry.get("name", entry.get("url")), entry.get("samples", entry.get("nsamples"))
     checksum = entry.get("sha256")
-    return Shard(str(name), int(str(samples)), None if checksum is None else str(checksum))
+    if isinstance(samples, float):
+        raise ValueError(f"{samples} is not a number of samples")
+    return Shard(safe_name(name), int(str(samples)), None if checksum is None else str(checksum))
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _read(file: Any) -> bytes:
+    """Return the content of an index, and close it. Raises DataError if it is too large."""
+    with file:
+        content: bytes = file.read(_MOST_INDEX + 1)
+    if len(content) > _MOST_INDEX:
+        raise DataError(f"data.path: {INDEX} is larger than {human_bytes(_MOST_INDEX)}; write larger shards")
+    return content

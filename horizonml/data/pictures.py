@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from horizonml.errors import DataError, is_out_of_memory
+
 PHOTO_MEAN, PHOTO_STD, PHOTO_SIZE = 0.449, 0.226, 224  # of pixels from 0 to 1, and the side of a square photo
+
+
+MOST_PIXELS = 89_478_485  # of a picture: where Pillow begins to warn of bombs, at 256 MiB in RGB
+
+
+def read_picture(file: Any, decode: Callable[[Any], Tensor]) -> Tensor:
+    """Return what `decode` makes of a picture in a file or stream; its size is checked before it is decoded.
+
+    Raises DataError for what is not a picture, is damaged, or would take too much memory.
+    """
+    import warnings
+
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
+            with Image.open(file) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise DataError(
+                        f"it has {image.width} x {image.height} pixels, and more than {MOST_PIXELS:,} would take too "
+                        "much memory; make it smaller"
+                    )
+                return decode(image)
+    except DataError:
+        raise
+    except Exception as error:  # Pillow's readers fail on damaged files in any way
+        if is_out_of_memory(error):
+            raise
+        raise DataError(f"it is damaged, or not a picture: {str(error) or type(error).__name__}") from error
 
 
 def pixels_of(image: Any, size: int) -> Tensor:

@@ -26,6 +26,8 @@ from horizonml.text import human_bytes
 
 _TABLES = 64  # shards whose list of files is kept in memory
 
+_MOST_FILES = 1 << 19  # of a shard
+
 Place = tuple[int, int]  # where a file lies in its shard: offset and length
 
 
@@ -43,15 +45,23 @@ def write_index(folder: Path, held_out: Sequence[str] = (), classes: Sequence[st
 def table_of(path: Path) -> list[Mapping[str, Place]]:
     """Return for each sample of a shard where its files lie, by extension. Raises DataError."""
     samples: dict[str, dict[str, Place]] = {}
+    total = path.stat().st_size
     try:
         with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                if member.isfile():
+            for number, member in enumerate(archive):
+                archive.members = []  # type: ignore[attr-defined]  # which would hold all headers in memory
+                if number >= _MOST_FILES:
+                    raise DataError(f"data.path: {path} has more than {_MOST_FILES:,} files; write smaller shards")
+                if member.isfile() and not member.issparse():
+                    if member.size < 0 or member.offset_data + member.size > total:
+                        raise DataError(f"data.path: {path} is damaged: a file in it ends after its own end")
                     folder, _, base = member.name.rpartition("/")
                     key, _, extension = base.partition(".")
                     samples.setdefault(f"{folder}/{key}", {})[extension.lower()] = (member.offset_data, member.size)
-    except (tarfile.TarError, EOFError) as error:
-        raise DataError(f"data.path: {path} is damaged: {error}") from error
+    except (DataError, FileNotFoundError):
+        raise
+    except Exception as error:  # headers that lie end in errors of any kind, also in requests for far too much memory
+        raise DataError(f"data.path: {path} is damaged: {str(error) or type(error).__name__}") from error
     return list(samples.values())
 
 
@@ -115,7 +125,7 @@ class Cache:
             with FileLock(self._folder / f".{shard.name}.lock"):
                 if not path.exists():
                     part = self._folder / f".{shard.name}.part"
-                    self._origin.fetch(shard, part, patient)
+                    self._origin.fetch(shard, part, patient, self._limit)
                     os.replace(part, path)
                     self._make_room(path)
         except OSError as error:

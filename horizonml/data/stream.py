@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,16 +23,17 @@ from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.origin import Index, Origin, Shard
 from horizonml.data.own import Opened
-from horizonml.data.pictures import PHOTO_SIZE, photo_of
+from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.samples import tree_of
 from horizonml.data.shards import Cache, table_of
 from horizonml.data.spec import DataSpec
-from horizonml.errors import DataError
+from horizonml.errors import DataError, is_out_of_memory
 from horizonml.files import cache_folder
 
 MIXED = 4  # shards whose samples are shuffled together
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp")
+_MOST_REASON = 200  # characters
 _CLASSES = ("cls", "index", "id")
 
 
@@ -127,16 +129,35 @@ class Samples:
             if kind == "json":
                 return tree_of(json.loads(content), f"a .{name} file")
             if kind == "npy":
-                import numpy
-
-                return numpy.load(io.BytesIO(content), allow_pickle=False)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise DataError(f"its .{name} file is damaged: {error}") from error
+                return _array(content)
+        except DataError as error:
+            raise DataError(f"its .{name} file cannot be used: {error}") from error
+        except Exception as error:  # readers fail on damaged files in any way
+            if is_out_of_memory(error):
+                raise
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:_MOST_REASON]
+            raise DataError(f"its .{name} file is damaged: {reason}") from error
         known = ", ".join((*_PICTURES, *_CLASSES, "json", "npy"))
         raise DataError(f"data.inputs: .{name} files cannot be read; use one of {known}")
 
     def _photo(self, content: bytes) -> Tensor:
-        from PIL import Image
+        size, channels = self._spec.image_size or PHOTO_SIZE, self._spec.channels or 3
+        return read_picture(io.BytesIO(content), lambda image: photo_of(image, size, channels))
 
-        with Image.open(io.BytesIO(content)) as image:
-            return photo_of(image, self._spec.image_size or PHOTO_SIZE, self._spec.channels or 3)
+
+def _array(content: bytes) -> Any:
+    """Return an array of numpy's format, whose header must not promise more than there is. Raises ValueError."""
+    import numpy
+    from numpy.lib import format as npy
+
+    file = io.BytesIO(content)
+    version = npy.read_magic(file)
+    header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+    if header is None:
+        raise ValueError(f"its format is version {version[0]}.{version[1]}, which numpy does not write for numbers")
+    shape, _, kind = header(file)
+    if kind.hasobject:
+        raise ValueError("it holds objects of Python, and no code is run from such a file")
+    if math.prod(shape) * kind.itemsize > len(content):
+        raise ValueError(f"it promises an array of shape {list(shape)}, and is too short for that")
+    return numpy.load(io.BytesIO(content), allow_pickle=False)

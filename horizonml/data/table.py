@@ -17,7 +17,8 @@ from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
-from horizonml.text import nearest
+from horizonml.machine.resources import memory_left
+from horizonml.text import human_bytes, nearest
 
 _ENDINGS = (".csv", ".parquet")
 
@@ -221,6 +222,27 @@ def _name(how: Column | str) -> str:
     return how.name if isinstance(how, Column) else how
 
 
+def _check_room(file: Path) -> None:
+    """Raise DataError for what is not a file, or what takes more memory than is left; Parquet says how much that is."""
+    from pyarrow import ArrowException, parquet
+
+    if not file.is_file():
+        raise DataError(f"data.path: {file} is not a regular file; name a table")
+    size = file.stat().st_size
+    if file.suffix == ".parquet":
+        try:
+            about = parquet.read_metadata(file)
+            groups = (about.row_group(number).total_byte_size for number in range(about.num_row_groups))
+            size = max(sum(groups), about.num_rows * about.num_columns)
+        except (ArrowException, OSError, ValueError, OverflowError) as error:
+            raise DataError(f"data.path: {file} cannot be read as a table: {error}") from error
+    if size > memory_left():
+        raise DataError(
+            f"data.path: {file} takes {human_bytes(size)}, and {human_bytes(memory_left())} of memory are left; take "
+            "a part of it, or write it as the shards of a stream"
+        )
+
+
 def _load(path: Path, texts: Sequence[str]) -> Any:
     """Read a file, or all files of a folder in the order of their names; `texts` hold text, whatever it looks like.
 
@@ -233,6 +255,8 @@ def _load(path: Path, texts: Sequence[str]) -> Any:
     files = sorted(file for file in path.iterdir() if file.suffix in _ENDINGS) if path.is_dir() else [path]
     if not files:
         raise DataError(f"data.path: there is no {' or '.join(_ENDINGS)} file in {path}")
+    for file in files:
+        _check_room(file)
     options = csv.ConvertOptions(column_types=dict.fromkeys(texts, pyarrow.string()))
     try:
         read = [

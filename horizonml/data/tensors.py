@@ -11,6 +11,16 @@ from torch import Tensor
 _NAMES = ("float16", "bfloat16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64")
 DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _NAMES)
 
+_MOST_VALUES = 1 << 32  # of one sample
+_MOST_DIMENSIONS = 16
+
+
+def whole(value: Any, most: int) -> int:
+    """Return a whole number from 0 to `most`, which may come from elsewhere. Raises ValueError."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{ascii(value)[:60]} is not a whole number from 0 to {most}")
+    return value
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -44,7 +54,10 @@ class TensorSpec:
         dtype = getattr(torch, name) if name in _NAMES else None
         if dtype is None:
             raise ValueError(f"{name!r} is not the dtype of a tensor")
-        return cls(tuple(map(int, shape)), dtype)
+        found = cls(tuple(whole(extent, _MOST_VALUES) for extent in shape), dtype)
+        if len(found.shape) > _MOST_DIMENSIONS or found.values_per_sample > _MOST_VALUES:
+            raise ValueError(f"a sample of shape {list(found.shape)[:_MOST_DIMENSIONS]} is too large")
+        return found
 
     def example(self, rows: int, needs_gradient: bool = False) -> Tensor:
         """Return `rows` synthetic samples to measure with: noise, or zeros for a dtype that is not floating-point."""

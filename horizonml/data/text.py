@@ -21,8 +21,11 @@ from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.data.tokens import Bytes, Characters, tokens_for
 from horizonml.errors import DataError
+from horizonml.machine.resources import memory_left
+from horizonml.text import human_bytes
 
 _EMBEDDED = "sonnets.txt.gz"
+_TIMES = 2  # how often a text is in memory at least, while it is read
 _SUBSET_SEED = 1609  # which samples `data.samples` keeps does not depend on the job's seed
 
 
@@ -157,6 +160,15 @@ def _bytes(spec: DataSpec) -> bytes:
         with resources.files("horizonml.data").joinpath(_EMBEDDED).open("rb") as file:
             return gzip.decompress(file.read())
     try:
-        return Path(spec.path).read_bytes()
+        place = Path(spec.path)
+        size = place.stat().st_size
+        if not place.is_file():
+            raise DataError(f"data.path: {spec.path} is not a regular file; name a text file")
+        if _TIMES * size > memory_left():
+            raise DataError(
+                f"data.path: {spec.path} has {human_bytes(size)}, and {human_bytes(memory_left())} of memory are left; "
+                "take a part of it, or train with more memory"
+            )
+        return place.read_bytes()
     except OSError as error:
         raise DataError(f"data.path: {spec.path} cannot be read: {error.strerror}; name a text file") from error

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horizonml.errors import DataError
+from horizonml.errors import DataError, is_out_of_memory
 from horizonml.machine.extras import require
 
 _SHOWN = 5  # unknown characters that an error names
@@ -88,6 +88,7 @@ class FromFile:
         require("tokenizers", "data.tokens")
         from tokenizers import Tokenizer
 
+        self._path = path
         try:
             self._tokenizer: Any = Tokenizer.from_file(path)
         except Exception as error:  # the library raises nothing more special
@@ -102,7 +103,13 @@ class FromFile:
 
     def encode(self, text: str) -> Tensor:
         """Return the numbers of the tokens, without any that the tokenizer adds to a text."""
-        return torch.tensor(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=torch.int32)
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return torch.tensor(found, dtype=torch.int32)
+        except Exception as error:  # what is wrong with a tokenizer may show only now
+            if is_out_of_memory(error):
+                raise
+            raise DataError(f"data.tokens: {self._path} cannot encode the text: {error}") from error
 
     def decode(self, numbers: Iterable[int]) -> str:
         """Return the text, as far as the tokenizer can tell how its tokens were separated."""

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import boolean, fields, items, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.clock import Clock
@@ -129,8 +130,9 @@ class GradientCheck:
     def refuse(self, step: int) -> NoReturn:
         """Raise Diverged, naming a gradient that is not finite; all ranks call this."""
         own = [(number, name) for number, stage in self._stages.items() if (name := stage.not_finite()) is not None]
-        everyone = self._group.gather_json(own[:1])
-        rank, (number, name) = next((rank, found[0]) for rank, found in enumerate(everyone) if found)
+        everyone = self._group.gather_json(own[:1], items(fields(whole(), text)))
+        nowhere = (self._group.rank, (0, "a rank that does not say which"))
+        rank, (number, name) = next(((rank, found[0]) for rank, found in enumerate(everyone) if found), nowhere)
         compressed = {Sync.FP16, Sync.POWERSGD, Sync.HOROVOD_FP16}
         lossy = any(stage.sync in compressed for stage in self._plan.stages)
         hint = ", or set parallel.gradient_compression: none" if lossy else ""
@@ -156,5 +158,5 @@ class GradientCheck:
 
     def _where(self, own: float) -> str:
         """Return the rank whose part of the loss is not finite, in words."""
-        broken = self._group.gather_json(not math.isfinite(own))
+        broken = self._group.gather_json(not math.isfinite(own), boolean)
         return next((f" (rank {rank})" for rank, found in enumerate(broken) if found is True), "")

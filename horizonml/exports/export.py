@@ -11,6 +11,7 @@ from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
 from horizonml.exports import onnx, safetensors, state_dict, torch_export
 from horizonml.exports.card import Subject, write_card
+from horizonml.exports.completeness import refuse_incomplete_data
 from horizonml.exports.formats import AUTO, Format, choose_format
 from horizonml.exports.samples import find_samples, noise
 from horizonml.exports.trained import info_of, job_of, load_trained
@@ -100,6 +101,7 @@ class _Weights:
         """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
         check, is_dict = "not verified", self._format is Format.STATE_DICT
         weights, averaged = mapped_weights(self._path, self._metadata, self._average)
+        refuse_incomplete_data(self._path, self._job, self._info, weights)
         if is_dict:
             state_dict.write(weights, draft)
         else:

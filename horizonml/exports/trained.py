@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.choose import describe
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError
+from horizonml.exports.completeness import refuse_incomplete
 from horizonml.exports.weights import mapped_weights
 from horizonml.job.jobfile import overridden
 from horizonml.job.schema import Job
@@ -87,6 +88,7 @@ def load_trained(
     if unexpected:
         raise CheckpointError(_unfit(path, job, f"the model has no {unexpected[0]}"))
     if missing:
+        refuse_incomplete(path, job, info, weights)
         _log.warning("%s has no values for %s, which stay as they were built", path, ", ".join(missing))
     return Trained(module.eval(), job, info, task, input, path, metadata, averaged)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from horizonml.errors import CheckpointError
 from horizonml.state.average import AVERAGE, sources
 from horizonml.state.shards import Metadata, opened
+from horizonml.text import some
 
 
 def mapped_weights(path: Path, metadata: Metadata, average: bool | None = None) -> tuple[dict[str, Tensor], bool]:
@@ -20,6 +21,12 @@ def mapped_weights(path: Path, metadata: Metadata, average: bool | None = None) 
     """
     with opened(path, metadata.shards) as (names, read):
         found = sources(names, _evaluated(metadata) if average is None else average)
+        # What the optimizer keeps of a parameter is there only if the parameter is.
+        entries = (
+            name.removeprefix("optimizer/").rpartition("/")[0] for name in names if name.startswith("optimizer/")
+        )
+        if lost := sorted({*entries} - {*found}):
+            raise CheckpointError(f"{path} has no values for {some(lost)}, whose optimizer state it has")
         weights = {name: read(source) for name, source in found.items()}
     if not weights:
         raise CheckpointError(f"{path} has no parameters")

@@ -6,13 +6,14 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
 from horizonml.errors import ModelError
-from horizonml.files import cache_folder
+from horizonml.files import MOST_NAME, cache_folder, safe_name
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import WeightsSpec
 from horizonml.text import human_bytes, nearest
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 _LOCK_SECONDS = 3600.0
 _ANSWER_SECONDS = 60.0  # for a server to go on sending
 _PIECE = 1 << 20
+_SPARE = 128 << 20  # bytes of the disk that a download leaves free, however long it goes on
 
 
 def locate(spec: WeightsSpec, model: str) -> Path:
@@ -60,8 +62,9 @@ def _in_hub_cache(name: str) -> Path:
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
-        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except OSError:
+        with (folder / "refs" / "main").open(encoding="utf-8") as file:
+            snapshot = folder / "snapshots" / safe_name(file.read(MOST_NAME).strip())
+    except (OSError, ValueError):
         raise ModelError(
             f"model.weights: {cache} has no model {name}; download it there on every machine: hf download {name}"
         ) from None
@@ -74,7 +77,10 @@ def _file_name(url: str) -> str:
 
 def _download(url: str, sha256: str | None) -> Path:
     """Return the file of a URL in this machine's cache, after downloading it if it is not there. Raises ModelError."""
-    name = _file_name(url)
+    try:
+        name = safe_name(_file_name(url))
+    except ValueError as error:
+        raise ModelError(f"model.weights: {url} does not end in the name of a file: {error}") from None
     in_name = re.search(r"-([0-9a-f]{8,64})\.", name)
     expected = sha256 or (in_name[1] if in_name else "")
     if not expected:
@@ -121,6 +127,8 @@ def _fetch(url: str, target: Path, expected: str) -> None:
             while piece := answer.read(_PIECE):
                 content.update(piece)
                 file.write(piece)
+                if shutil.disk_usage(target.parent).free < _SPARE:
+                    raise OSError(f"less than {human_bytes(_SPARE)} are left on that disk")
             if size >= 0 and file.tell() != size:
                 raise OSError(f"the connection ended after {human_bytes(file.tell())} of {human_bytes(size)}")
             file.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -64,6 +64,32 @@ def timm_model(name: str, outputs: int, input: InputSpec) -> Constructor:
     shape = input.tensors[0].shape
     channels = {"in_chans": shape[0]} if len(shape) == 3 else {}
     return functools.partial(timm.create_model, name, pretrained=False), {"num_classes": outputs, **channels}
+
+
+# Options by which a library would read files, ask servers, or load code, none of which a job file's options may do.
+_LEADS_ELSEWHERE = (
+    "attn_implementation", "backbone", "cache_dir", "checkpoint_path", "experts_implementation", "kernel", "pretrained",
+    "quantization", "auto_map", "trust_remote_code", "custom_pipelines",
+)  # fmt: skip
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raise ModelError for options of a library's model that name files, servers or code instead of a configuration.
+
+    Weights have a field of their own, which reads tensors and never code.
+    """
+    for option, value in options.items():
+        plain = option.strip("_").lower()
+        if plain.startswith("attn_implementation") and value in _ATTENTION:
+            continue
+        if any(word in plain for word in _LEADS_ELSEWHERE) and value not in (None, False):
+            raise ModelError(
+                f"model.options: {option} would let {name} read files, ask servers or load code; leave it out, and "
+                "name pretrained weights in model.weights"
+            )
+        if isinstance(value, Mapping):
+            check_options(name, {str(key): inner for key, inner in value.items()})
 
 
 LIBRARIES: dict[str, Callable[[str, int, InputSpec], Constructor]] = {

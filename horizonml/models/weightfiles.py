@@ -19,11 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml.errors import ModelError
-from horizonml.files import cache_folder, write_atomically
+from horizonml.files import cache_folder, safe_name, write_atomically
+from horizonml.text import human_bytes
 
 _log = logging.getLogger(__name__)
 
 _INDEX = "*.safetensors.index.json"
+_MOST_INDEX = 64 << 20  # bytes
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts put a state dict
 _LOCK_SECONDS = 1800.0
 
@@ -111,10 +113,13 @@ def files_of(path: Path) -> list[Path]:
     index = next(iter(sorted(path.glob(_INDEX))), None)
     if index is not None:
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            with index.open("rb") as file:
+                content = file.read(_MOST_INDEX + 1)
+            if len(content) > _MOST_INDEX:
+                raise ValueError(f"it is larger than {human_bytes(_MOST_INDEX)}")
+            found = [path / safe_name(name) for name in sorted(set(json.loads(content)["weight_map"].values()))]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"model.weights: {index} is not an index of safetensors files: {error}") from error
-        found = [path / Path(str(name)).name for name in names]
         lost = [file.name for file in found if not file.is_file()]
         if lost:
             raise ModelError(f"model.weights: {path} lacks {', '.join(lost)}, which {index.name} names")

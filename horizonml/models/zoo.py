@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.cutting import Layers, cut
 from horizonml.models.language import gpt_model
-from horizonml.models.libraries import LIBRARIES
+from horizonml.models.libraries import LIBRARIES, check_options
 from horizonml.models.lora import with_adapters
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
@@ -163,6 +163,7 @@ def _maker(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.M
     elif spec.name == "gpt":
         function, defaults = gpt_model(outputs, input)
     elif library in LIBRARIES:
+        check_options(spec.name, spec.options)
         function, defaults = LIBRARIES[library](name, outputs, input)
     else:
         function = find(spec.name)

@@ -6,6 +6,7 @@ Every way of training is such a plan, and one engine runs them all. This module 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -179,7 +180,7 @@ class Plan:
                     f"stage {number} of the plan has layers {stage.start} to {stage.stop - 1}; "
                     f"it must start at layer {expected} and hold at least one"
                 )
-            if len(stage.shares) != len(stage.ranks) or min(stage.shares) <= 0:
+            if len(stage.shares) != len(stage.ranks) or not all(0 < share < math.inf for share in stage.shares):
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if len(set(stage.ranks)) < len(stage.ranks):
                 raise PlanError(f"stage {number} of the plan names a rank twice")
@@ -215,7 +216,7 @@ class Plan:
             Stage(
                 int(s["start"]),
                 int(s["stop"]),
-                tuple(s["ranks"]),
+                tuple(map(int, s["ranks"])),
                 tuple(map(float, s["shares"])),
                 # Plans in checkpoints of version 0.1 have "split" instead.
                 Sync(s["sync"]) if "sync" in s else Sync.CHANNELS if s.get("split") == "channels" else Sync.ALL_REDUCE,

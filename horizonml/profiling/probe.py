@@ -7,6 +7,7 @@ from time import perf_counter, process_time
 
 import torch
 
+from horizonml.comm.expected import fields, items, number, whole
 from horizonml.comm.group import Group
 from horizonml.planner.hardware import Network
 
@@ -54,14 +55,17 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
         group.barrier()  # separates the rounds
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
-    everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": [message, byte]})
+    everyone = group.gather_json(
+        [[[peer, *link] for peer, link in found.items()], message, byte],
+        fields(items(fields(whole(0, group.world_size - 1), number, number)), number, number),
+    )
     pairs_ = {
-        (rank, int(peer)): (float(latency), float(bandwidth))
-        for rank, other in enumerate(everyone)
-        for peer, latency, bandwidth in other["links"]
+        (rank, peer): (latency, bandwidth)
+        for rank, (links, _, _) in enumerate(everyone)
+        for peer, latency, bandwidth in links
     }
     latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    return Network(latency, bandwidth, pairs=pairs_), [(float(a), float(b)) for a, b in (o["cost"] for o in everyone)]
+    return Network(latency, bandwidth, pairs=pairs_), [(a, b) for _, a, b in everyone]
 
 
 def probe_network(group: Group) -> Network:
@@ -80,7 +84,7 @@ def probe_network(group: Group) -> Network:
                 min(found[1], _PROBE_BYTES / max(1e-6, _exchange(group, peer, _PROBE_BYTES))),
             ]
         group.barrier()  # separates the rounds
-    everyone = group.gather_json(found)
+    everyone = group.gather_json(found, fields(number, number))
     return Network(max(latency for latency, _ in everyone), min(bandwidth for _, bandwidth in everyone))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from horizonml.comm.expected import optional, whole
 from horizonml.comm.group import Group
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
@@ -27,6 +28,7 @@ from horizonml.models.boundary import Boundary, flat
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Host
 
+_MOST_THREADS = 4096
 _log = logging.getLogger(__name__)
 _FORMAT = 1
 _REPEATS = 3
@@ -49,7 +51,7 @@ def choose_threads(job: Job, model: Model, group: Group, here: Host) -> int:
         rows = max(2, min(_MOST_ROWS, job.batch_size // group.world_size))
         rows = 1 << (rows.bit_length() - 1)  # allows a group that loses a rank to find a cached answer
         own = 1 if most == 1 else _remembered(model, rows, most)
-    return int(group.gather_json(own)[here.ranks[0]])
+    return group.gather_json(own, optional(whole(1, _MOST_THREADS)))[here.ranks[0]] or 1
 
 
 def _remembered(model: Model, rows: int, most: int) -> int:

@@ -222,6 +222,13 @@ _KINDS: dict[str, type[Record]] = {
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file whose kind is known. Raises HorizonError."""
+    try:
+        yield from _records(path)
+    except (OSError, ValueError) as error:
+        raise HorizonError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _records(path: Path) -> Iterator[Record]:
     for line in read_lines(path):
         kind = _KINDS.get(str(line.get("kind")))
         if kind is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,7 +83,8 @@ def load_run(name: str, folder: Path) -> Run:
     Files are named by the rank that a process started as. When ranks were lost, or a run was resumed with other ranks,
     only the files of the newest group count, ordered by the ranks that they had in it.
     """
-    files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.partition("-")[2]))
+    named = (path for path in folder.glob("rank-*.jsonl") if re.fullmatch(r"rank-\d{1,9}", path.stem, re.ASCII))
+    files = sorted(named, key=lambda path: int(path.stem.partition("-")[2]))
     if not files:
         raise HorizonError(f"{folder} has no records of a run (rank-*.jsonl)")
     loaded = {path: _load_rank(path) for path in files}

@@ -10,12 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from horizonml.comm.expected import boolean, fields, optional, text
 from horizonml.comm.group import Group
 from horizonml.data.choose import agree, describe
 from horizonml.data.dataset import DataInfo
 from horizonml.data.needs import loads_ahead, sample_bytes
 from horizonml.data.spec import DataSpec
-from horizonml.errors import HorizonError, ModelError, PlanError
+from horizonml.errors import HorizonError, ModelError, PeerLost, PlanError
 from horizonml.job.schema import Job
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
@@ -107,7 +108,7 @@ def agree_on_model(job: Job, info: DataInfo, group: Group, known: Model | None =
             made.append(model_for(job, info))
         return made[0].pretrained.digest if made[0].pretrained is not None else None
 
-    digests = group.agree(build_here)
+    digests = group.agree(build_here, optional(text))
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
             raise ModelError(
@@ -129,8 +130,7 @@ def describe_data(job: Job, group: Group, known: DataInfo | None = None) -> Data
         found = known or describe(job.data, channels)
         return found.to_json() if found is not None else None
 
-    found = [None if value is None else DataInfo.from_json(value) for value in group.agree(described)]
-    return agree(found, job.data)
+    return agree(group.agree(described, optional(DataInfo.from_json)), job.data)
 
 
 def make_plan(
@@ -153,7 +153,7 @@ def make_plan(
     if not needs_profile(job.parallel, group.world_size):
         return Agreed(fixed_plan(job, len(model.chain), group.world_size))
     measured: Measured | str | None = known
-    if not group.broadcast(known is not None):
+    if not group.broadcast(known is not None, read=boolean):
         measured = _measure(job, model, info, group, hosts, say)
     answer: dict[str, Any] = {}
     problem = None
@@ -165,11 +165,16 @@ def make_plan(
             answer = _decide(job, model, problem, names, say).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
-    answer = group.broadcast(answer)
-    if "error" in answer:
-        raise PlanError(answer["error"])
+    decided: Agreed | str = group.broadcast(answer, read=_decided)
+    if isinstance(decided, str):
+        raise PlanError(decided)
     known = measured if isinstance(measured, Measured) else None
-    return replace(Agreed.from_json(answer), measured=known, problem=problem)
+    return replace(decided, measured=known, problem=problem)
+
+
+def _decided(value: Any) -> Agreed | str:
+    """Return the plan that rank 0 has chosen, or why it could choose none."""
+    return text(value["error"]) if "error" in value else Agreed.from_json(value)
 
 
 def _measure(
@@ -192,12 +197,15 @@ def _measure(
             own = cached_profile(model, profile_key(job), job.batch_size, say).to_json()
         except HorizonError as error:
             trouble = str(error)
-    measured = group.gather_json([own, trouble])
-    for _, text in measured:
-        if text is not None:
-            return str(text)
+    measured = group.gather_json([own, trouble], fields(optional(Profile.from_json), optional(text)))
+    for _, reason in measured:
+        if reason is not None:
+            return str(reason)
     first = {rank: host.ranks[0] if every else 0 for host in hosts for rank in host.ranks}
-    known = {rank: Profile.from_json(measured[rank][0]) for rank in sorted(set(first.values()))}
+    for rank in sorted(set(first.values())):
+        if measured[rank][0] is None:
+            raise PeerLost(f"rank {rank} did not send what it has measured")
+    known = {rank: measured[rank][0] for rank in sorted(set(first.values()))}
     profiles = [
         replace(known[first[rank]], message_seconds=message, transfer_seconds_per_byte=byte)
         for rank, (message, byte) in enumerate(costs)

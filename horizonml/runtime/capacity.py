@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from horizonml.comm.expected import fields, number, text
 from horizonml.comm.group import Group
 from horizonml.errors import PlanError
 from horizonml.machine.host import shared_machine
@@ -21,7 +22,7 @@ def find_hosts(group: Group, taken: float) -> list[Host]:
     """
     nodes, rank = group.hosts, group.rank
     own = memory_share(nodes.count(nodes[rank])) - taken
-    limits = group.gather_json([available_cores(), own, *shared_machine()])
+    limits = group.gather_json([available_cores(), own, *shared_machine()], fields(number, number, text, number))
     machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
     hosts = []
     for node in dict.fromkeys(nodes):

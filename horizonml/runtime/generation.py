@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from horizonml.comm.expected import boolean, fields, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
@@ -48,6 +49,8 @@ from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import human_bytes, human_seconds
+
+_MOST_THREADS = 4096
 
 
 @dataclass
@@ -152,8 +155,8 @@ class Generation:
         Raises JobError on all ranks.
         """
         life, group = self.life, self.group
-        begun = group.gather_json([life.moved_away, life.begun])
-        if any(group.gather_json(life.fresh)) and not any(moved for moved, _ in begun):
+        begun = group.gather_json([life.moved_away, life.begun], fields(boolean, boolean))
+        if any(group.gather_json(life.fresh, boolean)) and not any(moved for moved, _ in begun):
             leads = Disks(life.job.run_folder, group).leads
 
             def set_aside() -> None:
@@ -168,7 +171,7 @@ class Generation:
     def _use_threads(self, model: Model, hosts: list[Host], here: Host) -> None:
         """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""
         life, group = self.life, self.group
-        kept = group.gather_json(life.threads)
+        kept = group.gather_json(life.threads, optional(whole(1, _MOST_THREADS)))
         beside = next((kept[rank] for rank in here.ranks if kept[rank] is not None), None)
         threads = life.job.parallel.threads or beside
         if any(all(kept[rank] is None for rank in host.ranks) for host in hosts) and not life.job.parallel.threads:
@@ -185,8 +188,8 @@ class Generation:
         """
         life, group = self.life, self.group
         kept = life.plans.get(tuple(self.started_as))
-        kept_by = group.gather_json(kept.to_json() if kept is not None else None)
-        agreed = next((Agreed.from_json(value) for value in kept_by if value is not None), None)
+        kept_by = group.gather_json(kept.to_json() if kept is not None else None, optional(Agreed.from_json))
+        agreed = next((value for value in kept_by if value is not None), None)
         if agreed is None:
             measured = known(life, self.started_as)
             agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
@@ -195,6 +198,7 @@ class Generation:
                 life.measured, life.measured_for = agreed.measured, self.started_as
         elif kept is not None and kept.to_json() == agreed.to_json():
             agreed = kept  # which, on rank 0, also knows the problem
+        agreed.plan.check(len(model.chain), group.world_size)  # it may be another rank's
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
 
@@ -241,7 +245,7 @@ class Generation:
         predicted = human_seconds(detector.forecast.seconds)
         self.say(f"step {state.step}: a new plan, predicted to take {predicted} a step:")
         self.say(detector.plan.describe(model.chain.names))
-        moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group)))
+        moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group), whole()))
         agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
         self.life.agreed = self.life.plans[tuple(self.started_as)] = agreed
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
@@ -263,7 +267,7 @@ def load_for(life: Life, session: Session, info: DataInfo) -> Data:
 def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
     """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
     for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
-        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size))):
+        for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size), optional(text))):
             if problem is not None:
                 raise DataError(
                     f"batch_size: a batch of {size} samples (of {info.train}) leaves rank {rank} with one sample, on "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from horizonml.comm.expected import fields, number, whole
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.machine.resources import memory_left
@@ -51,7 +52,7 @@ def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, pl
         chosen = _slow(chosen, moves, state, plan, group)
     if not chosen:
         return chosen
-    told = group.gather_json([_room(group), _wanted(needs(state, plan, chosen, group.rank))])
+    told = group.gather_json([_room(group), _wanted(needs(state, plan, chosen, group.rank))], fields(number, whole()))
     for rank, (room, wanted) in enumerate(told):
         if wanted > room:
             place.say(
@@ -81,7 +82,7 @@ def _slow(chosen: frozenset[int], moves: Moves, state: TrainState, plan: Plan, g
             group.wait(arrives, sender)
             taken = time.monotonic() - began
             seconds = taken * needs(state, plan, chosen, receiver).copies / _PIECE_BYTES
-    told = [float(taken) for taken in group.gather_json(seconds)]
+    told = group.gather_json(seconds, number)
     return frozenset(rank for rank in chosen if told[rank] > _LONG_SECONDS)
 
 
@@ -100,7 +101,7 @@ def follow(session: Session, ranks: frozenset[int]) -> None:
 
 def tell(following: Following, group: Group, recorder: Recorder, step: int) -> None:
     """Tell the user who has caught up after a step; all ranks of the group call this. Raises PeerLost."""
-    received = [(int(early), int(late)) for early, late in group.gather_json([following.early, following.waited])]
+    received = group.gather_json([following.early, following.waited], fields(whole(), whole()))
     for rank in sorted(following.ranks):
         early, late = received[rank]
         waited = f", and {human_bytes(late)} while they waited" if late else ""

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 from typing import IO
 
+from horizonml.text import printable
+
+_MOST_TEXT = 1 << 20  # bytes of a log that are looked at at once
+
 
 class RankLog:
     """Represents the log of one rank, which may begin with the output of earlier runs."""
@@ -18,19 +22,20 @@ class RankLog:
 
     def text(self) -> str:
         """Return everything that the rank has printed in this run."""
-        return self._read(self._start).decode(errors="replace").strip()
+        content = self._read(max(self._start, self.path.stat().st_size - _MOST_TEXT)).decode(errors="replace")
+        return "\n".join(map(printable, content.split("\n"))).strip()
 
     def new_lines(self) -> list[str]:
         """Return the lines that were completed since the last call."""
         content = self._read(self._shown)
-        whole = content[: content.rfind(b"\n") + 1]
+        whole = content[: content.rfind(b"\n") + 1] or (content if len(content) == _MOST_TEXT else b"")
         self._shown += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        return [printable(line) for line in whole.decode(errors="replace").split("\n")[:-1]]
 
     def _read(self, start: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek(start)
-            return file.read()
+            return file.read(_MOST_TEXT)
 
 
 class Warnings:

@@ -15,6 +15,7 @@ from typing import NoReturn
 import horizonml
 from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
+from horizonml.text import printable
 
 _PACKAGE = Path(horizonml.__file__).parent
 
@@ -23,7 +24,9 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
     """Run a process's action and end the process; errors that are meant for the user are printed as one sentence."""
     watch_launcher()
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
-    logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), handlers=[handler])
     code: int | str | None = 0
     try:
         action()
@@ -49,11 +52,24 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
+class _Plain(logging.Formatter):
+    """Formats messages so that what they quote of other ranks and of files can neither forge lines nor move cursors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, or the lines, of a record."""
+        return printable(super().format(record))
+
+
 def _print_error(error: HorizonError) -> int:
     """Print an error, and return its exit code."""
     sys.stdout.flush()  # what was said before comes before
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {_told(error)}", file=sys.stderr)
     return error.exit_code
+
+
+def _told(error: HorizonError) -> str:
+    """Return an error's message, whose lines stay as they are, but for what no message should contain."""
+    return "\n".join(map(printable, str(error).split("\n")))
 
 
 def own_line(error: BaseException) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 from torch import Tensor
 
+from horizonml.comm.expected import fields, items, mapping, number, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.data.choose import load
@@ -22,6 +23,7 @@ from horizonml.engine.replay import Messages, replay
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
+from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.life import Last
 from horizonml.runtime.trainer import training_batch
@@ -33,7 +35,9 @@ from horizonml.state.replicas import Rebuild, Replica, rebuilds
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch
+from horizonml.text import human_bytes
 
+_MOST_RANKS = 4096
 _COPY = "copy"  # begins the names of copies, whereas the names of messages begin with a step
 
 
@@ -46,7 +50,8 @@ def rebuild(
     """
     if lost is not None and set(lost.members) <= set(members):
         lost.mirror.keep_parts(state)  # the group has broken, but perhaps nothing is lost
-    reports = group.gather_json([lost.generation, lost.mirror.report()] if lost is not None else None)
+    own = [lost.generation, lost.mirror.report()] if lost is not None else None
+    reports = group.gather_json(own, optional(fields(whole(), _report)))
     last = max((report[0] for report in reports if report is not None), default=None)
     survivors = [rank for rank, report in enumerate(reports) if report is not None and report[0] == last]
     if not survivors:
@@ -62,21 +67,41 @@ def rebuild(
             for one in chosen:
                 places = [[old, place[old]] for old in one.sources]
                 plans.append([one.owners, one.step, place[one.builder], one.copies, one.keepers, places])
-    plans = group.broadcast(plans, survivors[0])
+    plans = group.broadcast(plans, survivors[0], optional(items(_rebuild_for(group.world_size, found.step))))
     if plans is None:
         return "a rank and the copy of its state were lost together, or the copy cannot be used"
     holders = [list(ranks) for ranks in found.holders]
-    for owners, since, builder, copies, keepers, places in plans:
-        how = Rebuild(tuple(owners), since, builder, tuple(copies), tuple(keepers))
-        part = _Part(how, dict(places), found.step)
+    for how, places in plans:
+        part = _Part(how, places, found.step)
         problem = part.run(job, info, state, lost, group)
         if problem is not None:
             return problem
-    held = group.gather_json(state.layers())
+    held = group.gather_json(state.layers(), items(whole()))
     for layer in found.missing:
         holders[layer] = [rank for rank, layers in enumerate(held) if layer in layers]
     done = Recovery(found.step, holders)
     return done if not done.missing else f"layers {done.missing} could not be rebuilt"
+
+
+def _report(value: Any) -> dict[str, Any]:
+    """Return what a rank could contribute, as `Mirror.report` says it."""
+    log = optional(whole())(value["log"])
+    return {"replicas": mapping(items(whole()))(value["replicas"]), "log": log}
+
+
+def _rebuild_for(world_size: int, until: int) -> Callable[[Any], tuple[Rebuild, dict[int, int]]]:
+    """Return a reader of how a lost rank's layers are rebuilt, and where the sources are in the new group."""
+    new, old = whole(0, world_size - 1), whole(0, _MOST_RANKS)
+    every = fields(items(old), whole(0, until), new, items(old), items(old), items(fields(old, new)))
+
+    def read(value: Any) -> tuple[Rebuild, dict[int, int]]:
+        owners, step, builder, copies, keepers, places = every(value)
+        how = Rebuild(tuple(owners), step, builder, tuple(copies), tuple(keepers))
+        if not owners or len(copies) != len(owners) or {*how.sources} != {source for source, _ in places}:
+            raise ValueError("the ranks that rebuild do not fit together")
+        return how, dict(places)
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,8 @@ class _Part:
             assert lost is not None
             kept = self._kept(mine, lost.mirror)
         content = serialise(kept) if group.rank != self.how.builder else b""
-        sizes = group.gather_json(len(content))
+        sizes = group.gather_json(len(content), whole())
+        self._check_room(sizes, group)
         received = {}
         tag = group.channel("mirror").tag(group.world_size + self.how.owners[0])
         works: list[tuple[Work, int, Tensor]] = []
@@ -107,7 +133,7 @@ class _Part:
                 if new == group.rank:
                     received[old] = kept
                 else:
-                    into = torch.empty(int(sizes[new]), dtype=torch.uint8)
+                    into = torch.empty(sizes[new], dtype=torch.uint8)
                     works.append((group.receive(into, new, tag), new, into))
         elif mine is not None:
             out = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -126,7 +152,17 @@ class _Part:
                 if not isinstance(error, HorizonError) and not is_out_of_memory(error):
                     raise
                 problem = f"repeating the steps of a lost rank failed: {error}"
-        return next((text for text in group.gather_json(problem) if text is not None), None)
+        return next((said for said in group.gather_json(problem, optional(text)) if said is not None), None)
+
+    def _check_room(self, sizes: list[int], group: Group) -> None:
+        """Raise PeerLost on all ranks unless the builder has memory for what the others announce, twice over."""
+        announced = 2 * sum(sizes[new] for new in self.places.values())  # once more when it is read
+        left = group.gather_json(memory_left(processes=group.hosts.count(group.hosts[group.rank])), number)
+        if announced > left[self.how.builder]:
+            raise PeerLost(
+                f"ranks announced {human_bytes(announced / 2)} to rebuild a lost rank's layers on rank "
+                f"{self.how.builder}, which has {human_bytes(left[self.how.builder])} of memory left"
+            )
 
     def _kept(self, mine: int, mirror: Mirror) -> dict[str, Tensor]:
         """Return what this rank, `mine` in the old group, has for the builder: copies, and messages by step and tag."""

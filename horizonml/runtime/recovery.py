@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from horizonml.comm.expected import boolean, fields, number, whole
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
@@ -59,7 +60,7 @@ def hand_over(state: TrainState, plan: Plan, group: Group, leaves: bool) -> None
 
     All ranks call this, without a session. Raises PeerLost.
     """
-    told = group.gather_json([leaves, state.valid])
+    told = group.gather_json([leaves, state.valid], fields(boolean, boolean))
     leaving = [rank for rank, (gone, _) in enumerate(told) if gone]
     staying = [rank for rank in range(group.world_size) if rank not in leaving]
     if not staying:
@@ -90,8 +91,9 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
     if not recovery.mirror or not owners(plan):
         return None
     left = memory_left(processes=group.hosts.count(group.hosts[group.rank]))
-    spare = group.gather_json([session.state.bytes() if group.rank in owners(plan) else 0, left])
-    short = crowded(plan, [int(size) for size, _ in spare], [float(room) for _, room in spare], group.hosts)
+    size = session.state.bytes() if group.rank in owners(plan) else 0
+    spare = group.gather_json([size, left], fields(whole(), number))
+    short = crowded(plan, [size for size, _ in spare], [room for _, room in spare], group.hosts)
     if short is not None:
         rank, needed = short
         place.say(

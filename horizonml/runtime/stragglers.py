@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from horizonml.comm.expected import optional
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.plan.plan import Plan
@@ -77,6 +78,11 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[floa
     return tuple(m / p / usual if p > 0 and abs(m - p * usual) > little else 1.0 for m, p in pairs)
 
 
+def _better(value: Any) -> tuple[Plan, Forecast]:
+    """Return the plan that rank 0 has found."""
+    return Plan.from_json(value["plan"]), Forecast.from_json(value["forecast"])
+
+
 class StragglerDetector:
     """Finds ranks that compute longer than planned. All ranks must call `step` after every step."""
 
@@ -136,9 +142,10 @@ class StragglerDetector:
             before = evaluator.judge(self.plan).prediction.seconds
             if other.usable and other.prediction.seconds < (1 - _WORTH) * before:
                 answer = {"plan": other.plan.to_json(), "forecast": Forecast.of(other).to_json()}
-        answer = self._group.broadcast(answer)
-        if answer is None:
+        better = self._group.broadcast(answer, read=optional(_better))
+        if better is None:
             return False
-        self._adopt(Plan.from_json(answer["plan"]), Forecast.from_json(answer["forecast"]), problem)
+        plan, forecast = better
+        self._adopt(plan, forecast, problem)
         self._tried, self._stragglers = (1.0,) * self._group.world_size, ()
         return True

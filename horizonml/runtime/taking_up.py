@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from horizonml.comm.expected import optional, whole
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
@@ -63,7 +64,7 @@ def take_up(
     """
     state, group = session.state, session.group
     if source is not None and checkpoints is not None:
-        known_steps = group.gather_json(life.newest_checkpoint)
+        known_steps = group.gather_json(life.newest_checkpoint, optional(whole()))
         checkpoints.newest = max((step for step in known_steps if step is not None), default=None)
     if source is None:
         found = _from_disk(life, session, checkpoints, first, say)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from horizonml.comm.expected import mapping, measure
 from horizonml.data.dataset import Data, DataBatch
 from horizonml.data.loading import Ahead
 from horizonml.data.needs import Needs
@@ -226,7 +227,7 @@ class _Loop:
         metrics = {f"held_out_{metric_key(name)}": value for name, value in totals.metrics.items()}
         measured = {"held_out_loss": totals.loss, **metrics}
         if self.evaluations.follows:  # processors differ in the last bit of what tasks compute, and all must agree
-            measured = dict(self.session.group.broadcast(measured))
+            measured = self.session.group.broadcast(measured, read=mapping(measure))
         self.state.metrics = {"step": done, "epoch": epoch, **measured}
         self.state.best = best = self.evaluations.note(self.state.best, measured, done)
         kept = KEPT in best and best[KEPT].step == done

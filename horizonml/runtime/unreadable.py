@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from horizonml.comm.expected import boolean, fields, items, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch, DataInfo, WholeSamples
 from horizonml.engine.session import Session
@@ -43,17 +44,18 @@ def find_unreadable(job: Job, session: Session, data: Data, say: Callable[[str],
     reads = group.rank in readers
     note = _note_of(job, data) if reads else None
     noted = _read_note(note)
-    known = group.gather_json(noted)
+    one_problem = fields(boolean, whole(0, max(info.train, info.held_out) - 1), text)
+    known = group.gather_json(noted, optional(items(one_problem)))
     mine = noted or []
     if any(known[rank] is None for rank in readers):
         mine = _try_all(data, group, readers.index(group.rank) if reads else None, len(readers))
-    everyone = [(bool(one[0]), int(one[1]), str(one[2])) for found in group.gather_json(mine) for one in found]
+    everyone = [tuple(one) for found in group.gather_json(mine, items(one_problem)) for one in found]
     if note is not None and noted is None:
         with suppress(OSError):  # they are tried again next time
             write_atomically(note, json.dumps(everyone).encode())
     train, held_out = (tuple(sorted({index for kind, index, _ in everyone if kind is part})) for part in (True, False))
     for bad, samples, name in ((train, info.train, "training"), (held_out, info.held_out, "held-out")):
-        if samples and len(bad) == samples:
+        if samples and len(bad) >= samples:
             raise DataError(f"data.corrupt: none of the {name} samples can be read. {everyone[0][2]}")
     if everyone:
         found = count(len(train) + len(held_out), "sample")
@@ -89,7 +91,7 @@ def _try_all(data: Data, group: Group, member: int | None, members: int) -> list
             if time.monotonic() > until:
                 busy = True
                 break
-        if not any(group.gather_json(busy)):
+        if not any(group.gather_json(busy, boolean)):
             return mine
 
 

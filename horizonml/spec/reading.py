@@ -20,7 +20,7 @@ from horizonml.errors import JobError
 from horizonml.text import human_bytes
 
 _MOST_BYTES = 4 << 20
-_MOST_VALUES = 200_000  # in a file, with every alias counted as what it stands for
+_MOST_VALUES = 100_000  # in a file, with every alias counted as what it stands for
 _MOST_DEEP = 40  # levels of nesting
 _SECONDS = 10.0  # until a pipe must have delivered everything
 
@@ -78,10 +78,29 @@ def _read(path: Path) -> bytes:
 class _Loader(yaml.SafeLoader):
     """Loads safe YAML of JSON's types, without duplicate keys, cycles and heaps of aliases.
 
-    Unlike YAML 1.1, it reads 1e-3 as a number and a date as a string.
+    Unlike YAML 1.1, it reads 1e-3 as a number, and a date or 1:30 as a string.
     """
 
     text_keys = True
+    values = levels = 0  # that have been read, and within which the next one is
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Read a value; a file of too many is refused before the rest of it takes time and memory."""
+        self.values += 1
+        self.levels += 1
+        _check_extent(self.values, self.levels, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Return a number; what has `!!int` or `!!float` before it may be anything."""
+        if ":" in str(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "not a number", node.start_mark)
+        found: int | float
+        whole = node.tag.endswith(":int")
+        found = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        return found
 
     def get_single_data(self) -> Any:
         node = self.get_single_node()
@@ -105,7 +124,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.yaml_constructors = {
@@ -113,8 +132,21 @@ _Loader.yaml_constructors = {
     for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
 }
+for _kind in ("int", "float"):
+    _Loader.yaml_constructors[f"tag:yaml.org,2002:{_kind}"] = _Loader.construct_number
+# YAML 1.1's numbers to the base of 60 are left out, because reading a long one takes hours.
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]*|[1-9][0-9_]*)$", re.ASCII),
+    list("-+0123456789"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^([-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\.[\d_]+([eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(inf|Inf|INF))|\.(nan|NaN|NAN))$",
+        re.ASCII,
+    ),
+    list("-+0123456789."),
 )
 
 
@@ -138,15 +170,19 @@ def _extent(node: yaml.Node, known: dict[yaml.Node, tuple[int, int]]) -> tuple[i
             1 + sum(values for values, _ in extents),
             1 + max((levels for _, levels in extents), default=0),
         )
-    values, levels = known[node]
+    _check_extent(*known[node], node.start_mark)
+    return known[node]
+
+
+def _check_extent(values: int, levels: int, mark: yaml.Mark) -> None:
+    """Raise MarkedYAMLError if these are too many."""
     if values > _MOST_VALUES or levels > _MOST_DEEP:
         problem = (
             f"more than {_MOST_VALUES:,} values once aliases are written out"
             if values > _MOST_VALUES
             else f"more than {_MOST_DEEP} levels deep"
         )
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return values, levels
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def parse_yaml(text: str, source: str, text_keys: bool = True) -> Any:
@@ -159,5 +195,5 @@ def parse_yaml(text: str, source: str, text_keys: bool = True) -> Any:
         raise JobError(f"{where}: {error.problem or 'not YAML'}") from None
     except RecursionError:
         raise JobError(f"{source}: more than {_MOST_DEEP} levels deep") from None
-    except (yaml.YAMLError, ValueError, LookupError) as error:  # such as !!int x, or the character NUL
+    except (yaml.YAMLError, ValueError, LookupError, ArithmeticError) as error:  # such as !!int x, or the character NUL
         raise JobError(f"{source}: not YAML: {error}") from None

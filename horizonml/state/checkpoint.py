@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from horizonml.comm.expected import boolean, fields, mapping, text
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
 from horizonml.machine.resources import memory_left
@@ -113,7 +114,7 @@ class Checkpoints:
         then training waits. It also waits if a rank has no memory for its copy. `finished` tells what became of each.
         """
         started = time.perf_counter()
-        roomy = all(self._group.gather_json(self._has_room(state)))
+        roomy = all(self._group.gather_json(self._has_room(state), boolean))
         ready = self._prepare(state, plan)
         if must and any(busy for busy, _ in ready):
             self.save(state, plan, details)
@@ -170,7 +171,7 @@ class Checkpoints:
         Return, for each rank, whether its thread is still writing, and whether the threads have lost one another.
         """
         own = [self._background.busy, self._background.broken, fingerprints(state, plan, self._group.rank)]
-        reports = self._group.gather_json(own)
+        reports = self._group.gather_json(own, fields(boolean, boolean, mapping(text)))
         if unequal(plan, [sums for _, _, sums in reports]):
             drifted = share_state(state, plan, self._group)
             if drifted and not self._drift_told:
@@ -180,7 +181,7 @@ class Checkpoints:
                     ", ".join(str(rank) for rank, _ in drifted),
                 )
                 self._drift_told = True
-        return [(busy is not False, broken is not False) for busy, broken, _ in reports]
+        return [(busy, broken) for busy, broken, _ in reports]
 
     def _skip(self, step: int, ranks: list[int]) -> None:
         self.skipped += 1

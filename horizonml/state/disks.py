@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.errors import CheckpointError
@@ -53,7 +54,8 @@ class Disks:
             names = (name for name in os.listdir(folder) if name.startswith(f".probe-{self.word}-"))
             seen += [int(name.rpartition("-")[2]) for name in names]
         # For each rank, the first rank on the same disk.
-        self.leads: list[int] = [min(int(lead), rank) for rank, lead in enumerate(group.gather_json(min(seen)))]
+        leads = group.gather_json(min(seen), whole(0, group.world_size - 1))
+        self.leads: list[int] = [min(lead, rank) for rank, lead in enumerate(leads)]
         if self.is_lead:
             for probe in folder.glob(".probe-*"):  # includes the probes of ranks that were killed here earlier
                 with suppress(OSError):
@@ -94,7 +96,7 @@ class Disks:
                 action()
             except (OSError, CheckpointError) as error:
                 problem = str(error)
-        found = group.gather_json(problem)
+        found = group.gather_json(problem, optional(text))
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
 
     def copy(self, copies: Sequence[Copy], group: Group) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import mapping, text
 from horizonml.comm.group import Group
 from horizonml.errors import StateDiffers
 from horizonml.plan.plan import Plan
@@ -70,20 +71,20 @@ def _differing(state: TrainState, plan: Plan, group: Group) -> list[_Difference]
         return []
     own = _digests(state, plan, group.rank)
     # JSON keys are strings.
-    everyone = group.gather_json({str(number): _together(digests) for number, digests in own.items()})
+    everyone = group.gather_json({str(number): _together(digests) for number, digests in own.items()}, mapping(text))
     unequal = [
         (rank, number)
         for number, stage in enumerate(plan.stages)
         for rank in stage.ranks[1:]
-        if everyone[rank][str(number)] != everyone[stage.ranks[0]][str(number)]
+        if everyone[rank].get(str(number)) != everyone[stage.ranks[0]].get(str(number))
     ]
     if not unequal:
         return []
     # The tensors are compared only where there is a difference to report.
-    every = group.gather_json({str(number): digests for number, digests in own.items()})
+    every = group.gather_json({str(number): digests for number, digests in own.items()}, mapping(mapping(text)))
     found = []
     for rank, number in unequal:
-        first, other = every[plan.stages[number].ranks[0]][str(number)], every[rank][str(number)]
+        first, other = (every[one].get(str(number), {}) for one in (plan.stages[number].ranks[0], rank))
         if first.keys() != other.keys():
             names = sorted(first.keys() ^ other.keys())
             raise StateDiffers(f"rank {rank} and rank {plan.stages[number].ranks[0]} do not both hold {names[0]}")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Sync
@@ -225,7 +226,7 @@ class Following:
     def finish(self) -> None:
         """Wait until all ranks hold their state; all ranks call this after the same step. Raises PeerLost."""
         before = self.bytes
-        while any(self._group.gather_json(self._wait())):
+        while any(self._group.gather_json(self._wait(), boolean)):
             pass
         self.waited = self.bytes - before
 

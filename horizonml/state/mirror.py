@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import fields, optional, whole
 from horizonml.comm.group import Group
 from horizonml.comm.log import MessageLog
 from horizonml.comm.work import Work
@@ -27,6 +28,7 @@ from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.packing import Packer
 from horizonml.state.replicas import Replica, buddy, keepers, owners, together
+from horizonml.state.sizes import most_bytes
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -160,15 +162,18 @@ class Mirror:
             members = len(together(self.plan, self._group.rank))  # whose work one rank would repeat
             longest = max(_LONGEST, int(_REPLAY_SECONDS / 2 / members / max(self._seconds, 1e-3)))
             own = [size, max(1, math.ceil(size / max(1.0, budget))), longest]
-        answers = self._group.gather_json([own, self.log.room])
+        answers = self._group.gather_json(
+            [own, self.log.room], fields(optional(fields(whole(), whole(1), whole(1))), whole())
+        )
         for owner in self.owners:
-            size = int(answers[owner][0][0])
-            steps = max(int(answers[other][0][1]) for other in together(self.plan, owner))
-            longest = min(int(answers[other][0][2]) for other in together(self.plan, owner))
+            for other in together(self.plan, owner):
+                if answers[other][0] is None or answers[other][0][0] > self._most_bytes(other):
+                    raise PeerLost(f"rank {other} announced a state that is larger than its layers, or none")
+            size = answers[owner][0][0]
+            steps = max(answers[other][0][1] for other in together(self.plan, owner))
+            longest = min(answers[other][0][2] for other in together(self.plan, owner))
             # Just before a copy is complete, the log reaches back to the beginning of the one before.
-            longest = min(
-                [longest, *(int(answers[keeper][1]) // 2 - 1 for keeper in keepers(self.plan, owner, self.ties))]
-            )
+            longest = min([longest, *(answers[keeper][1] // 2 - 1 for keeper in keepers(self.plan, owner, self.ties))])
             if steps <= longest:
                 self._courses[owner] = _Course(step, size, max(1, steps // _HASTE), steps)
             else:
@@ -180,6 +185,11 @@ class Mirror:
                         "only %d can be bridged; raise recovery.mirror_budget or recovery.log_bytes, or choose a plan "
                         "in which several ranks hold every layer", owner, size / 1e6, steps, max(0, longest),
                     )  # fmt: skip
+
+    def _most_bytes(self, owner: int) -> int:
+        """Return the most bytes that a copy of an owner's state can have."""
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(owner)]
+        return most_bytes(self._state, [layer for stage in stages for layer in range(stage.start, stage.stop)])
 
     def _slice(self, owner: int, course: _Course, step: int) -> None:
         """Send, or post the receive for, an owner's slice of this step."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import fields, items, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.errors import PeerLost
@@ -56,8 +57,12 @@ def announce(held: Mapping[int, Mapping[str, Tensor]], moves: Moves, group: Grou
     """
     mine = sorted({layer for layer, sender, _ in moves if sender == group.rank})
     offers: dict[int, list[str]] = {}
-    for offered in group.gather_json([[layer, list(held[layer])] for layer in mine if layer in held]):
-        offers |= {int(layer): [str(key) for key in keys] for layer, keys in offered}
+    own = [[layer, list(held[layer])] for layer in mine if layer in held]
+    for rank, offered in enumerate(group.gather_json(own, items(fields(whole(), items(text))))):
+        for layer, keys in offered:
+            if not any(sender == rank for moved, sender, _ in moves if moved == layer) or len({*keys}) < len(keys):
+                raise PeerLost(f"rank {rank} offers layer {layer}, which it is not asked for, or a tensor of it twice")
+            offers[layer] = offers.get(layer, []) + [key for key in keys if key not in offers.get(layer, [])]
     return offers
 
 

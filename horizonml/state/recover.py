@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.state.best import best_from
@@ -88,8 +89,10 @@ def agree_on_state(state: TrainState, begun: bool, group: Group) -> Recovery | N
     own = Held.of(state).to_json() if begun and state.valid else None
     scale = state.scales.get(state.step - 1)
     best = {purpose: one.model_dump() for purpose, one in state.best.items()}
-    answers = group.gather_json([own, state.metrics, scale, best])
-    reports = [None if answer[0] is None else Held.from_json(answer[0]) for answer in answers]
+    answers = group.gather_json(
+        [own, state.metrics, scale, best], fields(optional(Held.from_json), anything, anything, anything)
+    )
+    reports = [answer[0] for answer in answers]
     stateful = state.stateful()
     found = newest(reports, [layer in stateful for layer in range(len(model.chain))])
     if found is not None:

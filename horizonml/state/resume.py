@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horizonml.comm.expected import anything, items, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
@@ -26,11 +27,13 @@ from horizonml.state.shards import (
     is_folder_name,
     opened,
     read_metadata,
+    shard_name,
     step_of,
     steps,
     verify_shard,
     write_metadata,
 )
+from horizonml.state.sizes import check_shard
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -43,6 +46,11 @@ class _Problem:
 
     text: str
     final: bool = False
+
+    @classmethod
+    def of(cls, report: dict[str, Any]) -> _Problem:
+        """Return what a peer reports."""
+        return cls(str(report["text"]), report["final"] is True)
 
 
 @dataclass(frozen=True)
@@ -120,13 +128,15 @@ class Resumption:
 
     def _names(self) -> list[str]:
         """Return the checkpoints on all disks, the newest first."""
-        found = self.group.gather_json([path.name for path in steps(self.folder)] if self.disks.is_lead else [])
+        found = self.group.gather_json(
+            [path.name for path in steps(self.folder)] if self.disks.is_lead else [], items(anything)
+        )
         names = {name for there in found for name in there if is_folder_name(name)}
         return sorted(names, key=lambda name: step_of(Path(name)), reverse=True)
 
     def _look_around(self, name: str) -> list[_Seen]:
         """Return what every rank's disk has of a checkpoint."""
-        return [_Seen.of(report) for report in self.group.gather_json(self._look_at(name))]
+        return self.group.gather_json(self._look_at(name), _Seen.of)
 
     def _look_at(self, name: str) -> dict[str, Any]:
         """Return which version of a checkpoint is on this rank's disk, and which of its shards are intact."""
@@ -144,10 +154,9 @@ class Resumption:
 
     def _first_problem(self, outcome: Metadata | _Problem) -> _Problem | None:
         """Return the first problem that any rank has; all ranks call this and return the same."""
-        for value in self.group.gather_json(vars(outcome) if isinstance(outcome, _Problem) else None):
-            if value is not None:
-                return _Problem(str(value["text"]), value["final"] is True)
-        return None
+        own = vars(outcome) if isinstance(outcome, _Problem) else None
+        found = self.group.gather_json(own, optional(_Problem.of))
+        return next((problem for problem in found if problem is not None), None)
 
     def _resume_from(self, state: TrainState, plan: Plan, name: str, seen: list[_Seen]) -> Metadata | _Problem:
         """Load one checkpoint; `seen[r]` is what rank r has of it."""
@@ -156,13 +165,19 @@ class Resumption:
         if isinstance(found, _Problem):
             return found
         metadata = found.metadata
-        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
-        if problem is not None:
-            return problem
         foreign = self._foreign(metadata)
         if foreign is not None:
             advice = "use another name or folder, or start over (--fresh, or fresh=True in Python)"
             return _Problem(f"{path} belongs to another run: {foreign}; {advice}", final=True)
+        try:
+            for number, saved in enumerate(metadata.plan.stages):
+                name = shard_name(number)
+                check_shard(state, f"{path / name}", saved.start, saved.stop, metadata.shards[name].bytes)
+        except CheckpointError as error:
+            return _Problem(str(error))
+        problem = self._complete(path, metadata, plan, found.where, not seen[rank].version)
+        if problem is not None:
+            return problem
         spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
         files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
         return _load(state, path, metadata, files)

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from contextlib import suppress
 from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
@@ -37,12 +38,48 @@ def make_run_folder(path: Path) -> None:
 
 def foreign(path: Path) -> str | None:
     """Return why `--fresh` must not touch a folder, or None if it may."""
+    if path.resolve() == Path(path.resolve().anchor):
+        return f"--fresh moves or deletes only runs of HorizonML, and {path} is the root of the file system"
     for folder in (path, _previous(path)):
-        if folder.exists() and _content(folder) and not (folder / MARK).exists():
+        try:
+            holds_files = os.path.lexists(folder) and bool(_content(folder))
+        except OSError as error:
+            return f"{folder} cannot be looked at: {error.strerror or error}; choose another name or folder"
+        if folder.is_symlink() and folder != path:
+            return f"--fresh deletes {folder}, and that is a symbolic link; remove the link, or choose another name"
+        precious = _precious(folder)
+        if precious is not None:
+            return f"--fresh moves or deletes only runs of HorizonML, and {folder} {precious}; choose another folder"
+        if holds_files and not is_marked(folder):
             return (
                 f"--fresh moves or deletes only runs of HorizonML, and {folder} is none (it has no {MARK}); choose "
                 "another name or folder, or move it away yourself"
             )
+    return None
+
+
+def is_marked(folder: Path) -> bool:
+    """Return whether a folder is marked as a run: by a small regular file of its own, and no link to one."""
+    try:
+        descriptor = os.open(folder / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode) and os.read(descriptor, len(_TEXT) + 1) == _TEXT.encode()
+    finally:
+        os.close(descriptor)
+
+
+def _precious(folder: Path) -> str | None:
+    """Return, as a part of a sentence, why a folder is none that only a run uses, whatever it is marked as."""
+    place = folder.resolve()
+    with suppress(RuntimeError):  # a user without a home
+        if Path.home().resolve().is_relative_to(place):
+            return "holds your home folder"
+    if place != Path.cwd() and Path.cwd().is_relative_to(place):
+        return "holds the working directory"
+    if Path(__file__).resolve().is_relative_to(place):
+        return "holds HorizonML itself"
     return None
 
 
@@ -57,7 +94,7 @@ def _holds_files(path: Path) -> bool:
 
 
 def _previous(path: Path) -> Path:
-    path = path.absolute()  # "." has no name
+    path = path.resolve() if path.name in ("", "..") else path.absolute()  # "." has no name
     return path.with_name(path.name + ".previous")
 
 
@@ -125,7 +162,7 @@ class RunFolder:
         previous = _previous(self.path)
         try:
             if previous.exists():
-                shutil.rmtree(previous)
+                _delete(previous)
             previous.mkdir()
             (previous / MARK).write_text(_TEXT)
             for path in earlier:
@@ -133,6 +170,21 @@ class RunFolder:
         except OSError as error:
             return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
         return None
+
+
+def _delete(previous: Path) -> None:
+    """Delete an earlier run. Raises OSError if it is none.
+
+    It is first given a name that nobody else knows, and looked at once more: it may just have been replaced.
+    """
+    hidden = Path(tempfile.mkdtemp(prefix=f".{previous.name}.", dir=previous.parent))
+    moved = hidden / previous.name
+    previous.rename(moved)
+    if moved.is_symlink() or (_content(moved) and not is_marked(moved)):
+        moved.rename(previous)
+        hidden.rmdir()
+        raise OSError(f"{previous} is not a run any more")
+    shutil.rmtree(hidden)
 
 
 def _read(owner: Path) -> str:

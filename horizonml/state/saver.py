@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horizonml import __version__
+from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
@@ -79,10 +80,14 @@ class Saver:
         written = {}
         for number, tensors in snapshot.tensors.items():
             written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
-        gathered = self.group.gather_json([written, snapshot.details if self.group.rank == 0 else None])
-        reports, details = [report for report, _ in gathered], gathered[0][1]  # rank 0's, so that all metadata agree
+        own = [written, snapshot.details if self.group.rank == 0 else None]
+        gathered = self.group.gather_json(own, fields(anything, optional(dict)))
+        reports, details = (
+            [report for report, _ in gathered],
+            gathered[0][1] or {},
+        )  # rank 0's, so that all metadata agree
         writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
-        shards, failed = _agreed(writers, reports)
+        shards, failed = _agreed(writers, reports, snapshot.most)
         if failed:
             return failed
         shards, received = self._copy(snapshot, hidden, shards)
@@ -186,7 +191,9 @@ def clean(folder: Path, word: str) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str, Shard], list[str]]:
+def _agreed(
+    writers: list[dict[int, int]], reports: list[Any], most: Sequence[int]
+) -> tuple[dict[str, Shard], list[str]]:
     """Return the shards that were written, and what went wrong; the reports come from other machines."""
     shards: dict[str, Shard] = {}
     failed: list[str] = []
@@ -202,6 +209,10 @@ def _agreed(writers: list[dict[int, int]], reports: list[Any]) -> tuple[dict[str
             except ValidationError:
                 failed.append(f"rank {rank}: it does not say what it wrote")
                 continue
-            if shards.setdefault(name, shard) != shard:
+            if shard.bytes > most[number]:
+                failed.append(
+                    f"rank {rank}: it says that {name} has {shard.bytes} bytes; at most {most[number]} can be"
+                )
+            elif shards.setdefault(name, shard) != shard:
                 failed.append(f"rank {rank}: its {name} differs from that of another member of the stage")
     return shards, failed

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from horizonml import __version__
 from horizonml.errors import CheckpointError
-from horizonml.files import write_atomically
+from horizonml.files import inside, write_atomically
 from horizonml.job.schema import Job
 from horizonml.state.best import Best
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 FORMAT = 1
 METADATA = "checkpoint.json"
-_MOST_METADATA = 64 << 20  # bytes
+_MOST_METADATA = 16 << 20  # bytes
 
 
 class _Strict(BaseModel):
@@ -160,9 +160,17 @@ def read_metadata(path: Path) -> Metadata:
             content = file.read(_MOST_METADATA + 1)
         if len(content) > _MOST_METADATA:
             raise ValueError(f"it is larger than {_MOST_METADATA >> 20} MiB")
-        return check(json.loads(content), path)
+        return check(json.loads(content, object_pairs_hook=_each_once), path)
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, error) from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's fields; two of one name would be read in one way here, and in another way elsewhere."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a field is given twice")
+    return found
 
 
 def check(metadata: Any, path: Path) -> Metadata:
@@ -215,7 +223,7 @@ def verify_shard(file: Path, shard: Shard, content: bool = True) -> None:
     Unless `content` is true, only the size is compared.
     """
     try:
-        with _regular_file(file) as opened_file:
+        with _regular_file(_shard_file(file.parent, file.name)) as opened_file:
             size = os.fstat(opened_file.fileno()).st_size
             if size != shard.bytes:
                 raise CheckpointError(f"{file} is damaged: it has {size} bytes instead of {shard.bytes}")
@@ -225,10 +233,18 @@ def verify_shard(file: Path, shard: Shard, content: bool = True) -> None:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
+def _shard_file(folder: Path, name: str) -> Path:
+    """Return the file of a shard. Raises CheckpointError for a link to somewhere else."""
+    try:
+        return inside(folder, name)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
 def verify(path: Path, metadata: Metadata) -> None:
     """Raise CheckpointError unless all shards are here and intact."""
     for name, shard in metadata.shards.items():
-        if not (path / name).exists():
+        if not os.path.lexists(path / name):
             where = f"; copies are on {', '.join(shard.machines)}" if shard.machines else ""
             raise CheckpointError(f"{path}: {name} is missing{where}")
         verify_shard(path / name, shard)
@@ -265,10 +281,12 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
     where: dict[str, Any] = {}
     try:
         for name, shard in shards.items():
-            handle = safetensors.safe_open(path / name, framework="pt")
+            handle = safetensors.safe_open(_shard_file(path, name), framework="pt")
             keys = list(handle.keys())
             if shard.tensors is not None and len(keys) != shard.tensors:
                 raise CheckpointError(f"{path / name} has {len(keys)} tensors instead of {shard.tensors}")
+            if twice := sorted(where.keys() & set(keys)):
+                raise CheckpointError(f"{path / name} has {twice[0]!a}, which another shard has, too")
             where |= dict.fromkeys(keys, handle)
         yield list(where), lambda name: where[name].get_tensor(name)
     except (OSError, safetensors.SafetensorError) as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 from horizonml.comm.group import Group
 from horizonml.plan.plan import Plan
 from horizonml.state.disks import Disks
+from horizonml.state.sizes import most_of_shards
 from horizonml.state.train_state import TrainState
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,6 +27,7 @@ class Snapshot:
     plan: Plan
     details: dict[str, Any]  # for the metadata
     tensors: dict[int, dict[str, Tensor]]  # those of each stage whose shard this rank writes
+    most: list[int]  # bytes that each stage's shard can have
 
 
 def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dict[str, Any], *, copy: bool) -> Snapshot:
@@ -39,7 +41,7 @@ def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dic
         whole = state.whole(group, stage.start, stage.stop)  # all members have to put them together
         if group.rank in disks.writers(stage.ranks).values():
             tensors[number] = {key: _plain(value, copy) for key, value in whole.items()}
-    return Snapshot(state.step, plan, details, tensors)
+    return Snapshot(state.step, plan, details, tensors, most_of_shards(state, plan))
 
 
 def _plain(tensor: Tensor, copy: bool) -> Tensor:

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from horizonml.text import printable
+
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 1.0
+_MOST_LINE = 64 << 20  # bytes of a record; that of a step's timeline can take some
 _KEPT = 1 << 20  # bytes that wait for room on the disk
 
 
@@ -62,8 +65,38 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, except for a line that a crash cut short."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """Yield the records of a file, except for a line that a crash cut short.
+
+    Their texts may be shown anywhere: control characters in them are written out. Raises ValueError for what is no
+    record, and OSError.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file")
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(_MOST_LINE + 1):
+            number += 1
+            if len(line) > _MOST_LINE:
+                raise ValueError(f"line {number} is longer than {_MOST_LINE} bytes")
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = _shown(json.loads(line))
+            except RecursionError:
+                raise ValueError(f"line {number} is nested too deeply") from None
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number} is not an object")
+            yield record
+
+
+def _shown(value: Any) -> Any:
+    """Return a value with its texts as they may be shown."""
+    if isinstance(value, str):
+        return value if value.isprintable() else printable(value)
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if isinstance(value, dict):
+        return {_shown(key): _shown(one) for key, one in value.items()}
+    return value

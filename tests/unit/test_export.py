@@ -389,7 +389,7 @@ def test_moving_averages_take_the_place_of_parameters_that_have_them(tmp_path: P
         assert difference(outputs, model(IMAGES)) < 1e-4
 
 
-def test_what_a_checkpoint_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_checkpoint_does_not_have_is_named_and_never_exported(tmp_path: Path) -> None:
     path, _ = checkpoint_of(tmp_path / "run", job())
     metadata = json.loads((path / "checkpoint.json").read_text())
     shard = path / "stage-1.safetensors"
@@ -398,6 +398,9 @@ def test_what_a_checkpoint_does_not_have_is_named(tmp_path: Path, caplog: pytest
     save_file(tensors, shard)
     metadata["shards"]["stage-1.safetensors"] = describe(shard, len(tensors)).model_dump()
     (path / "checkpoint.json").write_text(json.dumps(metadata))
-    load_trained(path)
-    (message,) = caplog.messages
-    assert message.endswith("has no values for head.bias, which stay as they were built")
+    for target in ("model.pt", "model.safetensors", "model.onnx", "model.pt2"):
+        with pytest.raises(CheckpointError, match=r"has no values for head.bias, which digits_cnn computes with"):
+            export(path, tmp_path / target)
+    with pytest.raises(CheckpointError, match=r"has no values for head.bias"):
+        load_trained(path)
+    assert only(tmp_path)

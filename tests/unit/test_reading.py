@@ -30,8 +30,8 @@ def laughs(levels: int) -> str:
 
 
 BOMBS = {
-    "billion laughs": (laughs(12), "more than 200,000 values once aliases are written out"),
-    "an alias of itself": ("a: &a [*a]", "more than 200,000 values"),
+    "billion laughs": (laughs(12), "more than 100,000 values once aliases are written out"),
+    "an alias of itself": ("a: &a [*a]", "more than 100,000 values"),
     "deep brackets": ("[" * 20_000, "more than 40 levels deep"),
     "deep mappings": ("\n".join(" " * level + "a:" for level in range(100)), "more than 40 levels deep"),
     "deep aliases": ("a0: &a0 [x]\n" + "\n".join(f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 99)), "levels deep"),

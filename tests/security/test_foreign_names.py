@@ -1,0 +1,148 @@
+"""Names from other ranks, from indexes, URLs and caches: none of them reaches a file outside of its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horizonml.data.origin import Origin
+from horizonml.errors import DataError, JobError, ModelError
+from horizonml.files import MOST_NAME, cache_folder, inside, safe_name
+from horizonml.models.download import locate
+from horizonml.models.spec import WeightsSpec
+from horizonml.models.weightfiles import files_of
+
+BAD = [
+    "", ".", "..", "/etc/passwd", "../x.tar", "a/../../x.tar", "a/b.tar", "..\\x.tar", "C:x.tar", "x\x00.tar",
+    "x\n.tar", "\x1b[2Jx.tar", ".hidden.tar", "x\u202e.tar", "\ud800.tar", "x" * (MOST_NAME + 1), "é" * MOST_NAME,
+    None, 7, ["x.tar"], b"x.tar",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_name_that_is_a_path_hidden_or_unprintable_is_refused(name: object, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="name of a file"):
+        safe_name(name)
+    with pytest.raises(ValueError, match="name of a file"):
+        inside(tmp_path, name)
+
+
+@given(st.text(max_size=300))
+def test_whatever_name_is_accepted_lies_in_its_folder(name: str) -> None:
+    folder = Path("/somewhere/folder")
+    try:
+        found = inside(folder, name)
+    except ValueError:
+        return
+    assert os.path.dirname(os.path.normpath(found)) == str(folder)
+    assert found.name == name
+
+
+def test_a_link_to_somewhere_else_is_refused_and_one_within_the_folder_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (folder / "out").symlink_to(tmp_path / "secret")
+    (folder / "real").write_text("y")
+    (folder / "in").symlink_to("real")
+    with pytest.raises(ValueError, match="link to somewhere outside"):
+        inside(folder, "out")
+    assert inside(folder, "in").read_text() == "y"
+
+
+def index(**changes: object) -> str:
+    shard = {"name": "0.tar", "samples": 3} | changes
+    return json.dumps({"train": [shard], "held_out": [{"name": "1.tar", "samples": 3}]})
+
+
+@pytest.mark.parametrize(
+    "name", ["../0.tar", "/etc/0.tar", ".lock.tar", "a\n.tar", "\x1b]0;x.tar", "..\\0.tar", "0.sh", 5]
+)
+def test_a_streams_index_cannot_name_a_shard_elsewhere(tmp_path: Path, name: object) -> None:
+    (tmp_path / "index.json").write_text(index(name=name))
+    with pytest.raises(DataError, match="is no index of shards"):
+        Origin(str(tmp_path)).index()
+
+
+@pytest.mark.parametrize("samples", [-1, 1 << 40, "9" * 5000, 1.5, None, [3], "x", float("inf"), float("nan")])
+def test_a_streams_index_cannot_promise_an_impossible_number_of_samples(tmp_path: Path, samples: object) -> None:
+    (tmp_path / "index.json").write_text(index(samples=samples))
+    with pytest.raises(DataError, match="is no index of shards"):
+        Origin(str(tmp_path)).index()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "null", "[]", '{"train": 3}', '{"train": [7]}', "{", '"x"'])
+def test_a_streams_index_of_another_kind_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(DataError, match="is no index of shards"):
+        Origin(str(tmp_path)).index()
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/secret.safetensors", ".x.safetensors", 3])
+def test_an_index_of_weights_cannot_name_a_file_elsewhere(tmp_path: Path, name: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="is not an index of safetensors files"):
+        files_of(tmp_path)
+
+
+def test_an_index_of_weights_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="is not an index of safetensors files"):
+        files_of(tmp_path)
+    with file.open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(ModelError, match="it is larger than"):
+        files_of(tmp_path)
+
+
+@pytest.mark.parametrize("reference", ["../../../elsewhere", "/elsewhere", "..", "a\nb", ""])
+def test_a_reference_in_the_cache_of_a_hub_cannot_lead_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    refs = tmp_path / "models--org--name" / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(reference)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="has no model org/name"):
+        locate(WeightsSpec(source="hub:org/name"), "digits_cnn")
+
+
+@pytest.mark.parametrize(
+    "path", ["..%2F..%2F.bashrc", "%2e%2e", "a%0Ab-01234567.pth", "a%00.pth", ".x-01234567.pth", "x" * 300, ""]
+)
+def test_a_url_cannot_name_a_file_outside_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="does not end in the name of a file"):
+        locate(WeightsSpec(source=f"http://127.0.0.1:9/{path}", sha256="0" * 64), "digits_cnn")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_somebody_else_can_write_to_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a home, the cache lies in the folder for temporary files, where anyone may have made it before."""
+    for name in ("HORIZONML_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def homeless() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setattr(Path, "home", homeless)
+    own = cache_folder()
+    assert own.stat().st_mode & 0o777 == 0o700
+
+    own.chmod(0o777)
+    with pytest.raises(JobError, match="HORIZONML_CACHE"):
+        cache_folder()
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(JobError, match="HORIZONML_CACHE"):
+        cache_folder()

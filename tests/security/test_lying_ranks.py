@@ -1,0 +1,236 @@
+"""A rank that has the token and lies: the others lose it by name, take no memory for it, and write nothing for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import Store
+
+from horizonml.comm import expected
+from horizonml.comm.group import MOST_JSON, Group
+from horizonml.errors import CheckpointError, HorizonError, PeerLost
+from horizonml.plan.plan import Plan, Stage
+from tests.distributed.pool import Pool
+from tests.security.bounds import bounded
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@given(JSON)
+def test_a_value_of_any_kind_is_read_or_refused(value: Any) -> None:
+    """Every reader returns what it promises, or raises ValueError, whatever JSON it gets."""
+    value = json.loads(json.dumps(value))
+    kinds: list[tuple[expected.Reader[Any], type | tuple[type, ...]]] = [
+        (expected.boolean, bool),
+        (expected.whole(0, 10), int),
+        (expected.number, float),
+        (expected.measure, float),
+        (expected.text, str),
+        (expected.items(expected.whole()), list),
+        (expected.mapping(expected.text), dict),
+        (expected.fields(expected.text, expected.boolean), list),
+        (expected.optional(expected.text), (str, type(None))),
+    ]
+    for read, kind in kinds:
+        with suppress(ValueError):
+            assert isinstance(read(value), kind)
+
+
+def gathers(rank: int, world_size: int, store: Store, lie: str) -> str:
+    """Gather a pair of numbers; rank 1 sends something else."""
+    from tests.security.liars import member
+
+    group = member(store, rank, world_size, lie)
+    try:
+        group.gather_json([1, 2.5], expected.fields(expected.whole(0, 8), expected.number))
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    ["null", "[]", "[1]", '["1", 2]', "[true, 2]", "[-1, 2]", "[1e400, 2]", "[1, NaN]", "[9, 2]", '{"a": 1}',
+     "[1, [2]]", '["\\u001b[2J", 1]', "[" * 900 + "]" * 900],
+)  # fmt: skip
+def test_a_value_of_another_kind_loses_the_rank_by_name(pool: Pool, lie: str) -> None:
+    text, _ = pool.run(2, gathers, lie)
+    assert text.startswith("rank 1 sent something else than is expected here: ")
+    assert text.isprintable()
+    assert len(text) < 300
+
+
+def announces_all(rank: int, world_size: int, store: Store) -> str:
+    """Gather values of which rank 1's is as long as it may be alone, though not from every rank."""
+    group = Group(store, rank, world_size, 60.0)
+    try:
+        with bounded(100 + 2 * (MOST_JSON >> 20)):
+            group.gather_json("x" * (MOST_JSON - 100) if rank == 1 else None)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
+def test_all_values_together_are_bounded(pool: Pool) -> None:
+    """Each rank's value takes as much memory as the longest one."""
+    assert pool.run(4, announces_all)[0] == (
+        f"rank 1 announced a message of {MOST_JSON - 98} bytes; at most {MOST_JSON // 4} are allowed"
+    )
+
+
+def keeps_files(rank: int, world_size: int, store: Store, folder: str, lie: str) -> str:
+    """Find out who shares a disk; rank 1 says something else."""
+    from horizonml.state.disks import Disks
+    from tests.security.liars import member
+
+    group = member(store, rank, world_size, lie, lambda value: value == 0)
+    try:
+        Disks(Path(folder), group)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("lie", ["-1", "7", '"../.."', "null", "1e99", "[0]"])
+def test_a_rank_cannot_claim_a_disk_that_there_is_not(pool: Pool, tmp_path: Path, lie: str) -> None:
+    assert "rank 1 sent something else" in pool.run(2, keeps_files, str(tmp_path), lie)[0]
+
+
+def state_of(rank: int) -> Any:
+    """Return the state of a rank that trains the digits by the plan."""
+    from horizonml.data.tensors import TensorSpec
+    from horizonml.job.schema import Job
+    from horizonml.models.zoo import build
+    from horizonml.state.train_state import TrainState
+    from horizonml.tasks.task import InputSpec
+
+    job = Job()
+    model = build(job.model, 0, 10, InputSpec((TensorSpec((1, 8, 8)),)))
+    plan = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, len(model.chain), (1,), (1.0,))))
+    state = TrainState(model, job.optimizer, job.ema)
+    stage = plan.stages[rank]
+    state.take([(stage.start, stage.stop)])
+    state.valid = True
+    return state, plan
+
+
+def is_report(value: Any) -> bool:
+    """Choose what a rank says of the shards that it has written."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], dict)
+
+
+def saves(rank: int, world_size: int, store: Store, folder: str, lie: str) -> tuple[list[str], list[str]]:
+    """Save a checkpoint, of which rank 1 says something else than it has written."""
+    from horizonml.state.checkpoint import Checkpoints
+    from tests.security.liars import member
+
+    torch.manual_seed(0)
+    state, plan = state_of(rank)
+    group = member(store, rank, world_size, lie, is_report)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", group, 2, {"seed": 0})
+    try:
+        problems = checkpoints.save(state, plan, {"job": {}} if rank == 0 else {})
+    except HorizonError as error:
+        problems = [str(error)]
+    finally:
+        group.close()
+    return problems, sorted(os.listdir(folder))
+
+
+SHARD = {"sha256": "0" * 64, "tensors": 1, "machines": []}
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ({"stage-1.safetensors": {"bytes": 1 << 60, **SHARD}}, "at most"),
+        ({"stage-1.safetensors": {"bytes": -1, **SHARD}}, "does not say what it wrote"),
+        ({"../../stolen": {"bytes": 5, **SHARD}}, "does not say what it wrote"),
+        ({"/etc/cron.d/x": {"bytes": 5, **SHARD}, "stage-0.safetensors": {"bytes": 5, **SHARD}}, "does not say"),
+        ({"stage-1.safetensors": {"bytes": 5, **SHARD, "sha256": "../x"}}, "does not say what it wrote"),
+        ({"stage-1.safetensors": {"bytes": 5, **SHARD}}, "instead of 5"),
+        ({"stage-1.safetensors": ["x"]}, "does not say what it wrote"),
+    ],
+)
+def test_a_rank_cannot_name_a_file_or_a_size_of_its_choice(
+    pool: Pool, tmp_path: Path, report: dict[str, Any], said: str
+) -> None:
+    problems, there = pool.run(2, saves, str(tmp_path), json.dumps([report, None]))[0]
+    assert any("rank 1" in problem or "stage-1" in problem for problem in problems), problems
+    assert said in " ".join(problems)
+    assert there == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".")] == []
+
+
+def moves(rank: int, world_size: int, store: Store, lie: str) -> str:
+    """Bring layer 2, which rank 1 has, to rank 0; rank 1 offers something else."""
+    from horizonml.state.move import move
+    from tests.security.liars import member
+
+    state, _ = state_of(rank)
+    group = member(store, rank, world_size, lie)
+    try:
+        move(state, [(2, 1, 0)], group)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    ['[[2, ["model/../../x"]]]', '[[0, ["model/conv1a.weight"]]]', '[[2, 7]]', '[["2", []]]', '{"2": []}',
+     '[[2, ["model/head.bias", "model/head.bias"]]]'],
+)  # fmt: skip
+def test_a_rank_cannot_offer_tensors_that_a_layer_does_not_have(pool: Pool, lie: str) -> None:
+    assert "rank 1" in pool.run(2, moves, lie)[0]
+
+
+def test_an_error_of_another_rank_is_its_words_and_no_class_of_its_choice(pool: Pool) -> None:
+    for kind in ("SystemExit", "HorizonError.__init__", "os.system", "OutOfMemory"):
+        text = pool.run(2, agrees, json.dumps([None, [kind, "\x1b[2Jsaid"]]))[0]
+        assert text == "HorizonError rank 1: \x1b[2Jsaid"  # printed plainly: see test_plain_output
+
+
+def agrees(rank: int, world_size: int, store: Store, lie: str) -> str:
+    from tests.security.liars import member
+
+    group = member(store, rank, world_size, lie)
+    try:
+        group.agree(lambda: None)
+    except HorizonError as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        group.close()
+    return "nothing"
+
+
+def test_a_size_beyond_the_layers_is_refused_before_memory_is_taken() -> None:
+    from horizonml.state.sizes import check_shard, most_bytes
+
+    state, _ = state_of(0)
+    layers = len(state.model.chain)
+    own = most_bytes(state, range(layers))
+    check_shard(state, "stage-0.safetensors", 0, layers, own)
+    for announced, stop in ((1 << 62, layers), (100 * own, layers), (10 * own, 1 << 62)):
+        with bounded(20), pytest.raises(CheckpointError, match=r"stage-0.safetensors is said to have"):
+            check_shard(state, "stage-0.safetensors", 0, stop, announced)
