@@ -48,13 +48,17 @@ class Cluster:
         settings.retries = urllib3.Retry(0)
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
+        self._net = client.NetworkingV1Api(self._api)
         self._host = settings.host
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return asking(self._host, self.namespace, what)
 
     def apply(self, documents: list[Document]) -> list[str]:
-        """Apply documents on the server's side, and return the names of what was applied."""
+        """Apply documents on the server's side, and return the names of what was applied.
+
+        A namespace that is there already stays as it is, and so does a Secret, because pods run with its token.
+        """
         applied = []
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
@@ -62,6 +66,8 @@ class Cluster:
             kind, name = document["kind"], document["metadata"]["name"]
             if kind == "Namespace" and self._exists():
                 continue  # it may be somebody else's
+            if kind == "Secret" and self._has_secret(name):
+                continue
             with self._asking(f"apply {kind} {name}"):
                 resource = dynamic.resources.get(api_version=document["apiVersion"], kind=kind)
                 dynamic.server_side_apply(resource, body=document, field_manager="horizonml", force_conflicts=True)
@@ -78,6 +84,17 @@ class Cluster:
                     return False
                 if error.status == 403:  # allowed inside it only
                     return True
+                raise
+        return True
+
+    def _has_secret(self, name: str) -> bool:
+        """Return whether the namespace has a Secret of this name."""
+        with self._asking(f"read Secret {name}"):
+            try:
+                self._core.read_namespaced_secret(name, self.namespace, _request_timeout=_TIMEOUT)
+            except ApiException as error:
+                if error.status == 404:
+                    return False
                 raise
         return True
 
@@ -148,6 +165,8 @@ class Cluster:
             ("deployment", self._apps.list_namespaced_deployment, self._apps.delete_namespaced_deployment),
             ("service", self._core.list_namespaced_service, self._core.delete_namespaced_service),
             ("configmap", self._core.list_namespaced_config_map, self._core.delete_namespaced_config_map),
+            ("networkpolicy", self._net.list_namespaced_network_policy, self._net.delete_namespaced_network_policy),
+            ("secret", self._core.list_namespaced_secret, self._core.delete_namespaced_secret),
         ]
         claims = [
             ("persistentvolumeclaim", self._core.list_namespaced_persistent_volume_claim,

@@ -37,7 +37,7 @@ TABLE: dict[str, set[str]] = {
         "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
         "spec", "state", "tasks", "telemetry",
     },
-    "kube": {"job", "machine"},
+    "kube": {"job", "machine", "security"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report"},
