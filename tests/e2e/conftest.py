@@ -17,4 +17,5 @@ def image() -> None:
 @pytest.fixture(scope="session")
 def compose(image: None) -> list[str]:
     """The command for `docker compose`."""
+    run("make", "token")
     return shlex.split(os.environ.get("COMPOSE", "docker compose"))

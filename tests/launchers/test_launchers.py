@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.report.records import load_run
+from horizonml.security.token import TOKEN, make_token
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "launchers"
@@ -22,6 +23,7 @@ data: {name: digits, samples: 600}
 checkpoint: {enabled: false}
 parallel: {micro_batches: 2}
 """
+SECRET = make_token().text
 LAUNCHERS = {
     "torchrun.sh": "torchrun",
     "openmpi.sh": "mpirun.openmpi",
@@ -36,7 +38,7 @@ def environment() -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD", "HORIZONML"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     # CI runs as root, in a container or a virtual machine of its own.
-    return env | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "RANKS": "4"}
+    return env | {TOKEN: SECRET, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "RANKS": "4"}
 
 
 def launch(folder: Path, command: list[str]) -> list[float]:
