@@ -6,8 +6,9 @@ set -euo pipefail
 mpirun=$(command -v mpirun.mpich || command -v mpirun)
 if [ -n "${HOSTS:-}" ]; then
   ranks=$(tr ',' '\n' <<<"$HOSTS" | wc -l)
+  # Each rank reads the token from its machine's file: mpirun would send the environment over the network as it is.
   exec horizonml rendezvous --host 0.0.0.0 -- \
-    "$mpirun" -n "$ranks" -hosts "$HOSTS" horizonml train "$@" --workers "$ranks"
+    env -u HORIZONML_TOKEN "$mpirun" -n "$ranks" -hosts "$HOSTS" horizonml train "$@" --workers "$ranks"
 fi
 ranks=${RANKS:-4}
 exec horizonml rendezvous -- "$mpirun" -n "$ranks" horizonml train "$@" --workers "$ranks"
