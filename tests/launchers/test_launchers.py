@@ -48,7 +48,12 @@ def environment() -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD", "HORIZONML"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     # CI runs as root, in a container or a virtual machine of its own.
-    return env | {TOKEN_FILE: token_file(), "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "RANKS": "4"}
+    return env | {
+        TOKEN_FILE: token_file(),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "RANKS": "4",
+    }
 
 
 def launch(folder: Path, command: list[str]) -> list[float]:
