@@ -21,10 +21,10 @@ from horizonml.job.schema import Job
 from horizonml.kube.access import asking, checked, message
 from horizonml.kube.diagnosis import Condition, Object, PodState, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
-from horizonml.kube.status import RankStatus, Samples, parse, rank_status
+from horizonml.kube.scrape import Scraper
+from horizonml.kube.status import RankStatus, Samples, rank_status
 
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
-_METRICS_TIMEOUT = (2.0, 3.0)
 _GONE_SECONDS = 120.0
 _QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
@@ -49,6 +49,7 @@ class Cluster:
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
         self._net = client.NetworkingV1Api(self._api)
+        self._scraper = Scraper(settings, namespace)
         self._host = settings.host
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
@@ -215,14 +216,7 @@ class Cluster:
         """Return the metrics of a worker, or nothing if it does not serve them."""
         if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
             return {}
-        try:
-            response = self._core.connect_get_namespaced_pod_proxy_with_path(
-                f"{pod['metadata']['name']}:9400", self.namespace, "metrics",
-                _preload_content=False, _request_timeout=_METRICS_TIMEOUT,
-            )  # fmt: skip
-            return parse(checked(response).data.decode())
-        except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError):
-            return {}  # it starts, or ends: its row says so
+        return self._scraper.scrape(str(pod["metadata"]["name"]))
 
     def _nodes(self) -> tuple[list[Object], list[Object]]:
         """Return all nodes and pods, or nothing if that may not be seen."""

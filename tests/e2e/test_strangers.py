@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Any
 
 from horizonml.security.token import make_token
-from tests.e2e.cluster import NAMESPACE, Cluster, complete
+from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete
 from tests.e2e.enforcer import Enforcer
-from tests.e2e.tools import IMAGE, wait_for
+from tests.e2e.tools import IMAGE, run, wait_for
 
 KNOCK = """
 import json, socket, sys
@@ -109,3 +111,23 @@ def test_whoever_gets_past_the_policies_needs_the_token(clean: Cluster) -> None:
     assert "turned away a client" in said
     wait_for(lambda: complete(clean, 5), "the end of the training", 180)
     assert clean.metric(0, "horizonml_generation") == 1
+
+
+def test_status_sees_ranks_that_the_api_server_cannot_reach(clean: Cluster) -> None:
+    clean.kubectl("apply", "-k", "k8s/dp")
+    wait_for(lambda: complete(clean, 5), "the end of the training", 180)
+    # As if the pods were on other nodes, whose network plugin lets nobody in whom the policies do not name.
+    rule = ("OUTPUT", "-p", "tcp", "--dport", "9400", "-j", "DROP")
+    node = f"{CLUSTER}-control-plane"
+    clean.docker("exec", node, "iptables", "-I", *rule)
+    try:
+        assert not clean.metrics(0)
+        shown = run(
+            sys.executable, "-m", "horizonml", "cluster", "status", "--json", "--context", f"kind-{CLUSTER}",
+            env={**os.environ, **clean.env},
+        )  # fmt: skip
+    finally:
+        clean.docker("exec", node, "iptables", "-D", *rule)
+    rows = json.loads(shown)["ranks"]
+    assert [row["phase"] for row in rows] == ["Complete"] * 5
+    assert len({row["step"] for row in rows}) == 1

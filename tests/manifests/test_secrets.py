@@ -22,7 +22,7 @@ from horizonml.security.token import make_token, parse_token
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "new_token.py"
 LOOKS_LIKE_ONE = re.compile(rb"hml-[a-z2-7]{36}")
-COMPOSE = [ROOT / "compose.yaml", ROOT / "examples" / "hetero" / "compose.yaml"]
+COMPOSE = [ROOT / "compose.yaml", *sorted((ROOT / "examples").glob("*/compose.yaml"))]
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -131,8 +131,9 @@ def services(path: Path) -> dict[str, Any]:
 def test_compose_asks_for_the_token_and_has_no_default(path: Path) -> None:
     for name, service in services(path).items():
         environment = service.get("environment", {})
-        if name == "rendezvous" or name.startswith("worker-"):
-            assert re.fullmatch(r"\$\{HORIZONML_TOKEN:\?.*`make (token|hetero)`.*\}", environment["HORIZONML_TOKEN"])
+        if name in ("rendezvous", "join") or name.startswith("worker-"):
+            # The words name the command that helps.
+            assert re.fullmatch(r"\$\{HORIZONML_TOKEN:\?.*`(make|horizonml) \w+`.*\}", environment["HORIZONML_TOKEN"])
         else:
             assert "HORIZONML_TOKEN" not in environment
         for variable, value in environment.items():
