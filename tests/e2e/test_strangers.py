@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from horizonml.security.token import make_token
-from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete
+from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete, overlay
 from tests.e2e.enforcer import Enforcer
 from tests.e2e.tools import IMAGE, run, wait_for
 
@@ -74,9 +75,10 @@ def addresses(cluster: Cluster) -> dict[str, str]:
     return {pod["metadata"]["name"].partition("-")[0]: pod["status"]["podIP"] for pod in found}
 
 
-def test_policies_keep_strangers_out_and_let_the_job_train(clean: Cluster) -> None:
+def test_policies_keep_strangers_out_and_let_the_job_train(clean: Cluster, tmp_path: Path) -> None:
     with Enforcer(clean):
-        clean.kubectl("apply", "-k", "k8s/dp")
+        # A job of another name, because disks outlive tests, and with them what is trained to the end.
+        clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="enclosed"))
         wait_for(lambda: complete(clean, 5), "the end of a training with all else closed", 180)
         at = addresses(clean)
         service, metrics = f"{at['rendezvous']}:29400", f"{at['worker']}:9400"
@@ -97,8 +99,8 @@ def test_policies_keep_strangers_out_and_let_the_job_train(clean: Cluster) -> No
     assert enforced or set(found.values()) == {"open"}
 
 
-def test_whoever_gets_past_the_policies_needs_the_token(clean: Cluster) -> None:
-    clean.kubectl("apply", "-k", "k8s/dp")
+def test_whoever_gets_past_the_policies_needs_the_token(clean: Cluster, tmp_path: Path) -> None:
+    clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="guarded", epochs=40))
     wait_for(lambda: (clean.metric(0, "horizonml_step") or 0) > 0, "the first step", 120)
     rank = {"RANK": "1", "WORLD_SIZE": "5", "HORIZONML_RENDEZVOUS": "rendezvous:29400", "HORIZONML_CACHE": "/tmp"}
     command = ["horizonml", "train", "digits", "-n", "5", "--set", "parallel.strategy=ddp"]
@@ -113,8 +115,8 @@ def test_whoever_gets_past_the_policies_needs_the_token(clean: Cluster) -> None:
     assert clean.metric(0, "horizonml_generation") == 1
 
 
-def test_status_sees_ranks_that_the_api_server_cannot_reach(clean: Cluster) -> None:
-    clean.kubectl("apply", "-k", "k8s/dp")
+def test_status_sees_ranks_that_the_api_server_cannot_reach(clean: Cluster, tmp_path: Path) -> None:
+    clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="unreached"))
     wait_for(lambda: complete(clean, 5), "the end of the training", 180)
     # As if the pods were on other nodes, whose network plugin lets nobody in whom the policies do not name.
     rule = ("OUTPUT", "-p", "tcp", "--dport", "9400", "-j", "DROP")
