@@ -26,11 +26,12 @@ KIND_NODE_IMAGE ?=
 # More images to load into the cluster; empty: the nodes pull them.
 KIND_LOAD ?=
 MONITORING ?= k8s/kind
+IN_KIND = $(KUBECTL) --context kind-$(KIND_CLUSTER) --namespace horizonml
 
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow unit lint format generate docs images kind-up kind-down e2e bench bench-long \
+.PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
 	bench-smoke hetero footprint horovod horovod-tensorflow test-launchers clean
 
 help: ## Show this list
@@ -81,6 +82,9 @@ docs: setup ## Build the documentation into build/docs, and check its links (ope
 	@echo "The documentation is in build/docs: open build/docs/index.html"
 
 ##@ Containers
+token: ## Write a token and Grafana's password to .env, for Compose (again: keeps them; ROTATE=1: another token)
+	@$(PYTHON) scripts/new_token.py env .env $(if $(ROTATE),--rotate)
+
 images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)
 	$(DOCKER_BUILD) --tag $(IMAGE) --file images/worker/Dockerfile \
 		--build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCHVISION_VERSION=$(TORCHVISION_VERSION) \
@@ -93,6 +97,9 @@ kind-up: images ## Make a Kubernetes cluster on this machine, with the image and
 			$(if $(KIND_NODE_IMAGE),--image $(KIND_NODE_IMAGE))
 	$(KIND) load docker-image --name $(KIND_CLUSTER) $(IMAGE) $(KIND_LOAD)
 	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -k $(MONITORING)
+	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -f k8s/base/namespace.yaml
+	@$(IN_KIND) get secret horizonml-token >/dev/null 2>&1 || \
+		$(PYTHON) scripts/new_token.py secret | $(IN_KIND) create -f -
 	@echo
 	@echo "The cluster is ready. Next: kubectl apply -k k8s/dp        (or k8s/mp, k8s/hybrid)"
 	@echo "Then watch: kubectl -n horizonml logs -f worker-0"

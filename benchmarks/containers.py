@@ -6,12 +6,14 @@ how much of five devices' speed arrives. All configurations take turns, round by
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import subprocess
 import uuid
 
 from benchmarks.harness import machine
+from horizonml.security.token import TOKEN, make_token
 
 IMAGE = "horizonml/worker:dev"
 ROUNDS = 3
@@ -66,6 +68,8 @@ def speed(strategy: str, workers: int, cpus: float) -> float:
             f"{name}-rendezvous",
             "--network",
             name,
+            "--env",
+            TOKEN,
             IMAGE,
             "rendezvous",
             "--host",
@@ -76,8 +80,8 @@ def speed(strategy: str, workers: int, cpus: float) -> float:
             docker(
                 "run", "--detach", "--name", f"{name}-{rank}", "--network", name, "--volume", f"{name}:/data",
                 "--cpus", str(cpus), "--env", f"RANK={rank}", "--env", f"WORLD_SIZE={workers}",
-                "--env", f"HORIZONML_RENDEZVOUS={name}-rendezvous:29400", IMAGE, "train", "/data/job.yaml",
-                "--set", f"parallel.strategy={strategy}",
+                "--env", f"HORIZONML_RENDEZVOUS={name}-rendezvous:29400", "--env", TOKEN, IMAGE, "train",
+                "/data/job.yaml", "--set", f"parallel.strategy={strategy}",
             )  # fmt: skip
             started.append(f"{name}-{rank}")
         docker("wait", *started[1:])
@@ -93,6 +97,7 @@ def speed(strategy: str, workers: int, cpus: float) -> float:
 def main() -> None:
     """Print everything."""
     print(machine())
+    os.environ[TOKEN] = make_token().text  # docker takes it from there, so that it is on no command line
     found: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
     for _ in range(ROUNDS):
         for name, configuration in CONFIGURATIONS.items():

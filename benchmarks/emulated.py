@@ -21,6 +21,7 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.report.records import Run, load_run
+from horizonml.security.token import TOKEN, make_token
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "hetero"
@@ -62,6 +63,7 @@ class EmulatedCluster:
     def __enter__(self) -> EmulatedCluster:
         self._jobs.mkdir(parents=True, exist_ok=True)
         os.environ["HETERO_JOBS"] = str(self._jobs.absolute())
+        os.environ[TOKEN] = make_token().text  # of this run alone
         self._run("down", "--volumes", "--timeout", "1")
         self._run("up", "--detach", "--wait")
         return self

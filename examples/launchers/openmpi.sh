@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Starts ranks with Open MPI: examples/launchers/openmpi.sh jobs/digits.yaml [options]
-# HOSTS=a,b,c starts one rank on each of these machines, which need ssh and HorizonML in the same place.
+# HOSTS=a,b,c starts one rank on each of these machines, which need ssh, HorizonML in the same place, and the same token
+# (`horizonml token` makes it here, and says which file to copy to the others).
 set -euo pipefail
 mpirun=$(command -v mpirun.openmpi || command -v mpirun)
 if [ -n "${HOSTS:-}" ]; then

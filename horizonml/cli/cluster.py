@@ -231,9 +231,10 @@ def _check_quantities(options: dict[str, str | None]) -> None:
 def _apply(cluster: Cluster, job: Job, settings: Settings) -> None:
     """Submit a job, and restart the workers if it has changed. Raises ClusterError."""
     from horizonml.kube.render import render, version
+    from horizonml.security.token import make_token
 
     before = cluster.workers()
-    for name in cluster.apply(render(job, settings)):
+    for name in cluster.apply(render(job, settings, make_token())):
         print(f"applied {name}")
     if before is not None and version(before) != version(cluster.require_workers()):
         print("the job has changed: its workers save a checkpoint and start again ...", flush=True)

@@ -21,10 +21,10 @@ from horizonml.job.schema import Job
 from horizonml.kube.access import asking, checked, message
 from horizonml.kube.diagnosis import Condition, Object, PodState, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
-from horizonml.kube.status import RankStatus, Samples, parse, rank_status
+from horizonml.kube.scrape import Scraper
+from horizonml.kube.status import RankStatus, Samples, rank_status
 
 _TIMEOUT = (5.0, 15.0)  # to connect, to answer
-_METRICS_TIMEOUT = (2.0, 3.0)
 _GONE_SECONDS = 120.0
 _QUIET_SECONDS = 60.0  # a log without a new line for so long is asked for again
 
@@ -48,13 +48,18 @@ class Cluster:
         settings.retries = urllib3.Retry(0)
         self._api = client.ApiClient(settings)
         self._core, self._apps = client.CoreV1Api(self._api), client.AppsV1Api(self._api)
+        self._net = client.NetworkingV1Api(self._api)
+        self._scraper = Scraper(settings, namespace)
         self._host = settings.host
 
     def _asking(self, what: str) -> AbstractContextManager[None]:
         return asking(self._host, self.namespace, what)
 
     def apply(self, documents: list[Document]) -> list[str]:
-        """Apply documents on the server's side, and return the names of what was applied."""
+        """Apply documents on the server's side, and return the names of what was applied.
+
+        A namespace that is there already stays as it is, and so does a Secret, because pods run with its token.
+        """
         applied = []
         with self._asking("connect"):
             dynamic = DynamicClient(self._api)
@@ -62,6 +67,8 @@ class Cluster:
             kind, name = document["kind"], document["metadata"]["name"]
             if kind == "Namespace" and self._exists():
                 continue  # it may be somebody else's
+            if kind == "Secret" and self._has_secret(name):
+                continue
             with self._asking(f"apply {kind} {name}"):
                 resource = dynamic.resources.get(api_version=document["apiVersion"], kind=kind)
                 dynamic.server_side_apply(resource, body=document, field_manager="horizonml", force_conflicts=True)
@@ -78,6 +85,17 @@ class Cluster:
                     return False
                 if error.status == 403:  # allowed inside it only
                     return True
+                raise
+        return True
+
+    def _has_secret(self, name: str) -> bool:
+        """Return whether the namespace has a Secret of this name."""
+        with self._asking(f"read Secret {name}"):
+            try:
+                self._core.read_namespaced_secret(name, self.namespace, _request_timeout=_TIMEOUT)
+            except ApiException as error:
+                if error.status == 404:
+                    return False
                 raise
         return True
 
@@ -148,6 +166,8 @@ class Cluster:
             ("deployment", self._apps.list_namespaced_deployment, self._apps.delete_namespaced_deployment),
             ("service", self._core.list_namespaced_service, self._core.delete_namespaced_service),
             ("configmap", self._core.list_namespaced_config_map, self._core.delete_namespaced_config_map),
+            ("networkpolicy", self._net.list_namespaced_network_policy, self._net.delete_namespaced_network_policy),
+            ("secret", self._core.list_namespaced_secret, self._core.delete_namespaced_secret),
         ]
         claims = [
             ("persistentvolumeclaim", self._core.list_namespaced_persistent_volume_claim,
@@ -196,14 +216,7 @@ class Cluster:
         """Return the metrics of a worker, or nothing if it does not serve them."""
         if not any("running" in (c.get("state") or {}) for c in pod["status"].get("containerStatuses") or []):
             return {}
-        try:
-            response = self._core.connect_get_namespaced_pod_proxy_with_path(
-                f"{pod['metadata']['name']}:9400", self.namespace, "metrics",
-                _preload_content=False, _request_timeout=_METRICS_TIMEOUT,
-            )  # fmt: skip
-            return parse(checked(response).data.decode())
-        except (ApiException, urllib3.exceptions.HTTPError, OSError, ValueError):
-            return {}  # it starts, or ends: its row says so
+        return self._scraper.scrape(str(pod["metadata"]["name"]))
 
     def _nodes(self) -> tuple[list[Object], list[Object]]:
         """Return all nodes and pods, or nothing if that may not be seen."""

@@ -12,6 +12,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from horizonml.job.schema import Job
+from horizonml.security.token import Token
 from horizonml.text import count
 
 BASE = Path(__file__).parent / "base"
@@ -19,6 +20,7 @@ PART_OF = "app.kubernetes.io/part-of=horizonml"
 WORKERS = "app.kubernetes.io/name=horizonml,app.kubernetes.io/component=worker"
 SETTINGS = "horizonml/settings"  # annotation of the StatefulSet: what `scale` needs to know again
 DIGEST = "horizonml/job-digest"  # annotation of its pods: a change of job is a change of them
+SECRET = "horizonml-token"  # noqa: S105  (the name of the Secret that the base's pods mount)
 
 Document = dict[str, Any]
 
@@ -44,8 +46,11 @@ class Settings:
         return TypeAdapter(cls).validate_json(text)
 
 
-def render(job: Job, settings: Settings) -> list[Document]:
-    """Return the objects to apply, in order. `job` must be for `settings.workers` ranks."""
+def render(job: Job, settings: Settings, token: Token | None = None) -> list[Document]:
+    """Return the objects to apply, in order, with a Secret if there is a token for it.
+
+    `job` must be for `settings.workers` ranks.
+    """
     kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     documents: list[Document] = []
     for name in kustomization["resources"]:
@@ -54,6 +59,8 @@ def render(job: Job, settings: Settings) -> list[Document]:
     documents.insert(
         1, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "job"}, "data": {"job.yaml": content}}
     )
+    if token is not None:
+        documents.insert(1, secret(token))
     labels = {key: value for entry in kustomization["labels"] for key, value in entry["pairs"].items()}
     for document in documents:
         metadata = document["metadata"]
@@ -67,6 +74,12 @@ def render(job: Job, settings: Settings) -> list[Document]:
         if document["kind"] == "StatefulSet":
             _set_workers(document, job, settings)
     return documents
+
+
+def secret(token: Token) -> Document:
+    """Return the Secret from which the pods of a job take their token."""
+    content = {"token": token.text}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "type": "Opaque", "stringData": content}
 
 
 def containers(document: Document) -> list[Document]:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.tools import run
+from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, bring_image, prepare_disks, without_grafana
+from tests.e2e.tools import IMAGE, run, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -17,4 +19,34 @@ def image() -> None:
 @pytest.fixture(scope="session")
 def compose(image: None) -> list[str]:
     """The command for `docker compose`."""
+    run("make", "token")
     return shlex.split(os.environ.get("COMPOSE", "docker compose"))
+
+
+@pytest.fixture(scope="session")
+def cluster(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """`make kind-up`, and `make kind-down` in the end."""
+    made = Cluster()
+    options = [f"KIND_CLUSTER={CLUSTER}", "DOCKER_BUILD=true"]  # the image is there already
+    load = []
+    if "DOCKER_HOST" in made.env:
+        bring_image(made, IMAGE, tmp_path_factory.mktemp("image"))
+    if "PROMETHEUS_IMAGE" in os.environ:  # no registry: what is not loaded cannot run
+        load = [os.environ["PROMETHEUS_IMAGE"]]
+        options.append(f"MONITORING={without_grafana(tmp_path_factory.mktemp('monitoring'), load[0])}")
+    shown = run("make", "kind-up", *options, f"KIND_LOAD={' '.join(load)}", env=made.env, timeout=400)
+    assert "Next: kubectl apply -k k8s/dp" in shown
+    prepare_disks(made)
+    yield made
+    run("make", "kind-down", *options, env=made.env, timeout=120)
+
+
+@pytest.fixture
+def clean(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, in which the test's jobs are deleted in the end; their disks are kept."""
+    yield cluster
+    print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
+    print(cluster.log(0)[-3000:])
+    parts = "statefulset,deployment,service,configmap,networkpolicy"
+    cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=120)
+    wait_for(lambda: not cluster.pods(), "the end of all pods", 120)

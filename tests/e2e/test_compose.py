@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.e2e.tools import USER, Query, empty_panels, prometheus_at, run, value, wait_for
+from horizonml.security.token import make_token
+from tests.e2e.tools import IMAGE, USER, Query, empty_panels, prometheus_at, run, value, wait_for
 
 PROJECT = "horizonml-e2e"
 WORKERS = [f"worker-{rank}" for rank in range(5)]
@@ -98,6 +100,54 @@ def test_five_small_workers_train_to_the_end_and_are_seen(up: Up, strategy: str)
     assert shown.splitlines()[-1] == "data"
     run("docker", "stop", "--time", "20", container("worker-4"))
     assert inspect("worker-4")["State"]["ExitCode"] == 0
+
+
+def knock(network: str, host: str, port: int) -> str:
+    """What a container in one of the project's networks finds at a port."""
+    code = f"import socket; socket.create_connection(({host!r}, {port}), 3); print('open')"
+    command = ("docker", "run", "--rm", "--network", f"{PROJECT}_{network}", "--entrypoint", "python", IMAGE)
+    return run(*command, "-c", code, check=False, both=True).strip().splitlines()[-1]
+
+
+def address(service: str, network: str) -> str:
+    return str(inspect(service)["NetworkSettings"]["Networks"][f"{PROJECT}_{network}"]["IPAddress"])
+
+
+def test_strangers_and_the_monitoring_get_nowhere(up: Up) -> None:
+    query = up(STRATEGY="ddp", EPOCHS="100", STAY="1")
+    wait_for(lambda: value(query, "min(horizonml_step) > 0"), "the first step", 90)
+    # Prometheus is in a network from which the service cannot be reached, even by its address, and Grafana in another.
+    service = address("rendezvous", "ranks")
+    assert knock("ranks", service, 29400) == "open"
+    assert "open" not in knock("metrics", service, 29400)
+    assert knock("metrics", address("worker-0", "metrics"), 9400) == "open"
+    assert "open" not in knock("dashboards", address("worker-0", "metrics"), 9400)
+    assert "open" not in knock("dashboards", service, 29400)
+    # Whoever is in the ranks' network needs the token.
+    env = {"RANK": "2", "WORLD_SIZE": "5", "HORIZONML_RENDEZVOUS": "rendezvous:29400", "HORIZONML_TOKEN": "wrong"}
+    for token, words in (
+        (make_token().text, "it has another token"),
+        ("", "this process has no token"),
+        ("guess", "so it is no token of HorizonML"),
+    ):
+        options = [part for name in env for part in ("--env", name)]
+        rank = ("docker", "run", "--rm", "--network", f"{PROJECT}_ranks", *options, IMAGE, "train", "digits")
+        job = ("--set=parallel.strategy=ddp", "-n", "5", "--set=rendezvous.timeout=15")
+        assert words in run(*rank, *job, env={**env, "HORIZONML_TOKEN": token}, check=False, both=True)
+    assert "turned away a client" in log("rendezvous")
+    assert value(query, "max(horizonml_generation)") == 1
+    told = run("docker", "compose", "-p", PROJECT, "logs", both=True)
+    assert not re.search("hml-[a-z2-7]{36}", told)
+
+
+def test_without_the_token_compose_says_what_to_run(compose: list[str]) -> None:
+    shown = run(
+        "docker", "compose", "--env-file", "/dev/null", "up", env={"HORIZONML_TOKEN": ""}, check=False, both=True
+    )
+    assert "HORIZONML_TOKEN is missing a value: run `make token` first" in shown
+    assert len(shown.strip().splitlines()) == 1
+    refused = run("docker", "run", "--rm", IMAGE, "rendezvous", "--host", "0.0.0.0", check=False, both=True)
+    assert "there is no token" in refused
 
 
 def test_the_command_of_the_readme_ends_with_the_training(project: list[str]) -> None:

@@ -10,165 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.e2e.tools import IMAGE, ROOT, USER, empty_panels, result_of, run, value, wait_for
-
-CLUSTER = "horizonml-e2e"
-NAMESPACE = "horizonml"
-DISKS = 12
-
-
-class Cluster:
-    """A kind cluster, and how to talk to it."""
-
-    def __init__(self) -> None:
-        renamed = {"DOCKER_HOST": "KIND_DOCKER_HOST", "KUBECONFIG": "KIND_KUBECONFIG", "PATH": "KIND_PATH"}
-        self.env = {name: os.environ[other] for name, other in renamed.items() if other in os.environ}
-
-    def kubectl(self, *arguments: str, timeout: float = 60, check: bool = True, both: bool = False) -> str:
-        command = ("kubectl", "--context", f"kind-{CLUSTER}", *arguments)
-        return run(*command, env=self.env, timeout=timeout, check=check, both=both)
-
-    def docker(self, *arguments: str, timeout: float = 120) -> str:
-        return run("docker", *arguments, env=self.env, timeout=timeout)
-
-    def get(self, *arguments: str) -> Any:
-        return json.loads(self.kubectl("-n", NAMESPACE, "get", *arguments, "-o", "json"))
-
-    def pods(self) -> list[Any]:
-        """The workers' pods, in the order of ranks."""
-        found = self.get("pods", "-l", "app.kubernetes.io/component=worker")["items"]
-        return sorted(found, key=lambda pod: pod["metadata"]["name"])
-
-    def metrics(self, rank: int) -> str:
-        """What a worker shows at /metrics, or nothing."""
-        path = f"/api/v1/namespaces/{NAMESPACE}/pods/worker-{rank}:9400/proxy/metrics"
-        return self.kubectl("get", "--raw", path, check=False)
-
-    def metric(self, rank: int, name: str) -> float | None:
-        """One of a worker's metrics without further labels."""
-        for line in self.metrics(rank).splitlines():
-            if line.startswith(f'{name}{{rank="{rank}"}} '):
-                return float(line.split()[-1])
-        return None
-
-    def log(self, rank: int) -> str:
-        return self.kubectl("-n", NAMESPACE, "logs", f"worker-{rank}", check=False, both=True)
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        """Ask the cluster's Prometheus."""
-        service = "/api/v1/namespaces/horizonml-monitoring/services/prometheus:9090/proxy"
-        text = self.kubectl(
-            "get", "--raw", f"{service}/api/v1/query?query={urllib.parse.quote(expression)}", check=False
-        )
-        return result_of(text, expression) if text else []
-
-
-@pytest.fixture(scope="session")
-def cluster(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """`make kind-up`, and `make kind-down` in the end."""
-    made = Cluster()
-    options = [f"KIND_CLUSTER={CLUSTER}", "DOCKER_BUILD=true"]  # the image is there already
-    load = []
-    if "DOCKER_HOST" in made.env:
-        bring_image(made, IMAGE, tmp_path_factory.mktemp("image"))
-    if "PROMETHEUS_IMAGE" in os.environ:  # no registry: what is not loaded cannot run
-        load = [os.environ["PROMETHEUS_IMAGE"]]
-        options.append(f"MONITORING={without_grafana(tmp_path_factory.mktemp('monitoring'), load[0])}")
-    shown = run("make", "kind-up", *options, f"KIND_LOAD={' '.join(load)}", env=made.env, timeout=400)
-    assert "Next: kubectl apply -k k8s/dp" in shown
-    prepare_disks(made)
-    yield made
-    run("make", "kind-down", *options, env=made.env, timeout=120)
-
-
-def bring_image(cluster: Cluster, image: str, folder: Path) -> None:
-    """From the usual Docker daemon to the one that kind uses."""
-    run("docker", "save", "--output", str(folder / "image.tar"), image)
-    cluster.docker("load", "--input", str(folder / "image.tar"))
-    (folder / "image.tar").unlink()
-
-
-def without_grafana(folder: Path, prometheus: str) -> Path:
-    """The monitoring of k8s/kind with another image of Prometheus, and none of Grafana."""
-    name, _, tag = prometheus.rpartition(":")
-    overlay = {
-        "resources": [os.path.relpath(ROOT / "k8s" / "kind", folder)],
-        "images": [{"name": "prom/prometheus", "newName": name, "newTag": tag}],
-        "replicas": [{"name": "grafana", "count": 0}],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    return folder
-
-
-def prepare_disks(cluster: Cluster) -> None:
-    """Volumes for clusters whose provisioner makes folders that only root may write to, as kind's own does not."""
-    classes = json.loads(cluster.kubectl("get", "storageclass", "-o", "json"))["items"]
-    if not any(found["provisioner"] == "kubernetes.io/host-path" for found in classes):
-        return
-    node = f"{CLUSTER}-control-plane"
-    for number in range(DISKS):
-        path = f"/tmp/disk-{number}"
-        cluster.docker("exec", node, "sh", "-c", f"mkdir -p {path} && chmod 777 {path}")
-    volumes = [
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": f"disk-{number}"},
-            "spec": {
-                "storageClassName": "standard",
-                "capacity": {"storage": "2Gi"},
-                "accessModes": ["ReadWriteOnce"],
-                "hostPath": {"path": f"/tmp/disk-{number}"},
-            },
-        }
-        for number in range(DISKS)
-    ]
-    path = ROOT / "runs" / "e2e-volumes.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": volumes}))
-    cluster.kubectl("apply", "-f", str(path))
-    path.unlink()
-
-
-@pytest.fixture
-def clean(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, in which the test's jobs are deleted in the end; their disks are kept."""
-    yield cluster
-    print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
-    print(cluster.log(0)[-3000:])
-    parts = "statefulset,deployment,service,configmap"
-    cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=120)
-    wait_for(lambda: not cluster.pods(), "the end of all pods", 120)
-
-
-def complete(cluster: Cluster, ranks: int) -> bool:
-    return all(cluster.metric(rank, "horizonml_complete") == 1 for rank in range(ranks))
-
-
-def ready(cluster: Cluster) -> int:
-    statuses = [condition for pod in cluster.pods() for condition in pod["status"].get("conditions", [])]
-    return sum(condition["type"] == "Ready" and condition["status"] == "True" for condition in statuses)
-
-
-def overlay(folder: Path, base: str, workers: int, **changes: object) -> str:
-    """An overlay over an overlay, as a user would write it: other values in the job, another number of workers."""
-    job = yaml.safe_load((ROOT / "k8s" / base / "job.yaml").read_text())
-    folder.mkdir(exist_ok=True)
-    (folder / "job.yaml").write_text(yaml.safe_dump({**job, **changes}))
-    text = (ROOT / "k8s" / base / "kustomization.yaml").read_text()
-    text = text.replace("../base", os.path.relpath(ROOT / "k8s" / "base", folder)).replace(
-        "count: 5", f"count: {workers}"
-    )
-    (folder / "kustomization.yaml").write_text(text)
-    return str(folder)
+from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete, overlay, ready
+from tests.e2e.tools import ROOT, USER, empty_panels, value, wait_for
 
 
 def test_dp_trains_to_the_end_and_does_not_train_again(clean: Cluster) -> None:
@@ -269,6 +117,7 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     assert "no job in namespace commands" in horizonml("status", code=1)
     shown = horizonml("submit", "jobs/digits.yaml", "--workers", "3", *endless)
     assert "applied statefulset/worker" in shown
+    assert "applied secret/horizonml-token" in shown
     assert "digits: 3 workers, strategy pipeline, namespace commands" in shown
     wait_for(lambda: training(3), "three ranks training", 120)
     rows = status()["ranks"]
@@ -295,7 +144,9 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
 
     # Fewer workers go on where three were.
     before = status()["ranks"][0]["step"]
-    assert "its workers save a checkpoint and start again" in horizonml("scale", "2")
+    scaled = horizonml("scale", "2")
+    assert "its workers save a checkpoint and start again" in scaled
+    assert "secret" not in scaled  # the service has the token that it started with
     wait_for(lambda: training(2), "two ranks training", 120)
     assert status()["ranks"][0]["step"] > before
 
@@ -309,7 +160,14 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     horizonml("submit", "jobs/digits.yaml", "--workers", "2", *endless, "--image", "horizonml/no-such-image:1")
     found = wait_for(lambda: "cannot be pulled" in problem() and problem(), "the missing image being seen", 90)
     assert "the image horizonml/no-such-image:1 cannot be pulled on node" in found
-    assert "kept: data-worker-0, data-worker-1" in horizonml("delete")
+    secrets = ("-n", "commands", "get", "secret", "horizonml-token")
+    token = cluster.kubectl(*secrets, "-o", "jsonpath={.data.token}")
+    deleted = horizonml("delete")
+    assert "kept: data-worker-0, data-worker-1" in deleted
+    assert "deleted secret/horizonml-token" in deleted
+    assert "deleted networkpolicy/worker" in deleted
+    assert "NotFound" in cluster.kubectl(*secrets, check=False, both=True)
+    assert base64.b64decode(token).decode() not in shown + table + deleted
     assert "deleted persistentvolumeclaim/data-worker-0" in horizonml("delete", "--data")
     assert "no job in namespace commands" in horizonml("logs", code=1)
 

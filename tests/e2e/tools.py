@@ -26,13 +26,19 @@ VARIABLES = {"__rate_interval": "20s", "__interval": "10s", "__range": "5m", "ra
 
 
 def run(
-    *command: str, timeout: float = 120, env: Mapping[str, str] | None = None, check: bool = True, both: bool = False
+    *command: str,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    check: bool = True,
+    both: bool = False,
+    stdin: str | None = None,
 ) -> str:
     """What a command prints (with `both`, its errors too); it must end well and in time."""
     result = subprocess.run(
         command,
         cwd=ROOT,
         env={**os.environ, **(env or {})},
+        input=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if both else subprocess.PIPE,
         text=True,

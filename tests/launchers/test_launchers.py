@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from horizonml.report.records import load_run
+from horizonml.security.token import TOKEN_FILE, make_token, save_token
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "launchers"
@@ -31,12 +35,25 @@ LAUNCHERS = {
 }
 
 
+@lru_cache
+def token_file() -> str:
+    """A file with a token, as users have it; scripts for several machines take it from there."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return str(save_token(make_token(), folder / "token"))
+
+
 def environment() -> dict[str, str]:
     """This one, without what an outer launcher left, and with the commands of this Python."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "WORLD", "HORIZONML"))}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     # CI runs as root, in a container or a virtual machine of its own.
-    return env | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "RANKS": "4"}
+    return env | {
+        TOKEN_FILE: token_file(),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "RANKS": "4",
+    }
 
 
 def launch(folder: Path, command: list[str]) -> list[float]:

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from horizonml.job.jobfile import load
+from tests.manifests.policies import Pod, allowed
 from tests.programs import need
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.28"
 OVERLAYS = ["dp", "mp", "hybrid"]
-COMPONENTS = ["monitoring", "monitoring-standalone", "network-policy", "jetson"]
+COMPONENTS = ["monitoring", "monitoring-standalone", "downloads", "open-network", "jetson"]
 CUSTOM = ("monitoring.coreos.com/v1",)  # of the Prometheus operator: not in Kubernetes' schemas
 
 
@@ -68,7 +69,7 @@ def test_what_users_apply_is_valid(folder: str) -> None:
 def test_components_can_be_added(tmp_path: Path, component: str) -> None:
     documents = render(with_components(tmp_path, "dp", [component]))
     validate(documents)
-    assert len(documents) > len(render(ROOT / "k8s" / "dp")) or component == "jetson"
+    assert len(documents) > len(render(ROOT / "k8s" / "dp")) or component in ("jetson", "open-network")
 
 
 def test_the_job_component_takes_the_place_of_the_stateful_set() -> None:
@@ -144,15 +145,91 @@ def test_job_files_are_valid_and_what_the_overlay_says(overlay: str) -> None:
     assert data == {"job.yaml": (ROOT / "k8s" / overlay / "job.yaml").read_text()}
 
 
-def test_the_network_policy_leaves_only_what_is_needed(tmp_path: Path) -> None:
-    policy = find(render(with_components(tmp_path, "dp", ["network-policy"])), "NetworkPolicy", "horizonml")
-    assert policy["spec"]["podSelector"] == {"matchLabels": {"app.kubernetes.io/name": "horizonml"}}
-    inside, prometheus = policy["spec"]["ingress"]
-    assert "ports" not in inside  # gloo takes any port
-    assert prometheus["ports"] == [{"port": 9400, "protocol": "TCP"}]
-    ranks, names = policy["spec"]["egress"]
-    assert "ports" not in ranks
-    assert {port["port"] for port in names["ports"]} == {53}
+def part(component: str) -> Pod:
+    """A pod of a job."""
+    return Pod("horizonml", {"app.kubernetes.io/name": "horizonml", "app.kubernetes.io/component": component})
+
+
+RANK, SERVICE = part("worker"), part("rendezvous")
+STRANGER = Pod("horizonml", {"app": "stranger"})
+DISGUISED = Pod("default", RANK.labels)
+PROMETHEUS = Pod("horizonml-monitoring", {"app": "any"}, {"horizonml/monitoring": "true"})
+ELSEWHERE = Pod("monitoring", {"app.kubernetes.io/name": "prometheus"}, {"kubernetes.io/metadata.name": "monitoring"})
+DNS = Pod("kube-system", {"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"})
+CACHE, INTERNET = Pod(address="169.254.20.10"), Pod(address="151.101.0.223")
+METADATA, ROUTER = Pod(address="169.254.169.254"), Pod(address="192.168.1.1")
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
+def test_policies_let_through_what_is_needed_and_nothing_else(overlay: str) -> None:
+    documents = render(ROOT / "k8s" / overlay)
+    needed = {
+        ("RANK", "SERVICE", 29400), ("RANK", "RANK", 29401), ("PROMETHEUS", "RANK", 9400), ("RANK", "DNS", 53),
+        ("RANK", "CACHE", 53),
+    }  # fmt: skip
+    names = ["RANK", "SERVICE", "STRANGER", "DISGUISED", "PROMETHEUS", "ELSEWHERE", "DNS", "CACHE", "INTERNET",
+             "METADATA", "ROUTER"]  # fmt: skip
+    ports = (22, 53, 80, 443, 8400, 9400, 29400, 29401, 40000)
+    pods = {name: globals()[name] for name in names}
+    ours = ("RANK", "SERVICE")
+    found = {
+        (source, target, port)
+        for source in names
+        for target in names
+        for port in ports
+        if (source in ours or target in ours) and allowed(documents, pods[source], pods[target], port)
+    }
+    assert found == needed
+    assert allowed(documents, RANK, DNS, 53, "UDP")
+    assert not allowed(documents, SERVICE, DNS, 53, "UDP")
+
+
+def test_downloads_reach_the_internet_alone(tmp_path: Path) -> None:
+    documents = render(with_components(tmp_path, "dp", ["downloads"]))
+    assert allowed(documents, RANK, INTERNET, 443)
+    assert allowed(documents, RANK, RANK, 29401)
+    for target, port in ((INTERNET, 80), (METADATA, 443), (ROUTER, 443), (STRANGER, 443), (SERVICE, 443)):
+        assert not allowed(documents, RANK, target, port)
+    assert not allowed(documents, SERVICE, INTERNET, 443)
+
+
+def test_the_policies_can_be_left_out(tmp_path: Path) -> None:
+    documents = render(with_components(tmp_path, "dp", ["open-network"]))
+    assert {d["kind"] for d in render(ROOT / "k8s" / "dp")} - {d["kind"] for d in documents} == {"NetworkPolicy"}
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
+def test_every_pod_has_the_token_from_a_secret_that_is_in_no_manifest(overlay: str) -> None:
+    documents = render(ROOT / "k8s" / overlay)
+    assert not [d for d in documents if d["kind"] == "Secret"]
+    pods = [d["spec"]["template"]["spec"] for d in documents if d["kind"] in ("StatefulSet", "Deployment", "Job")]
+    assert len(pods) == 2
+    for pod in pods:
+        (container,) = pod["containers"]
+        (file,) = [entry["value"] for entry in container["env"] if entry["name"] == "HORIZONML_TOKEN_FILE"]
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "token"]
+        (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "token"]
+        assert file == f"{mount['mountPath']}/token"
+        assert mount["readOnly"] is True
+        # Kubernetes gives such files to root, and lets the pod's group read them.
+        assert volume["secret"] == {"secretName": "horizonml-token", "defaultMode": 0o400}
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"] == 10001
+
+
+@pytest.mark.parametrize("overlay", [*OVERLAYS, "job"])
+def test_ports_have_names_that_services_use(overlay: str) -> None:
+    documents = render(ROOT / "k8s" / overlay)
+    opened = {
+        (port["name"], port["containerPort"])
+        for d in documents
+        if d["kind"] in ("StatefulSet", "Deployment", "Job")
+        for port in d["spec"]["template"]["spec"]["containers"][0]["ports"]
+    }
+    assert opened == {("rendezvous", 29400), ("data", 29401), ("metrics", 9400)}
+    served = {
+        (port["targetPort"], port["port"]) for d in documents if d["kind"] == "Service" for port in d["spec"]["ports"]
+    }
+    assert served == opened
 
 
 def test_arm_devices_are_wanted_and_shared_with_no_other_worker(tmp_path: Path) -> None:

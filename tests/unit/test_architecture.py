@@ -42,7 +42,7 @@ TABLE: dict[str, set[str]] = {
         "spec", "state", "tasks", "telemetry",
     },
     "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state", "telemetry"},
-    "kube": {"job", "machine"},
+    "kube": {"job", "machine", "security"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "page": {"plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},

@@ -26,7 +26,21 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Programs that blocks use and that are not checked further.
-PROGRAMS = {"cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "source", "ssh", "sudo"}
+PROGRAMS = {
+    "cat",
+    "cd",
+    "curl",
+    "docker",
+    "echo",
+    "export",
+    "kubectl",
+    "pip",
+    "python3",
+    "scp",
+    "source",
+    "ssh",
+    "sudo",
+}
 # What a block may use that is run on a bare machine, by whoever runs the tests.
 HARMLESS = {"cd", "echo", "horizonml", "source"}
 # Launchers: what they start is checked as a command of its own.
@@ -34,7 +48,8 @@ LAUNCHERS = {"mpirun", "sbatch", "torchrun"}
 PATH = re.compile(
     r"(?<![\w./-])((?:horizonml|tests|scripts|benchmarks|examples|k8s|grafana|images|docs|jobs)/[\w./*-]*[\w*/])"
 )
-NO_PATHS = {"horizonml/worker", "examples/horovod_tensorflow/.venv"}  # an image, and what `make` creates
+# An image, a label of Kubernetes, and what `make` creates.
+NO_PATHS = {"horizonml/worker", "horizonml/monitoring", "examples/horovod_tensorflow/.venv"}
 
 
 def anchors(page: Path) -> set[str]:

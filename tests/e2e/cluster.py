@@ -1,0 +1,136 @@
+"""The kind cluster of the end-to-end tests, and what they ask it."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.tools import ROOT, result_of, run
+
+CLUSTER = "horizonml-e2e"
+NAMESPACE = "horizonml"
+DISKS = 12
+
+
+class Cluster:
+    """A kind cluster, and how to talk to it."""
+
+    def __init__(self) -> None:
+        renamed = {"DOCKER_HOST": "KIND_DOCKER_HOST", "KUBECONFIG": "KIND_KUBECONFIG", "PATH": "KIND_PATH"}
+        self.env = {name: os.environ[other] for name, other in renamed.items() if other in os.environ}
+
+    def kubectl(
+        self, *arguments: str, timeout: float = 60, check: bool = True, both: bool = False, stdin: str | None = None
+    ) -> str:
+        command = ("kubectl", "--context", f"kind-{CLUSTER}", *arguments)
+        return run(*command, env=self.env, timeout=timeout, check=check, both=both, stdin=stdin)
+
+    def docker(self, *arguments: str, timeout: float = 120) -> str:
+        return run("docker", *arguments, env=self.env, timeout=timeout)
+
+    def get(self, *arguments: str) -> Any:
+        return json.loads(self.kubectl("-n", NAMESPACE, "get", *arguments, "-o", "json"))
+
+    def pods(self) -> list[Any]:
+        """The workers' pods, in the order of ranks."""
+        found = self.get("pods", "-l", "app.kubernetes.io/component=worker")["items"]
+        return sorted(found, key=lambda pod: pod["metadata"]["name"])
+
+    def metrics(self, rank: int) -> str:
+        """What a worker shows at /metrics, or nothing."""
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/worker-{rank}:9400/proxy/metrics"
+        return self.kubectl("get", "--raw", path, check=False)
+
+    def metric(self, rank: int, name: str) -> float | None:
+        """One of a worker's metrics without further labels."""
+        for line in self.metrics(rank).splitlines():
+            if line.startswith(f'{name}{{rank="{rank}"}} '):
+                return float(line.split()[-1])
+        return None
+
+    def log(self, rank: int) -> str:
+        return self.kubectl("-n", NAMESPACE, "logs", f"worker-{rank}", check=False, both=True)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Ask the cluster's Prometheus."""
+        service = "/api/v1/namespaces/horizonml-monitoring/services/prometheus:9090/proxy"
+        text = self.kubectl(
+            "get", "--raw", f"{service}/api/v1/query?query={urllib.parse.quote(expression)}", check=False
+        )
+        return result_of(text, expression) if text else []
+
+
+def bring_image(cluster: Cluster, image: str, folder: Path) -> None:
+    """From the usual Docker daemon to the one that kind uses."""
+    run("docker", "save", "--output", str(folder / "image.tar"), image)
+    cluster.docker("load", "--input", str(folder / "image.tar"))
+    (folder / "image.tar").unlink()
+
+
+def without_grafana(folder: Path, prometheus: str) -> Path:
+    """The monitoring of k8s/kind with another image of Prometheus, and none of Grafana."""
+    name, _, tag = prometheus.rpartition(":")
+    overlay = {
+        "resources": [os.path.relpath(ROOT / "k8s" / "kind", folder)],
+        "images": [{"name": "prom/prometheus", "newName": name, "newTag": tag}],
+        "replicas": [{"name": "grafana", "count": 0}],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return folder
+
+
+def prepare_disks(cluster: Cluster) -> None:
+    """Volumes for clusters whose provisioner makes folders that only root may write to, as kind's own does not."""
+    classes = json.loads(cluster.kubectl("get", "storageclass", "-o", "json"))["items"]
+    if not any(found["provisioner"] == "kubernetes.io/host-path" for found in classes):
+        return
+    node = f"{CLUSTER}-control-plane"
+    for number in range(DISKS):
+        path = f"/tmp/disk-{number}"
+        cluster.docker("exec", node, "sh", "-c", f"mkdir -p {path} && chmod 777 {path}")
+    volumes = [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"disk-{number}"},
+            "spec": {
+                "storageClassName": "standard",
+                "capacity": {"storage": "2Gi"},
+                "accessModes": ["ReadWriteOnce"],
+                "hostPath": {"path": f"/tmp/disk-{number}"},
+            },
+        }
+        for number in range(DISKS)
+    ]
+    path = ROOT / "runs" / "e2e-volumes.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": volumes}))
+    cluster.kubectl("apply", "-f", str(path))
+    path.unlink()
+
+
+def complete(cluster: Cluster, ranks: int) -> bool:
+    return all(cluster.metric(rank, "horizonml_complete") == 1 for rank in range(ranks))
+
+
+def ready(cluster: Cluster) -> int:
+    statuses = [condition for pod in cluster.pods() for condition in pod["status"].get("conditions", [])]
+    return sum(condition["type"] == "Ready" and condition["status"] == "True" for condition in statuses)
+
+
+def overlay(folder: Path, base: str, workers: int, **changes: object) -> str:
+    """An overlay over an overlay, as a user would write it: other values in the job, another number of workers."""
+    job = yaml.safe_load((ROOT / "k8s" / base / "job.yaml").read_text())
+    folder.mkdir(exist_ok=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump({**job, **changes}))
+    text = (ROOT / "k8s" / base / "kustomization.yaml").read_text()
+    text = text.replace("../base", os.path.relpath(ROOT / "k8s" / "base", folder)).replace(
+        "count: 5", f"count: {workers}"
+    )
+    (folder / "kustomization.yaml").write_text(text)
+    return str(folder)

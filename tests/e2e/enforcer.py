@@ -1,0 +1,105 @@
+"""Enforces network policies in a kind cluster, with iptables on its nodes: its own network plugin may not.
+
+Where the plugin does, this changes nothing: both allow the same.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from types import TracebackType
+from typing import Any
+
+from tests.e2e.cluster import CLUSTER, Cluster
+from tests.manifests.policies import Document, Pod, allowed
+
+PORTS = (("TCP", 53), ("UDP", 53), ("TCP", 9090), ("TCP", 9400), ("TCP", 29400), ("TCP", 29401))
+CHAIN = "NETWORK-POLICY"
+FLAGS = {"Ingress": "-d", "Egress": "-s"}
+
+
+class Enforcer:
+    """Keeps the rules in step with pods and policies. Use it as a context: it ends with it, and takes them away."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="policies", daemon=True)
+        self.problem: Exception | None = None
+
+    def __enter__(self) -> Enforcer:
+        self._apply()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join(30)
+        self._restore([])
+        assert self.problem is None, self.problem
+
+    def _keep(self) -> None:
+        while not self._done.wait(0.5):
+            try:
+                self._apply()
+            except (AssertionError, subprocess.TimeoutExpired) as error:  # a command failed; told at the end
+                self.problem = error
+                return
+
+    def _apply(self) -> None:
+        pods = self._pods()
+        policies = [{**policy, "kind": "NetworkPolicy"} for policy in self._items("networkpolicy")]
+        closed = [(pod, direction) for pod in pods for direction in FLAGS if not _open(policies, pod, direction)]
+        about = {pod.address for pod, _ in closed}
+        rules = [
+            f"-s {source.address} -d {target.address} -p {protocol.lower()} --dport {port} -j RETURN"
+            for source in pods
+            for target in pods
+            for protocol, port in PORTS
+            if {source.address, target.address} & about and allowed(policies, source, target, port, protocol)
+        ]
+        self._restore([*rules, *(f"{FLAGS[direction]} {pod.address} -j DROP" for pod, direction in closed)])
+
+    def _restore(self, rules: list[str]) -> None:
+        lines = ["*filter", f":{CHAIN} - [0:0]", f"-A {CHAIN} -m conntrack --ctstate RELATED,ESTABLISHED -j RETURN"]
+        text = "\n".join([*lines, *(f"-A {CHAIN} {rule}" for rule in rules), "COMMIT"])
+        script = (
+            f"iptables-restore --noflush <<'END'\n{text}\nEND\n"
+            f"iptables -C FORWARD -j {CHAIN} 2>/dev/null || iptables -I FORWARD -j {CHAIN}"
+        )
+        label = f"label=io.x-k8s.kind.cluster={CLUSTER}"
+        for node in self._cluster.docker("ps", "--quiet", "--filter", label).split():
+            self._cluster.docker("exec", node, "sh", "-c", script)
+
+    def _items(self, kind: str) -> list[Document]:
+        return list(json.loads(self._cluster.kubectl("get", kind, "--all-namespaces", "-o", "json"))["items"])
+
+    def _pods(self) -> list[Pod]:
+        names = {found["metadata"]["name"]: labels_of(found) for found in self._items("namespace")}
+        return [
+            Pod(
+                pod["metadata"]["namespace"],
+                labels_of(pod),
+                # Kubernetes adds this label by itself since 1.21.
+                {"kubernetes.io/metadata.name": pod["metadata"]["namespace"], **names[pod["metadata"]["namespace"]]},
+                pod["status"]["podIP"],
+            )
+            for pod in self._items("pod")
+            if pod["status"].get("podIP") and not pod["spec"].get("hostNetwork")
+            if pod["status"]["phase"] in ("Pending", "Running")
+        ]
+
+
+def labels_of(document: Document) -> dict[str, Any]:
+    return dict(document["metadata"].get("labels") or {})
+
+
+def _open(policies: list[Document], pod: Pod, direction: str) -> bool:
+    """Whether no policy is about this pod."""
+    return not any(
+        pod.namespace == policy["metadata"]["namespace"]
+        and direction in policy["spec"]["policyTypes"]
+        and all(pod.labels.get(key) == value for key, value in policy["spec"]["podSelector"]["matchLabels"].items())
+        for policy in policies
+    )
