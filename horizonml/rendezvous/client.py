@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from horizonml.rendezvous.checks import Fields, printable
-from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, read
+from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, is_final, read
 
 _MUTE = "it accepts connections but does not answer; is it a rendezvous service?"
 
@@ -63,7 +63,7 @@ class Client:
                 plain = tls.wrap_socket(plain)
             self._socket = plain
         except ssl.SSLError as error:
-            raise Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}") from error
+            raise self._broken(error) from error
         except socket.gaierror:
             raise ServiceError(f"the name {address[0]} does not resolve (yet)") from None
         except TimeoutError:
@@ -95,7 +95,7 @@ class Client:
                 answer = self._exchange(self._socket, encode(request), seconds)
             except ssl.SSLError as error:
                 self._shut()
-                raise Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}") from error
+                raise self._broken(error) from error
             except TimeoutError as error:
                 self._shut()
                 raise ServiceError(f"no answer within {seconds:.1f} s") from error
@@ -126,6 +126,14 @@ class Client:
         with self._asking:
             self._shut()
 
+    def _broken(self, error: ssl.SSLError) -> ServiceError:
+        """Return what becomes of a connection that could not be encrypted, or whose bytes were altered on the way."""
+        if is_final(error):
+            return Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}")
+        if isinstance(error, ssl.SSLEOFError):
+            return ServiceError("the connection was cut off during the handshake")
+        return ServiceError(explain_tls(error))
+
     def _shut(self) -> None:
         if self._socket is not None:
             self._socket.close()
@@ -153,5 +161,7 @@ class Client:
             if len(self._received) > MOST_ANSWER:
                 raise ValueError(f"an answer of more than {MOST_ANSWER} bytes")
         line, _, rest = self._received.partition(b"\n")
-        self._received = rest
+        if rest:
+            raise ValueError("it says more than it was asked")
+        self._received.clear()
         return read(bytes(line), MOST_ANSWER)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 MOST_KEY = 512  # characters
 MOST_VALUE = 190_000  # bytes, which fit a request in base64
-_MOST_BYTES = 32 << 20  # of one rank's values
-_MOST_KEYS = 20_000  # of one rank
+_MOST_BYTES = 16 << 20  # of one rank's keys and values
+_MOST_ALL = 128 << 20  # bytes of all ranks'
+_OVERHEAD = 200  # bytes that a key takes beside its characters, of up to 4 bytes each, and its value
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Keys:
 
     _values: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # each with its owner's join
     _bytes: dict[int, int] = field(default_factory=dict)  # of each owner
-    _count: dict[int, int] = field(default_factory=dict)
+    _all: int = 0  # bytes
 
     def get(self, key: str) -> bytes | None:
         """Return a value, or None if nobody has set it."""
@@ -35,8 +36,8 @@ class Keys:
             raise ValueError(f"a key has at most {MOST_KEY} printable characters")
         if len(value) > MOST_VALUE:
             raise ValueError(f"a value has at most {MOST_VALUE} bytes, not {len(value)}")
-        size = self._bytes.get(owner, 0) + len(value) - (len(before[1]) if before is not None else 0)
-        count = self._count.get(owner, 0) + (before is None)
-        if size > _MOST_BYTES or count > _MOST_KEYS:
-            raise ValueError(f"a rank sets at most {_MOST_KEYS} keys with {_MOST_BYTES} bytes")
-        self._values[key], self._bytes[owner], self._count[owner] = (owner, value), size, count
+        more = len(value) - len(before[1]) if before is not None else len(value) + 4 * len(key) + _OVERHEAD
+        size = self._bytes.get(owner, 0) + more
+        if size > _MOST_BYTES or self._all + more > _MOST_ALL:
+            raise ValueError(f"a rank's keys have at most {_MOST_BYTES} bytes, and those of all ranks {_MOST_ALL}")
+        self._values[key], self._bytes[owner], self._all = (owner, value), size, self._all + more

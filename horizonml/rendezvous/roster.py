@@ -16,7 +16,7 @@ from horizonml.rendezvous.answers import Ended, Formed, HeldBack, Lost, Refused,
 from horizonml.rendezvous.checks import MOST_RANKS
 from horizonml.rendezvous.completion import Completion
 from horizonml.rendezvous.crashes import KILLED, Crashes
-from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.fingerprint import Fingerprint, difference
 from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
 from horizonml.rendezvous.messages import Ask, Departure, Farewell
 from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, NewestGeneration
@@ -32,6 +32,13 @@ _MOST_HELD_SHOWN = 50
 _DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
 
 
+_FURTHEST = 1_000_000  # generations by which a rank may be ahead of a service that was started anew
+
+
+class Over(ValueError):
+    """Raised when a rank reports from a generation that is over."""
+
+
 class Roster:
     """Knows who waits, who is in the newest group, and what was refused lately. Times are seconds of any clock."""
 
@@ -44,6 +51,7 @@ class Roster:
         self._completion = Completion(self._members)
         self._numbers = Numbers()
         self._crashes = Crashes()
+        self._formed: set[tuple[str, int, int]] = set()  # the processes of the newest group that was formed here
         self._fenced: dict[int, None] = {}  # joins that were declared lost
         self._farewells: dict[int, Farewell] = {}  # which the service has not published yet
         self._endings: dict[int, Ended] = {}  # likewise
@@ -56,8 +64,9 @@ class Roster:
     def join(self, number: int, fingerprint: Fingerprint, now: float) -> None:
         """Take in a rank that asks to take part; `number` names this join. Raises ValueError."""
         self._check(number)
+        self._check_past(fingerprint)
         for older, member in formed(self._members).items():
-            if member.fingerprint.same_process(fingerprint):
+            if member.fingerprint.same_process(fingerprint) and member.fingerprint.rank == fingerprint.rank:
                 self._supersede(older, fingerprint, now)
         comes_back = fingerprint.generation == self.generation > 0
         if comes_back and formed(self._members) and not self._newest.closed:
@@ -67,22 +76,26 @@ class Roster:
         self._crashes.joined(fingerprint, now)
         self._members[number] = Member(fingerprint, joined=now, moved=now)
 
-    def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> None:
+    def resume(self, number: int, fingerprint: Fingerprint, beside: Iterable[int], now: float) -> bool:
         """Take in a member of a group that runs already: this roster is younger than it.
 
-        `fingerprint.generation` is that group's, and `beside` are its ranks. Raises ValueError if that is over.
+        `fingerprint.generation` is that group's, and `beside` are its ranks. Returns whether the member was not known.
+        Raises Over if that group is over, and ValueError if it cannot be one of this run: the group that runs at this
+        service goes on undisturbed.
         """
         if number in self._members or any(m.fingerprint.same_process(fingerprint) for m in self._members.values()):
-            return
+            return False
         self._check(number)
         rank, generation = fingerprint.rank, fingerprint.generation
         stale = generation < self.generation or (generation == self.generation and self._newest.ended is not None)
         if stale or number in self._fenced:
             words = f"rank {rank} reports from generation {generation}, which is over"
             self._fence(number, Farewell(words, Departure.SILENT))
-            self._endings.setdefault(generation, Ended(words))
-            raise ValueError(words)
+            if generation != self.generation:  # how the newest one ended is known
+                self._endings.setdefault(generation, Ended(words))
+            raise Over(words)
         beside = frozenset(beside)
+        self._check_report(fingerprint, beside)
         if generation > self.generation:
             for older in formed(self._members):
                 self._members.pop(older)
@@ -92,6 +105,7 @@ class Roster:
         self._newest.add(beside)
         self._newest.came(rank)
         self._members[number] = Member(fingerprint, now, now, formed=True, beside=beside)
+        return True
 
     def leave(self, number: int, farewell: Farewell, now: float) -> bool:
         """Let a rank go, and return whether it was not declared lost before."""
@@ -225,6 +239,34 @@ class Roster:
         if len(self._members) >= _MOST_JOINS:
             raise ValueError(f"{_MOST_JOINS} ranks wait already")
 
+    def _check_past(self, one: Fingerprint) -> None:
+        """Raise ValueError if a rank that joins says that it was in a group in which it cannot have been."""
+        if self._newest.here and one.generation == self.generation:
+            strange = (one.machine, one.pid, one.rank) not in self._formed
+        else:
+            strange = one.generation > (self.generation if self._newest.here else self.generation + _FURTHEST)
+        if strange:
+            raise ValueError(
+                f"rank {one.rank} ({one.place}) comes from a generation {one.generation} that did not meet at this "
+                "service, so it is of another run; start it anew"
+            )
+
+    def _check_report(self, one: Fingerprint, beside: frozenset[int]) -> None:
+        """Raise ValueError unless a rank that reports from a group may be in the one that runs, or in a first one."""
+        running = [member.fingerprint for member in formed(self._members).values()]
+        newer = one.generation > self.generation
+        if self._newest.here:  # and all its members are known
+            problem = "which this service did not form"
+        elif one.rank not in beside or len(beside) != one.group_size or one.generation > self.generation + _FURTHEST:
+            problem = "whose ranks it misstates"
+        elif running and running[0].group_key != one.group_key:
+            problem = f"but the group that runs here is of another run ({difference(running[0], one)})"
+        elif not newer and (beside != self._newest.ranks or one.rank in [other.rank for other in running]):
+            problem = "of which others say something else"
+        else:
+            return
+        raise ValueError(f"rank {one.rank} ({one.place}) reports from generation {one.generation}, {problem}")
+
     def _parties(self, now: float) -> list[Members]:
         """Return those who wait for the same job; who was in the newest generation comes before all others.
 
@@ -306,6 +348,9 @@ class Roster:
         # A service that was started anew goes on where the one before was.
         generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
         self._newest.begin(generation, ranks_of(party), here=True)
+        self._formed = {
+            (one.machine, one.pid, one.rank) for one in (member.fingerprint for member in party.values())
+        }
         self._completion.forget()
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]

@@ -1,18 +1,21 @@
 """Answers requests of many clients in one thread, so that none of them can hold up the others, or take much memory.
 
 What a stranger can take is bounded: `_MOST_STRANGERS` connections that have not said hello, each with
-`_HELLO_SECONDS` for its handshake and its hello. One more drops the oldest. With TLS nobody without the token gets
-further than the handshake.
+`_HELLO_SECONDS` for its handshake and its hello. One more drops the oldest of the address that has most of them. With
+TLS nobody without the token gets further than the handshake. What clients with the token can take is bounded, too: the
+requests and answers that are under way together have at most `_MOST_PENDING` bytes.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import resource
 import selectors
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +34,10 @@ _MOST_CLIENTS = 8192
 _SPARE_FILES = 64  # descriptors that are not for clients
 _MOST_HELLO = 4096  # bytes
 _TELL_SECONDS = 60.0  # between two words on clients of one address that were turned away
-_MOST_TOLD = 256  # addresses
+_MOST_TOLD = 64  # addresses of which something is said within that time
+_MOST_PENDING = 64 << 20  # bytes of all clients' unfinished requests and answers
+_SMALL = 1 << 16  # bytes of a request or an answer that always have room
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
@@ -39,6 +45,7 @@ class Peer:
     """The service's side of one connection."""
 
     address: str  # for people
+    host: str = ""  # without the port
     state: dict[str, object] = field(default_factory=dict)  # of those who answer its requests
     stays: bool = False  # whether it may be silent for long, as a rank that trains
     asked: float = 0.0  # when its present request came, a time of `monotonic`
@@ -61,6 +68,11 @@ class _Client:
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     last: bool = False  # whether the connection ends with the answer
     events: int = selectors.EVENT_READ
+
+    @property
+    def pending(self) -> int:
+        """Return the bytes of its request and its answer."""
+        return len(self.request) + len(self.answer)
 
 
 class Server:
@@ -106,37 +118,33 @@ class Server:
             connection, address = self._listener.accept()
         except OSError as error:  # it went away, or no descriptor is left
             _log.debug("a client could not be accepted: %s", error)
-            self._make_room(everyone=True)
+            if error.errno in _FULL:
+                self._make_room()
             return
-        peer = Peer(f"{address[0]}:{address[1]}")
+        peer = Peer(f"{address[0]}:{address[1]}", str(address[0]))
         strangers = [one for one in self._clients if not one.known]
-        if len(strangers) >= _MOST_STRANGERS:
-            self._drop(strangers[0])
+        if len(strangers) >= _MOST_STRANGERS:  # whoever has most of them loses the oldest, and so no rank elsewhere
+            greedy = Counter(one.peer.host for one in strangers).most_common(1)[0][0]
+            self._drop(next(one for one in strangers if one.peer.host == greedy))
         if len(self._clients) >= self._most and not self._make_room():
             connection.close()
             self._tell(peer, f"there are {self._most} clients already")
             return
-        connection.setblocking(False)
-        for name, value in _KEEP_ALIVE:
-            option, level = (name, socket.SOL_SOCKET) if isinstance(name, int) else (None, socket.IPPROTO_TCP)
-            option = getattr(socket, str(name), None) if option is None else option
-            if option is not None:
-                connection.setsockopt(level, option, value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is not None:
-            try:
+        try:
+            _prepare(connection)
+            if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-            except OSError as error:  # it has gone already
-                _log.debug("%s went away: %s", peer.address, error)
-                connection.close()
-                return
+        except OSError as error:  # it has gone already
+            _log.debug("%s went away: %s", peer.address, error)
+            connection.close()
+            return
         client = _Client(connection, peer, time.monotonic() + _HELLO_SECONDS, shaking=self._tls is not None)
         self._clients[client] = None
         self._selector.register(connection, client.events, client)
 
-    def _make_room(self, everyone: bool = False) -> bool:
-        """Drop the oldest client that has joined nothing; return whether there was one."""
-        client = next((one for one in self._clients if everyone or not one.peer.stays), None)
+    def _make_room(self) -> bool:
+        """Drop the oldest stranger, or else the oldest client that has joined nothing; return whether there was one."""
+        client = min((one for one in self._clients if not one.peer.stays), key=lambda one: one.known, default=None)
         if client is not None:
             self._drop(client, "others need its place")
         return client is not None
@@ -175,12 +183,14 @@ class Server:
             client.deadline = min(client.deadline, time.monotonic() + _REQUEST_SECONDS)
         client.request += received
         if not client.known and client.request[0] in TLS_RECORDS:
-            self._drop(client, "it encrypts, and this service runs without a token")
+            self._refuse(client, "it encrypts, and this service runs without a token")
             return False
         line, found, rest = client.request.partition(b"\n")
         if not found:
             if len(client.request) > (MOST_REQUEST if client.known else _MOST_HELLO):
                 self._refuse(client, "the request is too long")
+            elif len(client.request) > _SMALL and self._is_full():
+                self._refuse(client, "other requests take all the room")
             return False
         if client.waiting is not None or rest:
             self._refuse(client, "a client waits for the answer before it asks again")
@@ -224,7 +234,11 @@ class Server:
 
     def _answer(self, client: _Client, fields: Fields) -> None:
         """Begin to write an answer."""
-        client.answer = memoryview(encode(fields))
+        answer = encode(fields)
+        if len(answer) > _SMALL and self._is_full():
+            self._drop(client, "other answers take all the room")
+            return
+        client.answer = memoryview(answer)
         client.deadline = time.monotonic() + _REQUEST_SECONDS
         try:
             self._write(client)
@@ -243,6 +257,10 @@ class Server:
             return
         client.deadline = float("inf") if client.peer.stays else time.monotonic() + _IDLE_SECONDS
         self._want(client, selectors.EVENT_READ)
+
+    def _is_full(self) -> bool:
+        """Return whether the requests and answers that are under way take all the memory that they may."""
+        return sum(one.pending for one in self._clients) > _MOST_PENDING
 
     def _want(self, client: _Client, events: int) -> None:
         """Look for these events of a client's socket."""
@@ -263,14 +281,23 @@ class Server:
 
     def _tell(self, peer: Peer, reason: str) -> None:
         """Log that a client was turned away; not again for the same address within a minute."""
-        host, now = peer.address.rpartition(":")[0], time.monotonic()
-        if now - self._told.get(host, -_TELL_SECONDS) < _TELL_SECONDS:
+        now = time.monotonic()
+        self._told = {host: at for host, at in self._told.items() if now - at < _TELL_SECONDS}
+        if peer.host in self._told or len(self._told) >= _MOST_TOLD:
             return
-        self._told.pop(host, None)
-        self._told[host] = now
-        if len(self._told) > _MOST_TOLD:
-            del self._told[next(iter(self._told))]
+        self._told[peer.host] = now
         _log.warning("turned away a client at %s: %s", peer.address, printable(reason))
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Set what a client's socket needs. Raises OSError if the client has gone already."""
+    connection.setblocking(False)
+    for name, value in _KEEP_ALIVE:
+        option, level = (name, socket.SOL_SOCKET) if isinstance(name, int) else (None, socket.IPPROTO_TCP)
+        option = getattr(socket, str(name), None) if option is None else option
+        if option is not None:
+            connection.setsockopt(level, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _raise_limit() -> int:

@@ -32,8 +32,9 @@ from horizonml.rendezvous.answers import Complete, Ended, Formed, Refused, Statu
 from horizonml.rendezvous.checks import Fields, seconds, whole
 from horizonml.rendezvous.keys import Keys
 from horizonml.rendezvous.messages import Ask, Farewell, Join, Resume
-from horizonml.rendezvous.roster import Roster
+from horizonml.rendezvous.roster import Over, Roster
 from horizonml.rendezvous.server import Handler, Peer, Server
+from horizonml.rendezvous.wire import MOST_ANSWER
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.25  # how often it is looked at who is silent
@@ -43,6 +44,7 @@ _MOST_REMEMBERED = 16384  # joins whose verdicts and farewells are kept
 _MOST_GENERATIONS = 256  # whose members and ends are kept
 _MOST_COUNT = 10**18  # of a heartbeat
 _MOST_KEYS = 10_000  # that are asked for at once
+_MOST_VALUES = MOST_ANSWER // 2  # bytes of the values that are asked for at once; base64 makes them longer
 _GENERATIONS = 2  # whose keys are kept
 _LONGEST_WAIT = 5.0  # seconds that a request for keys is held
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
@@ -123,20 +125,25 @@ class Service:
 
     def _resume(self, peer: Peer, fields: Fields) -> Fields:
         member = Resume.from_json(fields)
-        if peer.state.get("join", member.number) != member.number:
+        number, one = member.number, member.fingerprint
+        if peer.state.get("join", number) != number:
             raise ValueError("this connection speaks for another join")
-        self._bind(peer, member.number)
-        one = member.fingerprint
-        known = member.number in self._generation
-        if member.number in self._farewells:  # it has left, or was declared lost; its next heartbeat is told so
+        if self._generation.get(number, one.generation) != one.generation:
+            raise ValueError(f"its join is a member of generation {self._generation[number]}")
+        if number in self._farewells:  # it has left, or was declared lost; its next heartbeat is told so
+            self._bind(peer, number)
             return {}
         try:
-            self._roster.resume(member.number, one, member.beside, time.monotonic())
-        except ValueError as error:
+            taken = self._roster.resume(number, one, member.beside, time.monotonic())
+        except Over as error:
             _log.warning("%s", error)  # the answer to its next heartbeat says so
-        self._generation[member.number] = one.generation
-        self._groups.setdefault(one.generation, {})[one.rank] = member.number
-        if not known:
+            self._bind(peer, number)
+            self._generation[number] = one.generation
+            return {}
+        self._bind(peer, number)
+        if taken:
+            self._generation[number] = one.generation
+            self._groups.setdefault(one.generation, {})[one.rank] = number
             _log.info("rank %d runs in generation %d", one.rank, one.generation)
         return {}
 
@@ -199,6 +206,8 @@ class Service:
         if not isinstance(names, list) or len(names) > _MOST_KEYS or not all(isinstance(name, str) for name in names):
             raise ValueError(f"keys must be a list of at most {_MOST_KEYS} texts")
         found = [keys.get(name) for name in names]
+        if sum(len(value) for value in found if value is not None) > _MOST_VALUES:
+            raise ValueError(f"the values that are asked for have more than {_MOST_VALUES} bytes; ask for fewer")
         wait = min(_LONGEST_WAIT, seconds(fields, "seconds"))
         if None in found and time.monotonic() - peer.asked < wait:
             return None
@@ -212,10 +221,12 @@ class Service:
         if generation is None:
             raise ValueError("only the members of a group that has formed exchange keys")
         if generation not in self._keys:
+            if generation != self._roster.generation:
+                raise ValueError(f"generation {generation} is over")
             self._keys[generation] = Keys()
-            for older in sorted(self._keys)[:-_GENERATIONS]:
+            for older in list(self._keys)[:-_GENERATIONS]:
                 del self._keys[older]
-        return self._keys.get(generation, Keys())
+        return self._keys[generation]
 
     def _ask(self, peer: Peer, fields: Fields) -> Fields:
         given = self._roster.give_number(Ask.from_json(fields), time.monotonic())

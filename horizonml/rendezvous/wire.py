@@ -46,9 +46,17 @@ def read(line: bytes, most: int) -> Fields:
     return parse(line, most)
 
 
+def is_final(error: ssl.SSLError) -> bool:
+    """Return whether another attempt would end in the same way, which one that was disturbed need not."""
+    reason = (error.reason or "").upper()
+    return any(words in reason for words in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "CERTIFICATE", "UNKNOWN_CA"))
+
+
 def explain_tls(error: ssl.SSLError) -> str:
     """Return in words why a service and a client could not agree on a connection."""
     reason = (error.reason or str(error)).upper()
+    if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
+        return "it shows no token"
     if "WRONG_VERSION_NUMBER" in reason or "HTTP" in reason or "RECORD_LAYER" in reason:
         return "it does not encrypt, so it has no token (--insecure), or is something else"
     if "CERTIFICATE_VERIFY_FAILED" in reason or "UNKNOWN_CA" in reason or "CERTIFICATE" in reason:

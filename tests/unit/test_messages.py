@@ -237,6 +237,7 @@ def test_what_a_rank_stores_is_bounded() -> None:
                 return number
         return most
 
-    assert 30e6 < fill(1, bytes(MOST_VALUE), 1000) * MOST_VALUE < 34e6
+    assert 16e6 < fill(1, bytes(MOST_VALUE), 1000) * MOST_VALUE < 17e6
     assert fill(2, b"1", 10) == 10  # which is nobody else's problem
-    assert fill(3, b"", 30_000) == 20_000
+    assert fill(3, b"", 100_000) < 80_000  # the keys themselves take memory
+    assert sum(fill(owner, bytes(MOST_VALUE), 1000) for owner in range(4, 20)) * MOST_VALUE < 128 << 20

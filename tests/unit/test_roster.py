@@ -467,6 +467,50 @@ def test_a_rank_that_withdraws_is_gone_only_if_its_group_has_not_formed() -> Non
     assert roster.running() == [2, 3, 4]
 
 
+def test_nobody_who_misstates_where_it_was_disturbs_the_group_that_runs() -> None:
+    roster = Roster()
+    formed(roster, rank(0), rank(1), rank(2))
+    claims = [
+        replace(rank(1, pid=999), generation=1, group_size=3),  # of this generation, as another process
+        replace(rank(1, pid=999), generation=2, group_size=3),  # of a newer one
+        replace(rank(7, 8, pid=999, job="other"), generation=1, group_size=8),  # of another run
+    ]
+    for number, claim in enumerate(claims, start=50):
+        with pytest.raises(ValueError, match="which this service did not form"):
+            roster.resume(number, claim, range(claim.group_size), 1.0)
+        with pytest.raises(ValueError, match="did not meet at this service, so it is of another run"):
+            roster.join(number, claim, 1.0)
+    with pytest.raises(ValueError, match="did not meet at this service"):
+        Roster().join(1, replace(rank(0), generation=1 << 40, group_size=3), 0.0)
+    # A container may have the number of a process in another one on the same machine.
+    roster.join(60, replace(rank(3, machine="m1", address="10.0.0.1"), pid=rank(1).pid), 1.0)
+    beat(roster, 1, 2, 3, count=1, at=1.1)
+    roster.decide(1.2)
+    assert (roster.running(), roster.endings()) == ([1, 2, 3], {})
+
+
+def test_a_report_that_contradicts_the_others_is_not_believed() -> None:
+    def running(number: int, **changes: object) -> Fingerprint:
+        return replace(survivor(number, 2, size=3), pid=500 + number, **changes)  # type: ignore[arg-type]
+
+    roster = Roster(settled=3.0)
+    roster.resume(11, running(0), [0, 1, 2], 1.0)
+    for claim, beside, words in (
+        (running(1), [0, 1], "misstates"),
+        (running(7, world_size=9), [0, 1, 2], "misstates"),
+        (running(1, generation=1 << 40), [0, 1, 2], "misstates"),
+        (running(1, generation=9, job="other"), [0, 1, 2], "of another run"),
+        (running(1), [1, 2, 5], "something else"),
+        (running(0, hostname="other", machine="other"), [0, 1, 2], "something else"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            roster.resume(20, claim, beside, 1.0)
+    assert roster.running() == [11]
+    for number in (1, 2):
+        assert roster.resume(11 + number, running(number), [0, 1, 2], 1.5)
+    assert roster.running() == [11, 12, 13]
+
+
 def test_a_new_roster_learns_of_the_group_that_runs() -> None:
     def running(number: int, generation: int = 2) -> Fingerprint:
         return replace(survivor(number, generation, size=2), pid=500 + number)
