@@ -184,9 +184,10 @@ class _Search:
             service = records.read(info.properties, info.port, addresses, self.own)
         except ValueError:
             return
-        if len(self.found) < _MOST_FOUND:
+        wanted = self.enough(service)
+        if len(self.found) < _MOST_FOUND or (wanted and not self.done):
             self.found[name] = service
-            self.done = self.done or self.enough(service)
+        self.done = self.done or wanted
 
 
 @asynccontextmanager
