@@ -77,6 +77,7 @@ class Client:
             greeting = self.ask(hello(), max(0.1, until - time.monotonic()))
             self.version = printable(str(greeting.get("version")), 40)  # of the service
         except ServiceRefuses as error:
+            self._shut()
             raise Unwanted(f"the service at {self._where} refuses: {error}") from error
         except ServiceError as error:
             if isinstance(error.__cause__, TimeoutError):

@@ -1,4 +1,4 @@
-"""What `horizonml join --peer` says of a service that cannot be used: the token, the version, or something else there."""
+"""What `horizonml join --peer` says of a service that cannot be used: its token, its version, or that it is none."""
 
 from __future__ import annotations
 
