@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from horizonml.discovery.diagnosis import explain_clocks
 from horizonml.discovery.peer import diagnose_peer
 from horizonml.rendezvous import wire
+from horizonml.rendezvous.client import Client
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
@@ -92,6 +95,24 @@ def test_another_version_is_named() -> None:
         said = diagnose(port, None, version="99.0")
     assert said is not None
     assert "and this device runs 99.0: install the same version" in said
+
+
+def test_the_clocks_of_a_service_and_a_client_are_compared() -> None:
+    with serving(None) as port:
+        client = Client(("127.0.0.1", port), None)
+        client.close()
+        assert client.clock_ahead is not None
+        assert explain_clocks(client.clock_ahead) is None
+    with answering(wire.encode({"protocol": wire.PROTOCOL, "version": "1.0", "time": time.time() + 7230})) as other:
+        client = Client(("127.0.0.1", other), None)
+        client.close()
+    assert client.clock_ahead is not None
+    assert "The service's clock is 2 hours ahead of this device's" in str(explain_clocks(client.clock_ahead))
+    for nonsense in ("soon", -1.0, 1e300, None):
+        with answering(wire.encode({"protocol": wire.PROTOCOL, "version": "1.0", "time": nonsense})) as other:
+            client = Client(("127.0.0.1", other), None)
+            client.close()
+        assert client.clock_ahead is None
 
 
 def test_another_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
