@@ -115,13 +115,9 @@ def test_the_clocks_of_a_service_and_a_client_are_compared() -> None:
         assert client.clock_ahead is None
 
 
-def test_another_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    token = make_token()
-    with serving(token) as port:
-        monkeypatch.setattr("horizonml.rendezvous.client.hello", lambda: {**wire.hello(), "protocol": 99})
-        said = diagnose(port, token)
-    assert said is not None
-    assert f"refuses this device: the service speaks protocol {wire.PROTOCOL}" in said
+def test_a_refusal_is_passed_on_in_the_service_s_words() -> None:
+    with answering(wire.encode({"error": "the service speaks protocol 99\x1b[31m"})) as port:
+        assert diagnose(port, None) == f"127.0.0.1:{port} refuses this device: the service speaks protocol 99 [31m."
 
 
 @pytest.mark.parametrize(
