@@ -184,12 +184,12 @@ def test_the_load_of_other_programs_is_told_from_that_of_our_own() -> None:
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 15.0), 4) == 0.25
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 35.0), 4) == 0.0
     assert share_of_others((10.0, 100.0, 5.0), (20.0, 190.0, 5.0), 4) == 1.0
-    assert share_of_others((10.0, 100.0, 5.0), (10.0, 100.1, 5.0), 4) is None
     usage = Usage()
     assert usage.others_load() is None
-    time.sleep(0.2)
-    load = usage.others_load()
-    assert load is not None
+    deadline = time.monotonic() + 30
+    while (load := usage.others_load()) is None:
+        assert time.monotonic() < deadline, "the load of other programs is not measured within 30 s"
+        time.sleep(0.1)
     assert 0 <= load <= 1
 
 
@@ -236,6 +236,8 @@ def test_words_of_the_command_cannot_break_out_of_the_unit() -> None:
     assert service["ExecStart"] == f"/opt/hml/bin/horizonml join {words}"
     with pytest.raises(JobError, match="cannot stand in a unit"):
         unit(["--name", "pi\nExecStartPre=/bin/rm"])
+    with pytest.raises(JobError, match="needs a token"):
+        unit(["--forever", "--insecure"])
 
 
 @pytest.mark.parametrize("options", [["--forever"], ["--forever", "--name", 'a "b" 50% $c', "--max-temperature", "75"]])
