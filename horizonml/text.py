@@ -12,7 +12,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def printable(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a text that may come from elsewhere as it may be shown on a terminal or in a log.
 
     Control characters, which could move the cursor, hide what was said or forge a line, become `\\x1b` and the like.

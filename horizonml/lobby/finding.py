@@ -12,7 +12,7 @@ from horizonml.discovery.service import browse
 from horizonml.errors import JobError, RendezvousError
 from horizonml.lobby.settings import Place
 from horizonml.machine.network import split_address
-from horizonml.rendezvous.checks import printable
+from horizonml.text import printable
 
 PORT = 29400
 SECONDS = 10.0  # in which a lobby is found, if one is there

@@ -30,12 +30,11 @@ from horizonml.lobby.view import View, rows, view
 from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
-from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token
 from horizonml.state.runfolder import foreign, make_run_folder
-from horizonml.text import count, human_bytes
+from horizonml.text import count, human_bytes, printable
 
 _LOOK_SECONDS = 0.1
 _TOLD_SECONDS = 3.0  # in which the devices learn that the run is over

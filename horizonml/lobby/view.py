@@ -14,8 +14,7 @@ from rich.text import Text
 from horizonml.discovery.device import Device
 from horizonml.lobby.lobby import Guest
 from horizonml.lobby.messages import Standing, rate_words
-from horizonml.rendezvous.checks import printable
-from horizonml.text import human_bytes
+from horizonml.text import human_bytes, printable
 
 
 class View(Protocol):

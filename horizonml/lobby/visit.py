@@ -19,9 +19,8 @@ from horizonml.lobby.progress import Progress
 from horizonml.lobby.settings import JoinSettings, Place, secret
 from horizonml.lobby.voice import Voice
 from horizonml.machine.signals import StopRequest
-from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.client import ServiceError
-from horizonml.text import count
+from horizonml.text import count, printable
 
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 60.0  # for a lobby that does not answer

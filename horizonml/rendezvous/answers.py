@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, printable, seconds, shown, text, whole
+from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, seconds, shown, text, whole
 from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.text import printable
 
 _MOST_REASON = 2000  # characters
 

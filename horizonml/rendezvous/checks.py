@@ -72,9 +72,3 @@ def shown(value: object) -> str:
     """Return a value from the network as it may stand in a message: short, on one line, and plain."""
     plain = type(value).__name__ if isinstance(value, dict | list) else ascii(value)
     return plain if len(plain) <= 60 else f"{plain[:60]} ..."
-
-
-def printable(text: str, most: int = 500) -> str:
-    """Return a text from the network on one line, without control characters, for logs and messages."""
-    kept = "".join(character if character.isprintable() else " " for character in text[:most])
-    return kept + (" ..." if len(text) > most else "")

@@ -9,8 +9,9 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, is_final, read
+from horizonml.text import printable
 
 _MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock
 _MUTE = "it accepts connections but does not answer; is it a rendezvous service?"

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from horizonml.rendezvous.answers import Ended, Status, read_ended, read_status
-from horizonml.rendezvous.checks import printable
 from horizonml.rendezvous.client import Endpoint, ServiceError
 from horizonml.rendezvous.contact import ANSWER_SECONDS, Contact
 from horizonml.rendezvous.messages import Resume
+from horizonml.text import printable
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from horizonml.rendezvous.checks import MOST_RANKS, Fields, printable, ranks, shown, text, whole
+from horizonml.rendezvous.checks import MOST_RANKS, Fields, ranks, shown, text, whole
 from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.text import printable
 
 MOST_JOIN = (1 << 63) - 1
 

@@ -21,8 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.wire import MOST_REQUEST, PROTOCOL, TLS_RECORDS, check_hello, encode, explain_tls, read
+from horizonml.text import printable
 
 _log = logging.getLogger(__name__)
 _HELLO_SECONDS = 5.0

@@ -10,7 +10,8 @@ import json
 import ssl
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import Fields, parse, printable, whole
+from horizonml.rendezvous.checks import Fields, parse, whole
+from horizonml.text import printable
 
 PROTOCOL = 1
 MOST_REQUEST = 1 << 18  # bytes; the addresses of about 1,000 ranks

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from horizonml.text import printable
+from horizonml.text import escaped
 
 _MOST_TEXT = 1 << 20  # bytes of a log that are looked at at once
 
@@ -23,14 +23,14 @@ class RankLog:
     def text(self) -> str:
         """Return everything that the rank has printed in this run."""
         content = self._read(max(self._start, self.path.stat().st_size - _MOST_TEXT)).decode(errors="replace")
-        return "\n".join(map(printable, content.split("\n"))).strip()
+        return "\n".join(map(escaped, content.split("\n"))).strip()
 
     def new_lines(self) -> list[str]:
         """Return the lines that were completed since the last call."""
         content = self._read(self._shown)
         whole = content[: content.rfind(b"\n") + 1] or (content if len(content) == _MOST_TEXT else b"")
         self._shown += len(whole)
-        return [printable(line) for line in whole.decode(errors="replace").split("\n")[:-1]]
+        return [escaped(line) for line in whole.decode(errors="replace").split("\n")[:-1]]
 
     def _read(self, start: int) -> bytes:
         with self.path.open("rb") as file:

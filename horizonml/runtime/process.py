@@ -15,7 +15,7 @@ from typing import NoReturn
 import horizonml
 from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
-from horizonml.text import printable
+from horizonml.text import escaped
 
 _PACKAGE = Path(horizonml.__file__).parent
 
@@ -57,7 +57,7 @@ class _Plain(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line, or the lines, of a record."""
-        return printable(super().format(record))
+        return escaped(super().format(record))
 
 
 def _print_error(error: HorizonError) -> int:
@@ -69,7 +69,7 @@ def _print_error(error: HorizonError) -> int:
 
 def _told(error: HorizonError) -> str:
     """Return an error's message, whose lines stay as they are, but for what no message should contain."""
-    return "\n".join(map(printable, str(error).split("\n")))
+    return "\n".join(map(escaped, str(error).split("\n")))
 
 
 def own_line(error: BaseException) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from horizonml.text import printable
+from horizonml.text import escaped
 
 _log = logging.getLogger(__name__)
 _FLUSH_SECONDS = 1.0
@@ -94,7 +94,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _shown(value: Any) -> Any:
     """Return a value with its texts as they may be shown."""
     if isinstance(value, str):
-        return value if value.isprintable() else printable(value)
+        return value if value.isprintable() else escaped(value)
     if isinstance(value, list):
         return [_shown(one) for one in value]
     if isinstance(value, dict):

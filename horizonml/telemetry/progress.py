@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, judged, metric_text
-from horizonml.text import printable
+from horizonml.text import escaped
 
 _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which the speed and the time split are averaged
@@ -81,7 +81,7 @@ def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> 
 
 def _told(text: str) -> str:
     """Return a message whose lines stay as they are, but for what no message should contain."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 class Lines:

@@ -17,7 +17,7 @@ from horizonml.report.records import load_run
 from horizonml.runtime.logs import RankLog, Warnings
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Lines
-from horizonml.text import printable
+from horizonml.text import escaped
 from tests.runs import write_run
 from tests.security.bounds import bounded
 
@@ -29,14 +29,14 @@ ESCAPES = [
 
 @given(st.text(st.characters() | st.sampled_from("\x1b\n\r\x9b\u2028\u202e\x07[]")))
 def test_whatever_is_shown_neither_moves_the_cursor_nor_begins_a_line_of_its_own(text: str) -> None:
-    first, *more = printable(text).split("\n")
+    first, *more = escaped(text).split("\n")
     assert all(character.isprintable() or character == "\t" for line in (first, *more) for character in line)
     assert all(line.startswith("  ") for line in more if line)
 
 
 def test_plain_text_stays_as_it_is() -> None:
     for text in ("Grüße, 世界: 5 °C – “x” 😀", "a\tb", "C:\\x", "", "50 %"):
-        assert printable(text) == text
+        assert escaped(text) == text
 
 
 @pytest.mark.parametrize("escape", ESCAPES)

@@ -20,11 +20,12 @@ from horizonml.rendezvous.answers import (
     read_status,
     read_verdict,
 )
-from horizonml.rendezvous.checks import MOST_RANKS, Fields, parse, printable
+from horizonml.rendezvous.checks import MOST_RANKS, Fields, parse
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.keys import MOST_VALUE, Keys
 from horizonml.rendezvous.messages import Ask, Departure, Farewell, Join, Resume
 from horizonml.rendezvous.wire import PROTOCOL, check_hello, encode, hello
+from horizonml.text import printable
 from tests.unit.test_roster import rank
 
 
