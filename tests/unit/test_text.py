@@ -147,7 +147,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert describe(missing) is None
     with pytest.raises(DataError, match=r"data.path: .*missing does not exist on any rank"):
         agree([None, None], missing)
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is not a regular file; name a text file"):
         describe(spec(tmp_path))
     path.write_bytes(b"")
     with pytest.raises(DataError, match="noise is empty"):
