@@ -58,6 +58,13 @@ def test_a_run_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1, steps=4)
     assert run.poll()
     assert (run.step, [point.step for point in run.points], len(run.members)) == (4, [1, 2, 3, 4], 1)
+    (tmp_path / "rank-0.jsonl").rename(tmp_path / "older")
+    write_run(tmp_path, ranks=1, steps=8)  # longer than the one before
+    assert run.poll()
+    assert run.step == 8
+    write_run(tmp_path, ranks=1, steps=2)  # the same file, cut and written anew
+    assert run.poll()
+    assert run.step == 2
 
 
 def test_facts_of_a_run(tmp_path: Path) -> None:
