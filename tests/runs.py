@@ -19,7 +19,7 @@ def write_run(
     folder: Path, strategy: str = "ddp", ranks: int = 2, wall: float = 0.2, steps: int = 6, epochs: int = 2,
     accuracy: float = 0.9, rss: int = 400 << 20, batch: int = 32,
 ) -> None:  # fmt: skip
-    """Records as ranks write them: rank r waits (r + 1) * 10% of each step, and transfers 10%."""
+    """Records as ranks write them: rank r waits (r + 1) * 10% of each step, and transfers 10%; from rank 8 on again."""
     folder.mkdir(parents=True, exist_ok=True)
     stages = [{"start": 0, "stop": 4, "ranks": list(range(ranks)), "shares": [1.0] * ranks}]
     if strategy == "pipeline":
@@ -34,7 +34,7 @@ def write_run(
                 "plan": {"stages": stages, "micro_batches": 2, "schedule": "1f1b"},
             }
         ]  # fmt: skip
-        wait, transfer = 0.1 * (rank + 1) * wall, 0.1 * wall
+        wait, transfer = 0.1 * (rank % 8 + 1) * wall, 0.1 * wall
         for number in range(1, steps + 1):
             epoch = 1 + (number - 1) * epochs // steps
             lines.append(

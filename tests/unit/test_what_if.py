@@ -17,6 +17,7 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.planner.change_texts import MOST_RANKS, read_changes
 from horizonml.planner.changes import apply_changes
+from horizonml.planner.evaluator import judge
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, problem_for
 from horizonml.planner.problem import Problem
@@ -232,6 +233,15 @@ def test_a_faster_link_never_takes_longer(link: str, strategy: str) -> None:
     assert all(b <= a * 1.01 for a, b in itertools.pairwise(times)), times
     if link in ("all", "laptop"):
         assert times[0] > 1.2 * times[-1]
+
+
+def test_with_slower_links_there_is_a_better_plan_than_the_present_one(planning: Planning) -> None:
+    answer = ask(planning, rates={"all": "2Mbit"})
+    kept = judge(answer.changed.problem, planning.plan).prediction.seconds
+    assert answer.found.prediction.seconds < 0.9 * kept
+    assert answer.found.plan != planning.plan
+    assert any(line.startswith("laptop takes layers ") for line in answer.changes())
+    assert " times as long." in answer.changes()[0]
 
 
 def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning: Planning) -> None:
