@@ -107,19 +107,20 @@ class LiveRun:
             return State.FINISHED
         if outcome in STOPPED:
             return State.STOPPED
-        alive = is_alive(self.folder, lead.started_as)
+        seen = [is_alive(self.folder, rank) for rank in self._records.files]
+        alive = True if True in seen else False if False in seen else None
         if outcome == "failed" and not alive:
             return State.FAILED
         silent = self._clock() - max(file.time for file in self._records.files.values())
         patience = max(_SILENT_SECONDS, _SILENT_STEPS * lead.seconds)
         if alive is False or (alive is None and silent > patience):
             return State.LOST
-        return State.RUNNING if lead.steps else State.WAITING
+        return State.RUNNING if self.newest is not None else State.WAITING
 
     @property
     def newest(self) -> StepLine | None:
         """Return the newest step as rank 0 recorded it."""
-        return self._records.lead.steps[-1] if self._records.lead is not None and self._records.lead.steps else None
+        return self._records.newest
 
     @property
     def step(self) -> int:

@@ -48,6 +48,7 @@ class Records:
             observer.begin()
         self.files: dict[int, RankFile] = {}  # by the rank that the process was started as
         self.lead: RankFile | None = None  # the file of the process that is rank 0 of the newest group
+        self.newest: StepLine | None = None  # the last step that a rank 0 has recorded
         self.unreadable = 0
         self.others: RanksLine | None = None  # what the ranks on other machines have told last
         self.curve = Curve()
@@ -129,6 +130,7 @@ class Records:
         if step is not None:
             file.step(step)
             if leads:
+                self.newest = step
                 self.curve.add(step)
             if self._observer is not None:
                 self._observer.step(file, step, leads)

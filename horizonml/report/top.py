@@ -107,7 +107,7 @@ def _fitted(sections: Sequence[Section], room: int | None, chars: Characters) ->
 def _head(run: LiveRun, width: int, chars: Characters) -> list[Text]:
     """Return what the run is, how far it is, and how well it does."""
     state, step, total, epochs = run.state, run.newest, run.total_steps, run.total_epochs
-    title = Text(run.name, style="bold")
+    title = Text(_short(run.name, max(12, width - 66), chars), style="bold")
     title.append(chars.dot)
     title.append(state.value, style=_STATES[state])
     title.append(f"{chars.dot}step {run.step:,}{f' of {total:,}' if total else ''}")
@@ -243,6 +243,11 @@ def _fit(text: str, width: int, chars: Characters) -> str:
     return (
         text + " " * (width - cell_len(text)) if cell_len(text) <= width else set_cell_size(text, width - 1) + chars.cut
     )
+
+
+def _short(text: str, width: int, chars: Characters) -> str:
+    """Return a text of at most so many columns."""
+    return text if cell_len(text) <= width else _fit(text, width, chars)
 
 
 def _cut(line: Text, width: int, chars: Characters) -> None:

@@ -17,6 +17,8 @@ from horizonml.engine.session import Session
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
+from horizonml.report.live import LiveRun
+from horizonml.report.what_if import what_if
 from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import holders, move, senders
 from horizonml.state.spec import Sgd
@@ -138,6 +140,15 @@ def test_a_device_that_slows_down_gets_less_to_do(
     assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 61))
     assert len(plans[0]) > 1
     assert "changed hands" in out
+    run = LiveRun(folder / "runs" / "test")
+    run.poll()
+    assert "replanned" in [event.kind for event in run.events]
+    assert run.planning is not None
+    begun = [line["resumed_at"] for line in records[0] if line["kind"] == "run"]
+    assert [*(one.step for one in run.planning.earlier), run.planning.step] == begun
+    answer = what_if(run.folder)
+    assert answer["predicted"]["plan"] == answer["present"]["plan"] == plans[0][-1], "made of what was measured last"
+    assert answer["predicted"]["seconds"] == answer["present"]["seconds"] == run.forecast
     work = [sum(_share(stage, busiest) for stage in plan["stages"]) for plan in (plans[0][0], plans[0][-1])]
     assert work[1] < 0.7 * work[0], plans[0]
     walls = [line["wall"] for line in records[0] if line["kind"] == "step"]

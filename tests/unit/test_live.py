@@ -1,0 +1,221 @@
+"""How a run stands, read from its records while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.report.lines import StepLine
+from horizonml.report.live import LiveRun
+from horizonml.report.live_facts import Curve, RankFile, State
+from horizonml.report.tail import Tails
+from tests.runs import append, write_group, write_run
+
+
+def polled(folder: Path, now: float = 200.0) -> LiveRun:
+    run = LiveRun(folder, lambda: now)
+    run.poll()
+    return run
+
+
+def test_lines_are_read_once_when_they_are_whole_in_the_order_of_time(tmp_path: Path) -> None:
+    tails = Tails(tmp_path)
+    first, second = tmp_path / "rank-0.jsonl", tmp_path / "rank-11.jsonl"
+    append(first, {"time": 1.0, "n": 0}, {"n": 1}, {"time": 4.0, "n": 4})
+    append(second, {"time": 2.0, "n": 2}, {"time": 3.0, "n": 3}, '{"time": 5.0, "n"')
+    assert [(rank, line["n"]) for rank, line in tails.read()] == [(0, 0), (0, 1), (11, 2), (11, 3), (0, 4)]
+    assert list(tails.read()) == []
+    append(second, ": 5}\n")
+    assert [line["n"] for _, line in tails.read()] == [5]
+    assert not tails.is_replaced
+    assert tails.damaged == 0
+
+
+@pytest.mark.parametrize("line", ["no json\n", "[1]\n", '{"a": 1\n', "\x00\xff\n", "[" * 100_000 + "\n"])
+def test_a_damaged_line_is_counted_and_skipped(tmp_path: Path, line: str) -> None:
+    write_run(tmp_path)
+    before = polled(tmp_path)
+    append(tmp_path / "rank-0.jsonl", line, {"kind": "step", "step": "x"}, {"kind": "unknown"}, {"time": "x"}, "\n")
+    run = polled(tmp_path)
+    assert (before.damaged, run.damaged) == (0, 2)
+    assert run.step == before.step == 6
+
+
+def test_a_run_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=6)
+    run = polled(tmp_path)
+    assert run.step == 6
+    assert not run.poll()
+    (tmp_path / "rank-1.jsonl").unlink()
+    (tmp_path / "rank-0.jsonl").rename(tmp_path / "old")
+    write_run(tmp_path, ranks=1, steps=4)
+    assert run.poll()
+    assert (run.step, [point.step for point in run.points], len(run.members)) == (4, [1, 2, 3, 4], 1)
+
+
+def test_facts_of_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=3, wall=0.2, steps=6, batch=30)
+    run = polled(tmp_path)
+    assert run.step_seconds == pytest.approx(0.2)
+    assert run.speed == (pytest.approx(150), "samples")
+    assert (run.total_steps, run.total_epochs, run.seconds_left) == (None, 2, None)
+    assert (run.accuracy, len(run.evaluations)) == (0.9, 2)
+    member = run.members[1]
+    assert (member.rank, member.stages, member.host, member.processor) == (1, (1,), "here", "a test")
+    assert dict(member.split) == pytest.approx({"compute": 0.7, "transfer": 0.1, "wait": 0.2})
+    assert sum(member.split.values()) == pytest.approx(1)
+    assert member.sent["members"] == pytest.approx(1000 / 0.2)
+    assert (member.rss_bytes, member.cores_used) == ((400 << 20) + 1, pytest.approx(0.5))
+    assert run.timeline is not None
+    step, lines = run.timeline
+    assert (step, sorted(lines)) == (6, [0, 1, 2])
+
+
+def test_the_time_that_is_left_follows_from_the_steps_that_are_left(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=6, wall=0.5)
+    path = tmp_path / "rank-0.jsonl"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({**json.loads(first), "total_steps": 16, "total_epochs": 2}) + "\n" + rest)
+    run = polled(tmp_path, now=110.0)
+    assert (run.state, run.total_steps) == (State.RUNNING, 16)
+    assert run.seconds_left == pytest.approx(10 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "now", "state"),
+    [
+        ("complete", 1e9, State.FINISHED),
+        ("stopped", 1e9, State.STOPPED),
+        ("failed", 105.0, State.FAILED),
+        ("re-form", 105.0, State.RUNNING),
+        ("re-form", 1e9, State.LOST),
+        ("re-plan", 105.0, State.RUNNING),
+    ],
+)
+def test_how_a_run_ended(tmp_path: Path, outcome: str, now: float, state: State) -> None:
+    write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5), outcome)
+    assert polled(tmp_path, now).state is state
+
+
+def test_a_run_without_records_or_steps_waits(tmp_path: Path) -> None:
+    run = polled(tmp_path)
+    assert (run.state, run.step, run.members, run.points, run.timeline) == (State.WAITING, 0, [], [], None)
+    write_group(tmp_path, (0, 1), 1, 199.0, range(1, 1))
+    for path in tmp_path.glob("rank-*.jsonl"):
+        path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert run.poll()
+    assert (run.state, len(run.members), run.newest, run.speed) == (State.WAITING, 2, None, None)
+
+
+def test_a_process_that_is_gone_is_noticed_at_once_and_one_that_is_there_is_trusted(tmp_path: Path) -> None:
+    from horizonml.telemetry.lifeline import Lifeline
+
+    write_group(tmp_path, (0, 1), 1, 100.0, range(1, 5))
+    for path in tmp_path.glob("rank-*.jsonl"):
+        path.write_text("\n".join(path.read_text().splitlines()[:-1]) + "\n")
+    assert polled(tmp_path, 110.0).state is State.RUNNING
+    assert polled(tmp_path, 1e6).state is State.LOST
+    lifeline = Lifeline(tmp_path, 0)
+    lifeline.begin(1)
+    try:
+        assert polled(tmp_path, 1e6).state is State.RUNNING
+        trace = tmp_path / ".places" / "rank-0.lifeline"
+        content = json.loads(trace.read_text())
+        gone = os.fork()
+        if not gone:
+            os._exit(0)
+        os.waitpid(gone, 0)
+        trace.write_text(json.dumps({**content, "pid": gone}))
+        assert polled(tmp_path, 110.0).state is State.LOST
+    finally:
+        lifeline.end()
+
+
+def test_another_process_becomes_rank_0_and_the_curve_goes_on(tmp_path: Path) -> None:
+    lost = {"lost": [0], "silent_seconds": 5.1, "steps_repeated": 1, "source": "disk"}
+    write_group(tmp_path, (0, 1, 2), 1, 100.0, range(1, 5))
+    run = LiveRun(tmp_path, lambda: 110.0)
+    run.poll()
+    write_group(tmp_path, (1, 2), 2, 107.0, range(4, 8), "complete", lost)
+    run.poll()
+    for found in (run, polled(tmp_path)):  # while it happens, and afterwards
+        assert [point.step for point in found.points] == [1, 2, 3, 4, 5, 6, 7]
+        assert [(member.rank, member.started_as) for member in found.members] == [(0, 1), (1, 2)]
+        assert found.state is State.FINISHED
+        told = [event for event in found.events if event.kind == "lost"]
+        assert told[-1].text == "rank 0 lost; went on after 2.0 s, from disk, 1 step again"
+
+
+def test_what_ranks_on_other_machines_tell_is_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, "pipeline", ranks=3)
+    (tmp_path / "rank-2.jsonl").unlink()
+    assert polled(tmp_path).members[2].split == {}
+    facts: dict[str, Any] = {
+        "seconds": 0.1, "split": {"compute": 0.5, "transfer": 0.25, "wait": 0.25}, "rss_bytes": 5, "cores": 0.5,
+        "links": {"previous": [10.0, 20.0]},
+    }  # fmt: skip
+    line = {"kind": "ranks", "step": 7, "time": 107.0, "ranks": [None, None, facts]}
+    append(tmp_path / "rank-0.jsonl", line, {**line, "ranks": [None, None, {**facts, "seconds": float("nan")}]})
+    run = polled(tmp_path)
+    member = run.members[2]
+    assert (member.started_as, member.step, member.rss_bytes, member.cores_used) == (None, 6, 5, 0.5)
+    assert (dict(member.split), member.received["previous"]) == (facts["split"], 20)
+    assert run.damaged == 1
+
+
+def test_nothing_that_a_rank_calls_itself_can_move_the_cursor(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    path = tmp_path / "rank-0.jsonl"
+    first, rest = path.read_text().split("\n", 1)
+    evil = "a\x1b[2J\u202eb\n"
+    about = {**json.loads(first), "host": evil, "node": evil, "layers": [evil], "machine": {"processor": evil}}
+    about["job"]["name"] = evil
+    path.write_text(json.dumps(about) + "\n" + rest)
+    run = polled(tmp_path)
+    member = run.members[0]
+    texts = [run.name, member.host, member.node, member.processor, *run.layers]
+    assert len(texts) == 5
+    assert all(text.startswith("a") and text.isprintable() for text in texts)
+
+
+def step_line(number: int, loss: float) -> StepLine:
+    return StepLine(
+        step=number, epoch=1, time=number, wall=0.5, compute=0.5, transfer=0, wait=0, batch=4, loss=loss, bytes_sent=0,
+        cpu_seconds=0, rss_bytes=0,
+    )  # fmt: skip
+
+
+def test_a_curve_of_any_length_has_few_points_and_keeps_its_mean() -> None:
+    dice = random.Random(0)
+    curve, losses = Curve(most=50), [dice.random() for _ in range(1600)]
+    for number, loss in enumerate(losses, 1):
+        curve.add(step_line(number, loss))
+        assert len(curve.points) < 50
+    assert len(curve.points) == 25
+    assert curve.points[-1].step == 1600
+    assert sum(point.loss for point in curve.points) / 25 == pytest.approx(sum(losses) / 1600)
+    curve.add(step_line(100, 0.0))  # a rank 0 was lost, and the steps are done again
+    assert [point.step for point in curve.points] == [64]
+
+
+def test_an_observer_gets_every_step_and_hears_of_a_new_beginning(tmp_path: Path) -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.heard: list[object] = []
+
+        def begin(self) -> None:
+            self.heard.append("begin")
+
+        def step(self, file: RankFile, step: StepLine, leads: bool) -> None:
+            self.heard.append((file.started_as, step.step, leads))
+
+    write_run(tmp_path, steps=2)
+    observer = Observer()
+    LiveRun(tmp_path, observer=observer).poll()
+    assert observer.heard[0] == "begin"
+    assert sorted(map(str, observer.heard[1:])) == sorted(map(str, [(r, n, r == 0) for r in (0, 1) for n in (1, 2)]))

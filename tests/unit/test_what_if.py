@@ -1,0 +1,388 @@
+"""What if: a run planned again on paper, with other devices and links."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.errors import HorizonError, JobError, PlanError
+from horizonml.job.jobfile import parse
+from horizonml.job.schema import Job
+from horizonml.planner.change_texts import MOST_RANKS, read_changes
+from horizonml.planner.changes import apply_changes
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.planner import choose, problem_for
+from horizonml.planner.problem import Problem
+from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
+from horizonml.planner.what_if import Answer, plan_again
+from horizonml.report import what_if as asking
+from horizonml.report.what_if import what_if
+from tests.runs import write_run
+
+NAMES = ("laptop", "pi", "pi", "jetson")
+SPEEDS = (1.0, 0.25, 0.25, 0.5)
+RATES = {(0, 1): 12.5e6, (0, 2): 12.5e6, (0, 3): 25e6, (1, 2): 12.5e6, (1, 3): 12.5e6, (2, 3): 5e6}  # bytes per second
+LAYERS = 6
+
+
+def job_of(strategy: str = "auto") -> Job:
+    """With a schedule and a number of micro-batches, as searches among all of them take long."""
+    parallel = f"{{strategy: {strategy}, workers: 4, schedule: 1f1b, micro_batches: 4}}"
+    return parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
+
+
+def profile(speed: float) -> Profile:
+    """Layers that become smaller at the front, and larger at the back, as those of a convolutional network."""
+    layers = tuple(
+        LayerProfile(
+            f"layer{n}",
+            tuple(1e-4 * size / speed for size in (1, 32)),
+            tuple(2e-4 * size / speed for size in (1, 32)),
+            4000 * 2**n,
+            1000,
+            16384 >> n,
+        )
+        for n in range(LAYERS)
+    )
+    return Profile("test", (1, 32), 1e-10 / speed, layers, {"bf16": 1e-10, "int8": 2e-10}, 2e-5, 1e-10)
+
+
+def problem_of(job: Job, ranks: Sequence[int]) -> Problem:
+    """The devices `ranks` of this page, as a job that is planned from scratch sees them."""
+    pairs = {pair: (2e-4, rate) for (a, b), rate in RATES.items() for pair in ((a, b), (b, a))}
+    network = Network(2e-4, 5e6, (), pairs)
+    hosts = [Host((place,), 1.0, 1e9) for place in range(len(ranks))]
+    return problem_for(job, [profile(SPEEDS[rank]) for rank in ranks], hosts, network.among(ranks), 1)
+
+
+def planning_of(job: Job | None = None) -> Planning:
+    job = job or job_of()
+    problem = problem_of(job, range(4))
+    found = choose(job, problem)
+    return Planning(
+        job=job,
+        layers=tuple(f"layer{n}" for n in range(LAYERS)),
+        devices=tuple(DeviceFacts(name, "a processor", "arm64", f"node{rank}") for rank, name in enumerate(NAMES)),
+        hosts=tuple(problem.hosts),
+        plan=found.plan,
+        step=0,
+        time=100.0,
+        started_as=(0, 1, 2, 3),
+        problem=problem,
+        seconds=found.prediction.seconds,
+        measured=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    return planning_of()
+
+
+def ask(
+    planning: Planning,
+    add: Sequence[str] = (),
+    remove: Sequence[str] = (),
+    rates: Mapping[str, str] | None = None,
+    strategy: str | None = None,
+) -> Answer:
+    return plan_again(planning, read_changes(planning, add, remove, rates or {}), strategy, 60.0)
+
+
+def test_a_planning_is_read_back_as_it_was_written(planning: Planning, tmp_path: Path) -> None:
+    assert read_planning(tmp_path) is None
+    write_planning(tmp_path, planning)
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert replace(found, hosts=planning.hosts, problem=planning.problem) == planning
+    assert found.hosts == planning.hosts
+    assert choose(found.job, found.problem) == choose(planning.job, planning.problem)  # type: ignore[arg-type]
+    assert found.names == ["laptop", "pi-rank1", "pi-rank2", "jetson"]
+
+
+def test_what_was_measured_and_earlier_plans_are_kept(planning: Planning, tmp_path: Path) -> None:
+    write_planning(tmp_path, planning)
+    write_planning(tmp_path, replace(planning, step=7, problem=None, seconds=None, measured=False))
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert (found.step, found.seconds, found.measured) == (7, planning.seconds, True)
+    assert found.problem is not None
+    assert [(one.step, one.ranks, one.plan) for one in found.earlier] == [(0, 4, planning.plan)]
+    other = replace(planning.plan, micro_batches=planning.plan.micro_batches + 1)
+    write_planning(tmp_path, replace(planning, plan=other, problem=None, seconds=None, measured=False))
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert found.problem is None, "it was made of something else"
+    for step in range(120):
+        write_planning(tmp_path, replace(planning, step=step))
+    found = read_planning(tmp_path)
+    assert found is not None
+    assert [one.step for one in found.earlier][-2:] == [117, 118]
+    assert len(found.earlier) == 100
+
+
+def damaged(path: Sequence[str | int], value: Any) -> Any:
+    """A change of one place in the file."""
+
+    def change(content: Any) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        damaged(["format"], 2),
+        damaged(["plan", "stages"], []),
+        damaged(["plan", "stages", 0, "ranks"], [0, 1, 2, 3, 4]),
+        damaged(["plan", "stages", 0, "ranks"], ["a"]),
+        damaged(["plan", "stages", 0, "shares"], [float("nan")]),
+        damaged(["plan", "stages", 0, "stop"], 10**9),
+        damaged(["plan", "schedule"], "none"),
+        damaged(["plan", "micro_batches"], 10**9),
+        damaged(["devices"], []),
+        damaged(["devices", 0, "name"], 7),
+        damaged(["devices", 0], {"more": "x"}),
+        damaged(["hosts", 0, "ranks"], [0, 1]),
+        damaged(["hosts", 0, "cores"], 0),
+        damaged(["hosts", 0, "memory"], float("nan")),
+        damaged(["job"], {"name": 7}),
+        damaged(["layers"], ["one"]),
+        damaged(["problem", "profiles"], []),
+        damaged(["problem", "profile_of"], [0, 0, 0]),
+        damaged(["problem", "profile_of", 0], -1),
+        damaged(["problem", "profiles", 0, "layers", 0, "forward"], [-1.0, 1.0]),
+        damaged(["problem", "network", "pairs", 0], [0, 9, 1.0, 1.0]),
+        damaged(["problem", "network", "pairs", 0], [0, 1, 1.0, 0.0]),
+        damaged(["problem", "network", "pairs", 0], [0, 1, 1.0, float("inf")]),
+        damaged(["problem", "network", "access"], [1.0]),
+        damaged(["problem", "optimizer_copies"], 1.5),
+        damaged(["problem", "loading"], {"input_bytes": True}),
+        damaged(["seconds"], "1"),
+        damaged(["step"], -1),
+        damaged(["started_as"], [0]),
+        damaged(["earlier"], [1]),
+    ],
+)
+def test_a_damaged_planning_is_refused_in_words(planning: Planning, tmp_path: Path, change: Any) -> None:
+    content = planning.to_json()
+    change(content)
+    (tmp_path / "planning.json").write_text(json.dumps(content))
+    with pytest.raises(HorizonError, match=r"planning\.json is damaged, or was written by another version"):
+        read_planning(tmp_path)
+    write_planning(tmp_path, planning)
+    assert read_planning(tmp_path) is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": 1}', "[" * 100_000, "\x00"])
+def test_a_file_that_is_no_planning_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "planning.json").write_text(text)
+    with pytest.raises(HorizonError, match=r"planning\.json is damaged"):
+        read_planning(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "pipeline", "hybrid"])
+def test_no_change_is_the_present_plan_and_forecast(strategy: str) -> None:
+    planning = planning_of(job_of(strategy))
+    answer = ask(planning)
+    assert answer.found.plan == planning.plan
+    assert answer.found.prediction.seconds == answer.present.prediction.seconds == planning.seconds
+    assert answer.changes()[-1] == "The plan stays as it is."
+
+
+@pytest.mark.parametrize("gone", range(4))
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_without_a_device_the_plan_is_that_of_the_others_from_scratch(gone: int, strategy: str) -> None:
+    job = job_of(strategy)
+    answer = ask(planning_of(job), remove=[str(gone)])
+    scratch = choose(job, problem_of(job, [rank for rank in range(4) if rank != gone]))
+    assert answer.found.plan == scratch.plan
+    assert answer.found.prediction.seconds == scratch.prediction.seconds
+    assert answer.changed.origins == tuple(rank for rank in range(4) if rank != gone)
+    names = planning_of(job).names
+    assert f"rank {gone} ({names[gone]}) leaves; the others are numbered anew." in answer.changes()
+
+
+def test_a_device_that_goes_and_comes_back_changes_nothing(planning: Planning) -> None:
+    answer = ask(planning, add=["like:3"], remove=["3"])
+    assert answer.found.prediction.seconds == pytest.approx(answer.present.prediction.seconds)
+    assert answer.changed.names == ("laptop", "pi-rank1", "pi-rank2", "jetson-new")
+    assert answer.changed.origins == (0, 1, 2, None)
+    assert answer.changed.problem.network.between(3, 2) == planning.problem.network.between(3, 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("link", ["0-1", "2", "all", "laptop", "pi-rank1-pi-rank2", "laptop-jetson"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_faster_link_never_takes_longer(link: str, strategy: str) -> None:
+    planning = planning_of(job_of(strategy))
+    rates = ("100kbit", "3Mbit", "100Mbit", "10Gbit")
+    times = [ask(planning, rates={link: rate}).found.prediction.seconds for rate in rates]
+    # The search tries the most promising plans, not all: it may miss the best by a little.
+    assert all(b <= a * 1.01 for a, b in itertools.pairwise(times)), times
+    if link in ("all", "laptop"):
+        assert times[0] > 1.2 * times[-1]
+
+
+def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning: Planning) -> None:
+    problem = planning.problem
+    assert problem is not None
+    network = apply_changes(planning, problem, read_changes(planning, (), (), {"3": "8Gbit,7ms"})).problem.network
+    assert network.between(3, 0) == (7e-3, 12.5e6), "the laptop's fastest other link"
+    assert network.between(2, 3) == (7e-3, 12.5e6)
+    assert network.between(0, 1) == problem.network.between(0, 1)
+    network = apply_changes(planning, problem, read_changes(planning, (), (), {"3": "8Mbit"})).problem.network
+    assert {network.between(3, rank).bandwidth for rank in range(3)} == {1e6}
+    assert network.between(3, 0).latency == 2e-4
+
+
+def test_a_device_with_stated_speed_memory_and_links(planning: Planning) -> None:
+    text = "speed=0.5, memory=512MiB, rate=80Mbit, latency=3ms, name=new box"
+    answer = ask(planning, add=[text, "like=pi-rank1,speed=2", "like:pi-rank1"])
+    problem = answer.changed.problem
+    assert answer.changed.names[4:] == ("new box", "pi-new", "pi-new-2")
+    assert problem.memory[4] == 512 * 2**20
+    assert problem.memory[5] == 1e9
+    seconds = [sum(problem.profiles[rank].seconds(0, 32)) for rank in range(7)]
+    assert [seconds[rank] / seconds[0] for rank in (4, 5, 6)] == pytest.approx([2, 2, 4])
+    assert problem.network.between(0, 4) == problem.network.between(4, 2) == (3e-3, 1e7)
+    assert problem.network.between(5, 0) == planning.problem.network.between(1, 0)  # type: ignore[union-attr]
+    assert problem.network.between(5, 1).bandwidth == 12.5e6, "to what it is like: the slowest of that device's links"
+    assert problem.network.between(6, 5).bandwidth == 12.5e6
+    assert problem.ranks == answer.found.plan.world_size == 7
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({"remove": ["4"]}, r"^remove: '4' is no device of this run; there are 0 \(laptop\), 1 \(pi-rank1\)"),
+        ({"remove": ["pi"]}, "^remove: 'pi' is no device"),
+        ({"remove": ["0", "1", "2", "3"]}, "^remove: no device would be left"),
+        ({"remove": ["-1"]}, "^remove: '-1' is no device"),
+        ({"remove": ["9" * 5000]}, "^remove: a text of at most 200 characters"),
+        ({"remove": ["٣"]}, "^remove: "),
+        ({"remove": ["0"] * 65}, "^remove: 65 changes at once are too many"),
+        ({"add": ["like:5"]}, "^add: like: '5' is no device"),
+        ({"add": [""]}, "^add: '' is none of like, speed"),
+        ({"add": ["like"]}, "^add: 'like' is none of like, speed"),
+        ({"add": ["lke:0"]}, "did you mean 'like'"),
+        ({"add": ["like:0,like:1"]}, "^add: like is given twice"),
+        ({"add": ["speed=1"]}, "^add: 'speed=1' says neither like which device, nor its speed and memory"),
+        ({"add": ["speed=1,memory=1GiB"]}, "^add: nothing is known of the new device's link; say its rate"),
+        ({"add": ["like:0,speed=0"]}, "^add: speed: '0' is not from 0.001 to 1000"),
+        ({"add": ["like:0,speed=nan"]}, "^add: speed: 'nan' is not from"),
+        ({"add": ["like:0,speed=1e400"]}, "^add: speed: "),
+        ({"add": ["like:0,speed=fast"]}, "^add: speed: "),
+        ({"add": ["like:0,memory=1TiB"]}, "^add: memory: '1TiB' is not a number with one of B, KB"),
+        ({"add": ["like:0,memory=1e9GiB"]}, "^add: memory: '1e9GiB' is not from 1MiB to 1PiB"),
+        ({"add": ["like:0,rate=0bit"]}, "^add: rate: "),
+        ({"add": ["like:0,latency=11s"]}, "^add: latency: '11s' is not from 0s to 10s"),
+        ({"add": ["like:0,name=\x1b[2J"]}, "^add: name must be at most 40 printable characters"),
+        ({"add": ["like:0,name=" + "x" * 41]}, "^add: name must be"),
+        ({"add": ["like:0"] * 61}, f"^add: 65 devices are more than can be planned for here .{MOST_RANKS}."),
+        ({"rates": {"0-1": ""}}, "^rate: '0-1': '' is not a number"),
+        (
+            {"rates": {"0-1": "100"}},
+            "^rate: '0-1': '100' is not a number with one of bit",
+        ),
+        ({"rates": {"0-1": "1e40Gbit"}}, "^rate: '0-1': '1e40Gbit' is not from"),
+        ({"rates": {"0-1": "1Mbit,x"}}, "^rate: latency of '0-1': 'x' is not a number"),
+        ({"rates": {"1-1": "1Mbit"}}, "^rate: '1-1' is no link"),
+        ({"rates": {"0-9": "1Mbit"}}, "^rate: '9' is no device"),
+        ({"rates": {"0-1-2": "1Mbit"}}, "^rate: '0-1-2' is no device"),
+        ({"rates": {"\x1b": "1Mbit"}}, r"^rate: '\\x1b' is no device"),
+        ({"strategy": "tensor"}, "^strategy: 'tensor' must be one of auto, ddp, hybrid, pipeline"),
+        ({"strategy": "\x1bauto"}, r"^strategy: '\\x1bauto' must be"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_names_the_parameter(
+    planning: Planning, question: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError, match=message) as raised:
+        ask(planning, **question)
+    assert len(str(raised.value)) < 400
+    assert str(raised.value).isprintable()
+
+
+def test_another_strategy_and_fixed_stages(planning: Planning) -> None:
+    answer = ask(planning, strategy="ddp")
+    assert (answer.strategy, len(answer.found.plan.stages)) == ("ddp", 1)
+    assert answer.notes == ("This is a plan of strategy ddp; the run's is auto.",)
+    assert ask(planning, strategy="auto").notes == ()
+    stages = "[{ranks: [0]}, {ranks: [1, 2]}, {ranks: [3]}]"
+    fixed = planning_of(parse(f"{{batch_size: 32, parallel: {{micro_batches: 4, stages: {stages}}}}}", "job.yaml"))
+    assert ask(fixed).found.plan == fixed.plan
+    slower = ask(fixed, rates={"all": "1Mbit"})
+    assert [stage.ranks for stage in slower.found.plan.stages] == [(0,), (1, 2), (3,)]
+    assert slower.ratio > 2
+    other = ask(fixed, remove=["1"])
+    assert other.strategy == "auto"
+    assert "its stages are fixed for its own ranks" in other.notes[0]
+
+
+def test_what_was_not_measured_has_to_be_told(planning: Planning) -> None:
+    with pytest.raises(HorizonError, match=r"nothing was measured .* strategy, auto.* plan JOB --devices FILE"):
+        ask(replace(planning, problem=None))
+    unknown = replace(planning_of(job_of("ddp")), measured=False)
+    with pytest.raises(HorizonError, match=r"^rate: the links of this run were not measured.*all=100Mbit"):
+        ask(unknown, remove=["1"])
+    answer = ask(unknown, rates={"all": "10Mbit"})
+    assert answer.found.prediction.seconds == answer.present.prediction.seconds
+    assert answer.problem.network.between(1, 3).bandwidth == 1.25e6
+    assert "an earlier profile of rank 0's device stands for all" in " ".join(answer.notes)
+
+
+def test_a_plan_that_does_not_fit_is_told(planning: Planning) -> None:
+    small = replace(planning, problem=replace(planning.problem, hosts=[Host((rank,), 1.0, 2e5) for rank in range(4)]))  # type: ignore[type-var]
+    answer = ask(small, remove=["1", "2", "3"])
+    assert not answer.found.usable
+    assert any(note.startswith("No plan was found that these devices can carry out: laptop") for note in answer.notes)
+
+
+def test_planning_ends_when_its_time_is_over(planning: Planning) -> None:
+    with pytest.raises(PlanError, match=r"no plan was found within 1\.0 ms"):
+        plan_again(planning, read_changes(planning, ["like:0"] * 8, (), {}), None, 0.001)
+
+
+def test_the_answer_for_a_folder(planning: Planning, tmp_path: Path) -> None:
+    with pytest.raises(HorizonError, match="has no records of a run"):
+        what_if(tmp_path)
+    write_run(tmp_path, ranks=4, wall=0.5)
+    with pytest.raises(HorizonError, match=r"does not say what the run was planned for .planning\.json.*older version"):
+        what_if(tmp_path)
+    write_planning(tmp_path, planning)
+    answer = what_if(tmp_path, remove=[1], rates={"0-3": "1Mbit"})
+    assert json.loads(json.dumps(answer, allow_nan=False)) == answer
+    assert answer["present"]["seconds"] == planning.seconds
+    assert answer["present"]["measured_seconds"] == pytest.approx(0.5)
+    assert answer["predicted"]["scaled_seconds"] == pytest.approx(0.5 * answer["ratio"])
+    assert [device["was"] for device in answer["predicted"]["devices"]] == [0, 2, 3]
+    assert [device["speed"] for device in answer["predicted"]["devices"]] == [1.0, 0.25, 0.5]
+    layers = [layer for stage in answer["predicted"]["stages"] for layer in stage["layers"]]
+    assert layers == [f"layer{n}" for n in range(LAYERS)]
+    assert all(sum(stage["shares"]) == pytest.approx(1) for stage in answer["predicted"]["stages"])
+    for seconds in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(JobError, match=r"^seconds: "):
+            what_if(tmp_path, seconds=seconds)
+
+
+def test_one_question_at_a_time(planning: Planning, tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=4)
+    write_planning(tmp_path, planning)
+    with asking._asking, pytest.raises(HorizonError, match="another what-if is being answered"):
+        what_if(tmp_path)
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(what_if(tmp_path)))
+    thread.start()
+    thread.join(60)
+    assert len(answers) == 1
