@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from horizonml.engine.clock import Kind
 from horizonml.errors import HorizonError
@@ -179,16 +179,19 @@ class TimelineLine(BaseModel):
     spans: list[SpanLine]
 
 
+_Amount = Annotated[float, Field(ge=0, le=1e15)]
+
+
 class OtherFacts(BaseModel):
     """How a rank fares, as it has told rank 0: means over some steps."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    seconds: float  # of a step
-    split: dict[Kind, float]  # shares of a step
-    cores: float | None = None  # that it uses
-    rss_bytes: int
-    links: dict[str, tuple[float, float]] = {}  # bytes per second sent and received, by direction
+    seconds: _Amount  # of a step
+    split: dict[Kind, Annotated[float, Field(ge=0, le=1.01)]]  # shares of a step
+    cores: _Amount | None = None  # that it uses
+    rss_bytes: _Amount
+    links: dict[str, tuple[_Amount, _Amount]] = {}  # bytes per second sent and received, by direction
 
 
 class RanksLine(BaseModel):

@@ -141,7 +141,7 @@ def told(
         return known
     return replace(
         known,
-        rss_bytes=facts.rss_bytes,
+        rss_bytes=int(facts.rss_bytes),
         cores_used=facts.cores,
         step=others.step - 1,  # they tell of the step before
         time=others.time,
@@ -165,7 +165,7 @@ class RankFile:
     def note_time(self, line: Mapping[str, Any]) -> None:
         """Note when a record was made."""
         when = line.get("time")
-        if isinstance(when, int | float) and when > self.time:  # which no NaN is
+        if isinstance(when, int | float) and self.time < when < 1e12:
             self.time = float(when)
 
     def step(self, step: StepLine) -> None:

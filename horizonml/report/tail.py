@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _CHUNK = 1 << 20  # bytes that are read at a time
+_LATEST = 1e12  # Unix time
 _LONGEST = 1 << 24  # bytes of a line; a longer one is damaged
 
 Line = dict[str, Any]
@@ -63,14 +64,14 @@ class Tail:
 
     def _parse(self, line: bytes) -> Line | None:
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=lambda constant: None)  # what is no number is not known
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             self.damaged += bool(line.strip())
             return None
         when = record.get("time")
-        if isinstance(when, int | float) and when >= 0:  # which no NaN is
+        if isinstance(when, int | float) and 0 <= when < _LATEST:
             self._time = float(when)
         return record
 

@@ -25,6 +25,9 @@ _MOST_EVENTS = 500
 _MOST_EVALUATIONS = 5000
 _SLOW = 1.5  # times as long as planned, from where a rank's slowness is an event
 
+_MOST = 1e15  # what seconds, bytes and counts stay below, so that their sums are numbers, too
+_NEVER_NEGATIVE = ("wall", "compute", "transfer", "wait", "cpu_seconds", "rss_bytes", "seconds", "step", "rank")
+
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -101,10 +104,13 @@ class Records:
 
     def _read(self, model: type[_Model], line: dict[str, Any]) -> _Model | None:
         try:
-            return model.model_validate(line)
+            found = model.model_validate(line)
         except ValidationError:
-            self.unreadable += 1
-            return None
+            found = None
+        if found is not None and _is_sound(found):
+            return found
+        self.unreadable += 1
+        return None
 
     def _describe(self, started_as: int, about: RunRecord) -> None:
         before = self.files.get(started_as)
@@ -150,7 +156,7 @@ class Records:
 
     def _slowdowns(self, line: dict[str, Any], when: float) -> None:
         factors = line.get("slowdowns")
-        if not isinstance(factors, list) or not all(isinstance(factor, int | float) for factor in factors):
+        if not isinstance(factors, list) or not all(map(_is_number, factors)):
             self.unreadable += 1
             return
         self.slowdowns = tuple(map(float, factors))
@@ -175,3 +181,17 @@ class Records:
 
     def _event(self, when: float, kind: str, text: str) -> None:
         self.events.append(Event(when, self.step, kind, text))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _MOST
+
+
+def _is_sound(found: BaseModel) -> bool:
+    """Return whether the numbers of a record can be counted with."""
+    values = vars(found)
+    if not all(_is_number(value) for value in values.values() if isinstance(value, int | float)):
+        return False
+    if any((values.get(name) or 0) < 0 for name in _NEVER_NEGATIVE):
+        return False
+    return not isinstance(found, StepLine) or all(_is_number(size) for pair in found.links.values() for size in pair)

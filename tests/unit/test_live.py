@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from horizonml.report.lines import StepLine
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Curve, RankFile, State
 from horizonml.report.tail import Tails
+from horizonml.report.top import frame
 from tests.runs import append, write_group, write_run
 
 
@@ -181,6 +183,45 @@ def test_nothing_that_a_rank_calls_itself_can_move_the_cursor(tmp_path: Path) ->
     texts = [run.name, member.host, member.node, member.processor, *run.layers]
     assert len(texts) == 5
     assert all(text.startswith("a") and text.isprintable() for text in texts)
+
+
+ODD = (
+    None, True, -1, 0, 10**400, -(10**30), 1e308, float("nan"), float("inf"), -float("inf"), "", "x\x1b[2J", "1", [],
+    {}, [[]], [None], {"a": []}, [float("nan")] * 4, [1e308] * 4,
+)  # fmt: skip
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """All that can be replaced in a record: a container and its key."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_is_wrong_in_the_records_the_rest_is_shown(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    write_run(tmp_path, "pipeline", ranks=3)
+    for path in tmp_path.glob("rank-*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        facts = {"seconds": 0.1, "split": {"compute": 0.5, "wait": 0.5}, "rss_bytes": 5, "links": {"next": [1.0, 2.0]}}
+        lines += [
+            {"kind": "ranks", "step": 7, "time": 107.0, "ranks": [facts] * 3},
+            {"kind": "slowdowns", "step": 7, "time": 107.0, "slowdowns": [1.0, 2.0, 1.0]},
+            {"kind": "checkpoint", "step": 7, "time": 107.0, "saved": True, "seconds": 1.0},
+            {"kind": "followed", "step": 7, "time": 107.0},
+            {"kind": "recovery", "time": 107.0, "generation": 1, "lost": [1], "seconds": 1.0, "steps_repeated": 1,
+             "source": "disk"},
+            {"kind": "end", "time": 107.0, "outcome": "failed"},
+        ]  # fmt: skip
+        for _ in range(dice.randint(1, 4)):
+            container, key = dice.choice(places(lines))
+            container[key] = copy.deepcopy(dice.choice(ODD))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = polled(tmp_path)
+    for width, height in ((80, 24), (200, None)):
+        lines = [line.plain for line in frame(run, width, height)]
+        assert all(line.isprintable() and len(line) <= width for line in lines)
+    assert run.seconds_left is None or run.seconds_left >= 0
 
 
 def step_line(number: int, loss: float) -> StepLine:
