@@ -89,7 +89,7 @@ class PageServer:
         if path == "api/events":
             return _json(self._watcher.events())
         if path == "api/timeline":
-            return _json(self._watcher.timeline(_whole(request, "known", -1)))
+            return _json(self._watcher.timeline(_whole(request, "known", -1), request.query.get("predicted") == "1"))
         if path == "api/what-if":
             return Later(lambda: self._what_if(request), _PLANNING_SECONDS + 10)
         return guarded(Reply.text(404, "there is no such page\n"))

@@ -32,7 +32,8 @@ class Watcher:
         self._loss = Series(3)  # loss, accuracy, seconds of a step
         self._split: dict[int, Series] = {}  # compute, transfer, wait: by the rank that a process was started as
         self._described: dict[str, Any] = dict(_READING, name=folder.absolute().name)
-        self._timeline: dict[str, Any] | None = None
+        self._timeline: dict[str, Any] | None = None  # recorded
+        self._predicted: dict[str, Any] | None = None
         self._evaluations: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
         self._ranks: dict[int, int] = {}  # what the members were started as
@@ -53,13 +54,14 @@ class Watcher:
         with self._lock:
             return dict(self._described)
 
-    def timeline(self, known: int) -> dict[str, Any] | None:
+    def timeline(self, known: int, is_predicted: bool) -> dict[str, Any] | None:
         """Return what the ranks did when in the newest step of which that is recorded, or None.
 
-        A client that has one of step `known` already gets no more than its number, unless there is a newer one.
+        If none is recorded, or if `is_predicted` asks for it, it is a simulated one. A client that has one of step
+        `known` already gets no more than its number, unless there is a newer one.
         """
         with self._lock:
-            found = self._timeline
+            found = self._predicted if is_predicted or self._timeline is None else self._timeline
         if found is not None and not found["is_simulated"] and found["step"] == known:
             return {"step": known}
         return found
@@ -119,7 +121,8 @@ class Watcher:
         run = self._run
         described = describe_run(run)
         described["problem"] = problem_of(self._folder, run.planning)
-        timeline = describe_timeline(run) or self._simulated.timeline(run.planning)
+        timeline, predicted = describe_timeline(run), self._simulated.timeline(run.planning)
+        described["has_both_timelines"] = timeline is not None and predicted is not None
         events = [vars(event) for event in run.events]
         evaluations = [
             {"step": one.step, "epoch": one.epoch, "loss": one.loss, "accuracy": one.accuracy, "best": one.best}
@@ -127,7 +130,8 @@ class Watcher:
         ]
         ranks = {member.rank: member.started_as for member in run.members if member.started_as is not None}
         with self._lock:
-            self._described, self._timeline, self._events = described, timeline, events
+            self._described, self._timeline, self._predicted = described, timeline, predicted
+            self._events = events
             self._evaluations, self._ranks = evaluations, ranks
 
 

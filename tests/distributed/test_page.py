@@ -102,6 +102,13 @@ def visit(browser: Browser) -> Iterator[Callable[..., Visit]]:
         one.close()
 
 
+def predict(page: Page) -> None:
+    """Ask what would be if nothing changed."""
+    page.click("#what-if button[type=submit]")
+    page.wait_for_selector("#what-if .compare, #what-if .error", timeout=45_000)
+    assert page.locator("#what-if .compare").count(), page.inner_text("#what-if [role=status]")
+
+
 def violations(page: Page) -> list[str]:
     """What axe finds wrong with a page, in words."""
     need_package("axe_selenium_python")
@@ -132,10 +139,15 @@ def test_the_page_shows_a_run_without_a_complaint_or_a_request_elsewhere(
         assert page.locator("#split .chart rect").count() == 9
         assert page.locator("#timeline .chart rect").count() > 20
         assert "training is complete" in page.inner_text("#events")
+        page.click("button:has-text('Show the predicted step')")
+        page.wait_for_selector("#timeline .note:has-text('Simulated')")
+        page.click("button:has-text('Show the predicted step')")
+        page.wait_for_selector("#timeline .note:has-text('Step 45, as')")
         curve = page.get_attribute("#loss svg.chart", "aria-label")
         assert curve is not None
         assert curve.startswith("Loss over steps 1 to 46: training from 2.3")
         page.click("text=Links as a table")
+        page.wait_for_selector("#topology td")
         assert page.locator("#topology td:has-text('Mbit/s')").count() == 3, "all links were measured"
         assert look.complaints == []
         assert {url.split("/")[2] for url in look.asked} == {f"127.0.0.1:{server.port}"}
@@ -149,8 +161,7 @@ def test_axe_finds_nothing_wrong_with_anything_opened(run: Path, visit: Callable
         page = look.go(server)
         for summary in page.locator("summary").all():
             summary.click()
-        page.click("button:has-text('Predict')")
-        page.wait_for_selector("#what-if .compare")
+        predict(page)
         assert violations(page) == []
         assert look.complaints == []
         page.evaluate("document.querySelector('main').append(document.createElement('img'))")
@@ -200,8 +211,7 @@ def test_a_phone_scrolls_in_one_direction_only(run: Path, visit: Callable[..., V
         page = look.go(server)
         for summary in page.locator("summary").all():
             summary.click()
-        page.click("button:has-text('Predict')")
-        page.wait_for_selector("#what-if .compare")
+        predict(page)
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         small = page.evaluate(
             "[...document.querySelectorAll('button, input, select')].filter((one) => one.offsetParent && "

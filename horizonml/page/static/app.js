@@ -99,7 +99,7 @@ function history(found) {
 
 async function look() {
   const newest = known.steps.at(-1)?.[0] ?? 0;
-  const [run, past, events, timeline] = await Promise.all([get("api/run"), get(`api/history?since=${newest}&revision=${known.revision}`), get("api/events"), get(`api/timeline?known=${parts.timeline.step}`)]);
+  const [run, past, events, timeline] = await Promise.all([get("api/run"), get(`api/history?since=${newest}&revision=${known.revision}`), get("api/events"), get(parts.timeline.path)]);
   header(run);
   lobby(run.state === "waiting" || run.state === "reading" ? run.devices : null);
   parts.actions.set(run.actions ?? []);
@@ -108,6 +108,7 @@ async function look() {
   parts.topology.set(run);
   parts.plan.set(run.plan, run.layers);
   parts.split.set(run);
+  parts.timeline.offer(run.has_both_timelines);
   parts.timeline.set(timeline);
   parts.events.set(events);
   parts.whatIf.set(run);

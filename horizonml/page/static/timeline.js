@@ -1,5 +1,6 @@
 // Draws what each rank did when in one step.
 
+import { get } from "./api.js";
 import { el, legend, picture, sized, svg, table, Table } from "./dom.js";
 import { number, seconds } from "./format.js";
 import { ticks } from "./charts.js";
@@ -15,22 +16,35 @@ export class Timeline {
     this.note = el("p", { class: "note" });
     this.readout = el("p", { class: "readout" });
     this.table = new Table("The step");
-    card.replaceChildren(this.figure, legend([["k-compute", "forward and other computing"], ["k-backward", "backward"], ["k-transfer", "transfer"], ["k-wait", "wait"]]), this.readout, this.note, this.table.element);
+    this.predicted = false;
+    this.toggle = el("button", { type: "button", hidden: true, "aria-pressed": "false", onclick: () => this.change() }, "Show the predicted step");
+    card.replaceChildren(this.figure, legend([["k-compute", "forward and other computing"], ["k-backward", "backward"], ["k-transfer", "transfer"], ["k-wait", "wait"]]), this.readout, this.note, this.toggle, this.table.element);
     this.found = null;
     this.redraw = sized(this.figure, (width) => this.draw(width));
   }
 
-  // The step that is shown, so that it is not sent again; -1 for a simulated one, which the first real one replaces.
-  get step() {
-    return this.found && !this.found.is_simulated ? this.found.step : -1;
+  // Where to ask for a step. One that is shown is not sent again, except for a simulated one, which a real one replaces.
+  get path() {
+    const known = this.found && !this.found.is_simulated ? this.found.step : -1;
+    return this.predicted ? "api/timeline?predicted=1" : `api/timeline?known=${known}`;
+  }
+
+  offer(both) {
+    this.toggle.hidden = !both;
+  }
+
+  async change() {
+    this.predicted = !this.predicted;
+    this.toggle.setAttribute("aria-pressed", this.predicted);
+    try { this.set(await get(this.path)); } catch { this.note.textContent = "The connection to the service is lost; trying again."; }
   }
 
   set(found) {
-    if (found && !found.ranks) return; // it is shown already
+    if (found && (!found.ranks || found.is_simulated !== this.predicted && this.predicted)) return; // it is shown already, or comes too late
     this.found = found;
     this.note.textContent = !found ? "" : found.is_simulated
-      ? "Simulated: this is what the planner predicts for the plan. No step is recorded in detail yet."
-      : `Step ${number(found.step)}, as the ranks recorded it by their own clocks.`;
+      ? `Simulated: this is what the planner predicts for the plan.${this.predicted ? "" : " No step is recorded in detail yet."}`
+      : `Step ${number(found.step)}, as the ranks whose records are here recorded it by their own clocks.`;
     this.table.set(() => (found ? table(found.is_simulated ? "A step as it is predicted" : `Step ${number(found.step)}`, ["rank", "what", { name: "micro-batch", number: true }, { name: "begins", number: true }, { name: "takes", number: true }],
       found.ranks.flatMap(({ rank, spans }) => spans.slice(0, 100).map(([kind, what, micro, begin, end]) => [`${rank}`, `${kind}: ${what}`, micro < 0 ? "–" : micro, seconds(begin), seconds(end - begin)]))) : el("p", {}, "No step is recorded in detail yet.")));
     this.redraw();

@@ -99,7 +99,7 @@ export class Topology {
     const area = { x: x - width / 2, y: y - height / 2, width, height, rx: 9 };
     const room = Math.max(3, Math.floor(width / 6.6));
     const short = (text) => (text.length > room ? `${text.slice(0, room - 1)}…` : text);
-    const where = rank.is_recorded ? rank.host : "elsewhere";
+    const where = rank.host || "elsewhere";
     return svg("g", {}, svg("title", {}, `rank ${rank.rank} on ${where}`), svg("rect", { ...area, class: "under" }), svg("rect", { ...area, class: style, "stroke-dasharray": rank.is_recorded ? null : "4 3" }),
       svg("text", { class: "bold", x, y: height > 40 ? y - 5 : y + 4, "text-anchor": "middle" }, height > 40 ? `rank ${rank.rank}` : rank.rank),
       height > 40 ? svg("text", { class: "soft", x, y: y + 12, "text-anchor": "middle" }, short([where, rank.cores ? `${number(rank.cores, 2)} cores` : null].filter(Boolean).join(", "))) : null);
