@@ -168,6 +168,10 @@ def test_a_device_without_a_network_and_one_with_docker_s_alone_say_so(lab: Lab)
         assert time.monotonic() < deadline, f"docker0 is not up within 20 s: {said}"
         lab.configure(LATE, "ip addr flush dev veth0")  # which gets a link-local address of its own
         lab.configure(LATE, "ip addr flush dev veth1")
+    process = lab.start(LATE, sys.executable, "-c", ANNOUNCE, "29400", "0123abcd", "digits")
+    assert process.stdout is not None
+    assert "only docker0 is up" in process.stdout.readline()
+    withdraw(process)
 
 
 def test_what_is_wrong_with_a_peer_is_said(lab: Lab) -> None:
