@@ -79,11 +79,11 @@ class Tunnel:
 
     def ensure(self) -> None:
         """Start the process again if it has ended. Raises SecurityError, TunnelGone."""
-        if self._process is not None and self._process.poll() is None:
+        if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         self.close()
         self._start()
-        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt})
+        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
         address, port = self._at
         self._ask({"do": "serve", "address": address, "port": port})
         until = time.monotonic() + _SERVE_SECONDS
