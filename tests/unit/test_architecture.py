@@ -42,7 +42,7 @@ TABLE: dict[str, set[str]] = {
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
-    "chaos": {"machine", "report"},
+    "chaos": {"machine", "report", "security"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
     "api": {
         "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
