@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -76,16 +75,15 @@ class Tunnel:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._last = Usage()
-        self.cost = 0.0  # seconds of the processor for each byte that crosses machines, once it has been measured
         self.ensure()
 
     def ensure(self) -> None:
         """Start the process again if it has ended. Raises SecurityError, TunnelGone."""
-        if self._process is not None and self._process.poll() is None:
+        if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         self.close()
         self._start()
-        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt})
+        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
         address, port = self._at
         self._ask({"do": "serve", "address": address, "port": port})
         until = time.monotonic() + _SERVE_SECONDS
@@ -105,7 +103,8 @@ class Tunnel:
         """Start the process with the configuration of OpenSSL that this processor calls for."""
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
-        with theirs, tempfile.TemporaryFile() as configured:
+        # Linux keeps this file in memory: a container may have no other place to write to.
+        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
             configured.write(configuration(offered(measure())).encode())
             configured.flush()
             number = configured.fileno()

@@ -32,7 +32,7 @@ class Control:
         """Listen to the rank on a connected socket."""
         self._loop, self._line, self._unread = loop, line, b""
         self._carrier: Carrier | None = None
-        self._encrypt = True
+        self._encrypt, self._rank = True, 0
         self.over = False
         line.setblocking(False)
         loop.watch(line, READ, lambda _: self._hear())
@@ -41,6 +41,11 @@ class Control:
     def busy(self) -> bool:
         """Return whether connections are carried, of which other ranks of this machine may have one end."""
         return self._carrier is not None and self._carrier.pipes > 0
+
+    def look(self) -> None:
+        """Notice that the rank has ended, although processes that it has left behind may hold its end of the line."""
+        if not self.over and self._rank and os.getppid() != self._rank:
+            self._end()
 
     def _hear(self) -> None:
         try:
@@ -81,7 +86,7 @@ class Control:
         self._line.setblocking(False)
 
     def _begin(self, request: Fields) -> Fields:
-        self._encrypt = bool(request["encrypt"])
+        self._encrypt, self._rank = bool(request["encrypt"]), int(request["rank"])
         self._carrier = Carrier(self._loop, parse_token(request["token"]), self._encrypt)
         return {}
 
@@ -136,6 +141,7 @@ def main() -> None:
     control = Control(loop, socket.socket(fileno=os.dup(0)))
     while not control.over or control.busy:
         loop.turn()
+        control.look()
 
 
 if __name__ == "__main__":

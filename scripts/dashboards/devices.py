@@ -98,7 +98,7 @@ PANELS = [
     ),
     per_rank(
         "Work of protected links",
-        "What share of a core does each rank's tunnel take? Encryption costs about a second of a core per gigabyte.",
+        "What share of a core does each rank's tunnel take? A gigabyte takes a recent processor about 0.75 seconds.",
         "percentunit",
         rate("horizonml_link_cpu_seconds_total"),
         without="No rank here has a tunnel",

@@ -23,6 +23,7 @@ from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
+from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
 from horizonml.tasks.task import InputSpec
@@ -214,3 +215,21 @@ def test_a_machine_that_is_not_reached_is_named_with_the_reason(pool: Pool) -> N
     results = pool.run(2, without_a_way, token, ports)
     assert results[0].startswith("rank 0 could not connect to all other ranks: ")
     assert f"rank 0 is not reached at 127.0.0.1:{ports[0]}: it does not have this job's token" in results[1]
+
+
+def probed(rank: int, world_size: int, store: Store, token: str, ports: Sequence[int]) -> list[float]:
+    """What each rank's processor takes for a byte that crosses machines, as the planner learns it."""
+    hosts, links = linked(rank, world_size, token, ports, True)
+    group = Group(store, rank, world_size, 30.0, hosts, links=links)
+    try:
+        return [cost.crossing for cost in probe_pairs(group)[1]]
+    finally:
+        group.close()
+        links.tunnel.close()
+
+
+def test_ranks_measure_what_links_cost_their_processors(pool: Pool) -> None:
+    results = pool.run(3, probed, make_token().text, free_ports(2))
+    assert results[0] == results[1] == results[2]
+    assert all(1e-10 < seconds < 1e-6 for seconds in results[0])
+    assert results[0][0] == results[0][2], "ranks of one machine share its tunnel"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -18,7 +20,7 @@ from horizonml.security.tls import client_context
 from horizonml.security.token import make_token
 from horizonml.tunnel.addresses import own_address, stand_in_address
 from horizonml.tunnel.carrier import MOST_HANDSHAKES
-from horizonml.tunnel.client import Tunnel
+from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
 from horizonml.tunnel.header import Answer, Target
 from tests.distributed.processes import wait_for
 
@@ -289,10 +291,46 @@ def test_a_port_that_something_else_has_is_named_with_what_to_do(start: Start) -
 
 def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
     tunnel = start(free_port())
-    assert tunnel._process is not None
-    tunnel._process.kill()
-    tunnel._process.wait(10)
-    assert tunnel.usage().sent == 0
+    killed = tunnel._process
+    assert killed is not None
+    killed.kill()
+    killed.wait(10)
+    assert tunnel.usage() == Usage()
+    with pytest.raises(TunnelGone):
+        tunnel.open(HERE, 1, stand_in_address(0), (own_address(0), 1))
     tunnel.ensure()
-    assert tunnel.usage().cipher == ""
-    assert time.monotonic() > 0
+    assert tunnel._process is not None
+    assert tunnel._process.pid != killed.pid
+    assert tunnel.usage().seconds > 0
+
+
+def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None:
+    program = (
+        "import os, sys, time; from horizonml.security.token import make_token; "
+        "from horizonml.tunnel.client import Tunnel; "
+        f"tunnel = Tunnel(make_token(), '127.0.0.1', {free_port()}); "
+        "child = os.fork(); child or [os.close(1), os.close(2), time.sleep(20), os._exit(0)]; "
+        "print(tunnel._process.pid, child, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    tunnel, child = map(int, done.stdout.split())
+    try:
+        wait_for(lambda: not psutil.pid_exists(tunnel), "the end of the tunnel", 10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_machines_may_have_addresses_of_version_6(start: Start) -> None:
+    port = free_port()
+    try:
+        there = Tunnel(TOKEN, "::1", port)
+    except SecurityError:
+        pytest.skip("this machine has no IPv6")
+    here = start(free_port())
+    with rank(0) as listener:
+        number, at = here.open("::1", port, stand_in_address(0), listener.getsockname())
+        with socket.create_connection(at, timeout=10) as near, listener.accept()[0] as far:
+            near.sendall(b"hello")
+            assert exactly(far, 5) == b"hello"
+            assert here.failures([number], 5.0) == {}
+    there.close()
