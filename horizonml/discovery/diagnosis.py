@@ -84,8 +84,8 @@ def explain_nobody(
         lines.append(f"There are {len(found) - _MOST_NAMED} more services that this device cannot join.")
     if not found:
         lines += _silence(look_around() if surroundings is None else surroundings)
-    clock = time.time() if surroundings is None else surroundings.clock
-    return "\n".join([*lines, *_clocks(clock, clock_ahead)])
+    clocks = explain_clocks(clock_ahead, None if surroundings is None else surroundings.clock)
+    return "\n".join([*lines, *([clocks] if clocks is not None else [])])
 
 
 def _why_not(service: Found, token_id: str, version: str, job: str | None) -> str:
@@ -187,8 +187,13 @@ def _others(seen: Surroundings) -> list[str]:
     return []
 
 
-def _clocks(clock: float, ahead: float | None) -> list[str]:
-    """Return what is wrong with the clocks, which keeps nobody from joining, but spoils what is recorded."""
+def explain_clocks(ahead: float | None, clock: float | None = None) -> str | None:
+    """Return what is wrong with the clocks, which keeps nobody from joining, but spoils what is recorded; or None.
+
+    `ahead` says by how many seconds a service's clock is ahead of this device's, as `Client.clock_ahead` does; `clock`
+    is the time of this device, by default now.
+    """
+    clock = time.time() if clock is None else clock
     if clock < _OLDEST:
         date = datetime.datetime.fromtimestamp(clock, datetime.UTC).date()
         wrong = f"This device's clock has not been set, it says {date}"
@@ -196,11 +201,11 @@ def _clocks(clock: float, ahead: float | None) -> list[str]:
         direction = "ahead of" if ahead > 0 else "behind"
         wrong = f"The service's clock is {_duration(abs(ahead))} {direction} this device's"
     else:
-        return []
-    return [
+        return None
+    return (
         f"{wrong}: that keeps nobody from joining, but the times in a run's records will be wrong; "
         "`sudo timedatectl set-ntp true` sets a clock."
-    ]
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -53,7 +53,9 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """Return the interfaces that are up and have an address that is not a loopback address."""
-    return read_interfaces(psutil.net_if_addrs(), psutil.net_if_stats())
+    found = read_interfaces(psutil.net_if_addrs(), psutil.net_if_stats())
+    checked = [replace(interface, ipv6=tuple(filter(_is_ready, interface.ipv6))) for interface in found]
+    return [interface for interface in checked if interface.ipv4 or interface.ipv6]
 
 
 def read_interfaces(addresses: Mapping[str, Iterable[Any]], states: Mapping[str, Any]) -> list[Interface]:
@@ -104,6 +106,16 @@ def reachable(address: str, found: Sequence[Interface]) -> bool:
     if scope:
         return any(interface.name == scope for interface in found)
     return any(parsed in network for interface in found for network in interface.networks)
+
+
+def _is_ready(address: str) -> bool:
+    """Return whether an address of IPv6 can be used, as it can be only some time after its interface is up."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0][4])
+    except OSError:
+        return False
+    return True
 
 
 def _network(address: str, netmask: str | None) -> list[Network]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _MOST_FOUND = 256  # services
 _MOST_QUESTIONS = 64  # at a time, about services whose port and addresses did not come with their names
 _ANSWER_SECONDS = 3.0  # for each of these questions
-_LOOK_SECONDS = 0.1  # the interval between checks whether to stop
-_INTERFACES_SECONDS = 5.0  # the interval between checks whether there are other interfaces
+_LOOK_SECONDS = 0.05  # the interval between checks whether to stop
+_INTERFACES_SECONDS = 2.0  # the interval between checks whether there are other interfaces
 _START_SECONDS = 3.0
 _END_SECONDS = 5.0
 
@@ -41,8 +41,8 @@ def browse(
 ) -> list[Found]:
     """Return the services that announce themselves within some seconds, by name.
 
-    It returns as soon as `enough` is true of one of them, or `stop` says so. Where the network cannot be used, it
-    finds nothing; `diagnosis.explain_nobody` says why.
+    It returns as soon as `enough` is true of one of them, or `stop` says so. Where it finds nothing,
+    `diagnosis.explain_nobody` says why.
     """
     return asyncio.run(_Search(enough).run(seconds, stop))
 
@@ -93,16 +93,9 @@ class Announcement:
                     except (OSError, Error) as error:
                         self.problem = f"mDNS does not work: {error or type(error).__name__}"
                 self._ready.set()
-                while not await self._ended_within(_INTERFACES_SECONDS):
+                while not await _wait(_INTERFACES_SECONDS, self._end.is_set):
                     if self.problem is not None or usable() != chosen:
-                        break
-
-    async def _ended_within(self, seconds: float) -> bool:
-        """Wait for the end, but only so long, and return whether it has come."""
-        deadline = time.monotonic() + seconds
-        while not self._end.is_set() and time.monotonic() < deadline:
-            await asyncio.sleep(_LOOK_SECONDS)
-        return self._end.is_set()
+                        break  # it may work by now
 
     def _info(self, chosen: Sequence[Interface]) -> Any:
         from zeroconf.asyncio import AsyncServiceInfo
@@ -123,33 +116,44 @@ class _Search:
     """Looks for services, once."""
 
     enough: Callable[[Found], bool]
-    own: Sequence[Interface] = field(default_factory=usable)
+    own: list[Interface] = field(default_factory=list)
     found: dict[str, Found] = field(default_factory=dict)  # by the name in DNS
     asking: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     done: bool = False
 
     async def run(self, seconds: float, stop: Callable[[], bool]) -> list[Found]:
-        """Return what is found."""
+        """Return what is found, also on interfaces that appear meanwhile."""
+        deadline = time.monotonic() + seconds
+
+        def ended() -> bool:
+            return self.done or time.monotonic() >= deadline or stop()
+
+        while not ended():
+            self.own = usable()
+            async with _zeroconf(self.own) as (zeroconf, _):
+                if zeroconf is None:
+                    await _wait(_INTERFACES_SECONDS, ended)
+                else:
+                    await self.listen(zeroconf.zeroconf, ended)
+        return distinct(self.found.values())
+
+    async def listen(self, zeroconf: Zeroconf, ended: Callable[[], bool]) -> None:
+        """Look for services until the end, or until the interfaces are others."""
         from zeroconf.asyncio import AsyncServiceBrowser
 
-        deadline = time.monotonic() + seconds
-        async with _zeroconf(self.own) as (zeroconf, _):
-            if zeroconf is None:
-                return []
+        def changed(**change: Any) -> None:
+            self.note(zeroconf, change["name"], change["state_change"])
 
-            def changed(**change: Any) -> None:
-                self.note(zeroconf.zeroconf, change["name"], change["state_change"])
-
-            # It asks for answers to this machine alone, and a second later for answers to all: the former come at once,
-            # but could reach another program on this machine that uses mDNS.
-            async with AsyncServiceBrowser(zeroconf.zeroconf, TYPE, [changed]):
-                while not self.done and time.monotonic() < deadline and not stop():
-                    await asyncio.sleep(min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-            waiting = list(self.asking.values())
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-        return distinct(self.found.values())
+        # It asks for answers to this machine alone, and a second later for answers to all: the former come at once, but
+        # could reach another program on this machine that uses mDNS.
+        async with AsyncServiceBrowser(zeroconf, TYPE, [changed]):
+            while not await _wait(_INTERFACES_SECONDS, ended) and usable() == self.own:
+                pass
+        waiting = list(self.asking.values())
+        self.asking.clear()
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def note(self, zeroconf: Zeroconf, name: str, change: ServiceStateChange) -> None:
         """Look at a service that has appeared or changed, or forget one that is gone."""
@@ -184,9 +188,18 @@ class _Search:
             service = records.read(info.properties, info.port, addresses, self.own)
         except ValueError:
             return
-        if len(self.found) < _MOST_FOUND:
+        wanted = self.enough(service)
+        if len(self.found) < _MOST_FOUND or (wanted and not self.done):
             self.found[name] = service
-            self.done = self.done or self.enough(service)
+        self.done = self.done or wanted
+
+
+async def _wait(seconds: float, ended: Callable[[], bool]) -> bool:
+    """Wait for an end, but only so long, and return whether it has come."""
+    deadline = time.monotonic() + seconds
+    while not ended() and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_SECONDS)
+    return ended()
 
 
 @asynccontextmanager

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import psutil
 
+Seconds = tuple[float, float, float]
+
 _EVENT = struct.Struct("llHHi")  # of /dev/input: seconds, microseconds, type, code, value (see input.h of Linux)
 _USED = {0x01, 0x02}  # the types of keys (also a touch) and of movements; a sensor of a laptop's lid has others
 _MOST_EVENTS = 64
+_REST_SECONDS = 4.0  # between two looks at what takes some time to find out
 _SECONDS = 3.0  # for loginctl
 # A terminal that was used longer ago than this, or will be, tells more about a clock that was set than about people.
 _LONGEST, _EARLIEST = 365 * 86400.0, -10.0
@@ -31,9 +34,11 @@ class Usage:
         self._dev = root / "dev"
         self._inputs: dict[Path, int] = {}
         self._used = time.monotonic()
-        self._load: tuple[float, float, float] | None = None
+        self._load: Seconds | None = None
+        self._share: float | None = None
+        self._asked, self._desktops = -_REST_SECONDS, list[float]()
 
-    def idle_seconds(self) -> float | None:
+    def idle_seconds(self) -> float:
         """Return for how long nobody has used keyboard, mouse or a terminal, as far as can be seen."""
         now = time.monotonic()
         self._open_inputs()
@@ -41,19 +46,21 @@ class Usage:
             self._used = now
         idle = [now - self._used, *terminals_idle(self._dev, time.time())]
         if not self._inputs:  # nothing tells when the screen was used but the desktop itself
-            idle += desktops_idle(_sessions(), _monotonic())
+            if now - self._asked >= _REST_SECONDS:
+                self._asked, self._desktops = now, desktops_idle(_sessions(), _monotonic())
+            idle += self._desktops
         return min(idle)
 
     def others_load(self) -> float | None:
-        """Return the share of the machine's cores that other programs have used since the last call; None at first."""
-        times = psutil.cpu_times()
-        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-        now, own, before = time.monotonic(), _own_seconds(), self._load
-        self._load = now, busy, own
-        if before is None or now - before[0] < 0.1:
-            return None
-        wall, total, ours = (new - old for new, old in zip(self._load, before, strict=True))
-        return min(1.0, max(0.0, (total - max(0.0, ours)) / wall / (os.cpu_count() or 1)))
+        """Return the share of the machine's cores that other programs have used of late; None at first."""
+        before, now = self._load, time.monotonic()
+        if before is None or now - before[0] >= _REST_SECONDS:
+            times = psutil.cpu_times()
+            busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+            self._load = now, busy, own_seconds()
+            if before is not None:
+                self._share = share_of_others(before, self._load, os.cpu_count() or 1)
+        return self._share
 
     def blind(self) -> bool:
         """Return whether there is a keyboard or a mouse, and this user may not see that it is used."""
@@ -87,6 +94,15 @@ class Usage:
             except OSError:  # it was unplugged
                 os.close(self._inputs.pop(path))
         return used
+
+
+def share_of_others(before: Seconds, after: Seconds, cores: int) -> float:
+    """Return the share of the cores that others used between two moments.
+
+    Each moment is the time, the busy time of all cores, and the part of that which was this program's own.
+    """
+    wall, busy, own = (new - old for new, old in zip(after, before, strict=True))
+    return min(1.0, max(0.0, (busy - max(0.0, own)) / wall / cores))
 
 
 def were_used(data: bytes) -> bool:
@@ -152,7 +168,7 @@ def _loginctl(*arguments: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-def _own_seconds() -> float:
+def own_seconds() -> float:
     """Return the processor time of this process, of all that it has started, and of what has ended among them."""
     seconds = 0.0
     try:

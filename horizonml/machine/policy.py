@@ -114,7 +114,7 @@ class Policy:
         if not self._allowed and calm >= CALM_SECONDS:
             return None
         return (
-            f"other programs use {percent(load)} of this device's processor, and it waits until that was less than "
+            f"other programs use {percent(load, 0)} of this device's processor, and it waits until that was less than "
             f"{percent(CALM)} for {CALM_SECONDS:.0f} s"
         )
 

@@ -23,8 +23,10 @@ def unit(options: Sequence[str], program: Sequence[str] = (), source: str = "~/.
     `program` is the command that runs horizonml, by default the one that runs now. `source` is where the file with the
     token is, for the comment that says how to install it. Where the program is in somebody's home, the service runs as
     that user, who alone may be able to read it; elsewhere, as a user of its own. Raises JobError for an option that
-    cannot stand in a unit.
+    cannot stand in a unit, or makes no sense there.
     """
+    if "--insecure" in options:
+        raise JobError("--print-unit: a device that always joins needs a token; leave --insecure out")
     command = [*(program or this_program()), "join", *options]
     home = _home(command[0])
     user = "DynamicUser=yes" if home is None else f"User={_owner(home)}"

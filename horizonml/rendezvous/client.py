@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from horizonml.rendezvous.checks import Fields, printable
 from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, read
 
+_MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock
 _MUTE = "it accepts connections but does not answer; is it a rendezvous service?"
 
 
@@ -76,7 +77,11 @@ class Client:
         try:
             greeting = self.ask(hello(), max(0.1, until - time.monotonic()))
             self.version = printable(str(greeting.get("version")), 40)  # of the service
+            theirs = greeting.get("time")
+            # By how many seconds the service's clock is ahead of this one's, except for the way here; None if unknown.
+            self.clock_ahead = theirs - time.time() if isinstance(theirs, float) and 0 <= theirs < _MOST_TIME else None
         except ServiceRefuses as error:
+            self._shut()
             raise Unwanted(f"the service at {self._where} refuses: {error}") from error
         except ServiceError as error:
             if isinstance(error.__cause__, TimeoutError):

@@ -196,7 +196,7 @@ class Server:
         client.peer.asked = time.monotonic()
         if not client.known:
             client.known = True
-            self._answer(client, {"protocol": PROTOCOL, "version": __version__})
+            self._answer(client, {"protocol": PROTOCOL, "version": __version__, "time": time.time()})
             return False
         self._ask(client, fields)
         return True

@@ -1,0 +1,78 @@
+"""What keeps devices from finding each other: firewalls, multicast that is off, and networks that come and go."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.test_discovery import ANNOUNCE, announce, browse, explain, withdraw
+from tests.netns import CABLE, Lab
+from tests.programs import need, need_networks
+
+pytestmark = pytest.mark.slow
+
+HOST, DEAF, LATE, LINK, LINK_HOST = range(5)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    need_networks()
+    with Lab(tmp_path_factory.mktemp("lab"), 5, ["laptop", "deaf", "late"]) as made:
+        yield made
+
+
+def test_a_firewall_is_named_that_drops_what_devices_say(lab: Lab) -> None:
+    need("iptables", "iptables")
+    laptop = announce(lab, HOST, "29400", "0123abcd", "digits")
+    for program in ("iptables", "ip6tables"):
+        lab.configure(DEAF, f"{program} -A INPUT -p udp --dport 5353 -j DROP")
+    assert browse(lab, DEAF, 2) == []
+    said = explain(lab, DEAF)
+    assert f"No device announces itself on {CABLE} ({lab.addresses[DEAF]}" in said
+    assert f"Multicast seems blocked on {CABLE}: a packet to UDP port 5353 did not come back" in said
+    assert "On this device iptables has the rule `-A INPUT -p udp -m udp --dport 5353 -j DROP`" in said
+    for program in ("iptables", "ip6tables"):
+        lab.configure(DEAF, f"{program} -F")
+        lab.configure(DEAF, f"{program} -A OUTPUT -p udp --dport 5353 -j REJECT")
+    said = explain(lab, DEAF)
+    assert "(sending failed: operation not permitted)" in said
+    for program in ("iptables", "ip6tables"):
+        lab.configure(DEAF, f"{program} -F")
+    assert [each["name"] for each in browse(lab, DEAF, 300, "laptop")] == ["laptop"]
+    assert "Multicast seems blocked" not in (said := explain(lab, DEAF))
+    assert f"Multicast works, since other devices were heard ({lab.addresses[HOST]})" in said
+    lab.configure(DEAF, f"ip link set {CABLE} multicast off")
+    assert f"`sudo ip link set {CABLE} multicast on` switches it on" in explain(lab, DEAF)
+    withdraw(laptop)
+
+
+def test_a_service_is_announced_on_a_network_that_comes_later(lab: Lab) -> None:
+    """As on a laptop whose Wi-Fi is switched on, or whose address changes, while it serves."""
+    lab.configure(LATE, f"ip link set {CABLE} down")
+    late = lab.start(LATE, sys.executable, "-c", ANNOUNCE, "29400", "0123abcd", "digits")
+    assert late.stdout is not None
+    assert "no network interface is up" in late.stdout.readline()
+    lab.configure(LATE, f"ip link set {CABLE} up")
+    [found] = browse(lab, HOST, 300, "late")
+    assert found["host"] == lab.addresses[LATE]
+    lab.configure(LATE, f"ip addr del {lab.addresses[LATE]}/16 dev {CABLE}")
+    lab.configure(LATE, f"ip addr add 10.251.9.9/16 dev {CABLE}")
+    deadline = time.monotonic() + 30
+    while [each["host"] for each in browse(lab, HOST, 1)] != ["10.251.9.9"]:
+        assert time.monotonic() < deadline, "the new address is not announced within 30 s"
+    withdraw(late)
+
+
+def test_devices_without_ipv4_find_each_other_by_link_local_addresses(lab: Lab) -> None:
+    for device in (LINK, LINK_HOST):
+        lab.configure(device, f"ip addr flush dev {CABLE} scope global")
+    assert lab.run(LINK, "ip", "-6", "addr", "show", CABLE).stdout, "this kernel has IPv6"
+    # Where the network has just come up, the address cannot be used for a second or two, and both wait for that.
+    service = lab.start(LINK_HOST, sys.executable, "-c", ANNOUNCE, "29400", "0123abcd", "digits", "linked")
+    [found] = browse(lab, LINK, 300, "linked")
+    assert found["host"].startswith("fe80::")
+    assert found["host"].endswith(f"%{CABLE}")
+    withdraw(service)

@@ -1,0 +1,358 @@
+"""What devices announce, how what others announce is checked, and the sentences that say why nobody is found."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horizonml.discovery import records
+from horizonml.discovery.device import Device, accelerator, measure_gflops, model, system, this_device
+from horizonml.discovery.diagnosis import Surroundings, explain_nobody
+from horizonml.discovery.firewall import Firewall, in_iptables, in_nftables
+from horizonml.discovery.interfaces import Interface, choose, reachable, read_interfaces
+from horizonml.discovery.multicast import Hearing
+from horizonml.discovery.records import Found
+
+ETH = Interface(
+    "eth0",
+    ("192.168.1.5",),
+    ("fe80::5%eth0", "2001:db8::5"),
+    (ipaddress.ip_network("192.168.1.0/24"), ipaddress.ip_network("2001:db8::/64")),
+)
+DOCKER = Interface("docker0", ("172.17.0.1",), (), (ipaddress.ip_network("172.17.0.0/16"),))
+LAPTOP = Found("laptop", "192.168.1.9", 29400, "0123abcd", "1.0", "digits", ("192.168.1.9",))
+
+
+def entry(address: str, netmask: str | None = None) -> SimpleNamespace:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return SimpleNamespace(family=family, address=address, netmask=netmask)
+
+
+def state(up: bool = True, flags: str = "up,multicast") -> SimpleNamespace:
+    return SimpleNamespace(isup=up, flags=flags)
+
+
+def test_interfaces_are_those_that_are_up_with_an_address_of_their_own() -> None:
+    addresses = {
+        "lo": [entry("127.0.0.1", "255.0.0.0"), entry("::1")],
+        "wlan0": [entry("192.168.1.5", "255.255.255.0"), entry("fe80::5%wlan0", "ffff:ffff:ffff:ffff::")],
+        "eth0": [entry("10.0.0.7", "255.0.0.0")],
+        "eth1": [],
+        "tun0": [entry("fd00::7", "ffff:ffff:ffff:ffff::/64")],
+        "docker0": [entry("172.17.0.1", "255.255.0.0")],
+    }
+    states = {name: state() for name in addresses} | {"eth0": state(up=False), "tun0": state(flags="up,pointopoint")}
+    found = read_interfaces(addresses, states)
+    assert [interface.name for interface in found] == ["docker0", "tun0", "wlan0"]
+    docker, tunnel, wireless = found
+    assert wireless.addresses == ("192.168.1.5", "fe80::5%wlan0")
+    assert [str(network) for network in wireless.networks] == ["192.168.1.0/24", "fe80::/64"]
+    assert tunnel.addresses == ("fd00::7",)
+    assert (tunnel.multicast, wireless.multicast) == (False, True)
+    assert docker.virtual
+    assert not wireless.virtual
+
+
+@pytest.mark.parametrize("name", ["docker0", "veth12ab", "br-0f3a", "virbr0", "podman1", "cni0", "lxcbr0"])
+def test_networks_of_containers_are_used_only_where_there_is_nothing_else(name: str) -> None:
+    virtual = Interface(name, ("172.17.0.1",))
+    assert choose([virtual, ETH]) == [ETH]
+    assert choose([virtual]) == [virtual]
+
+
+@pytest.mark.parametrize("name", ["eth0", "wlp3s0", "br0", "br-lan", "en0", "cable"])
+def test_real_networks_are_not_taken_for_those_of_containers(name: str) -> None:
+    assert not Interface(name, ("192.168.1.5",)).virtual
+
+
+@pytest.mark.parametrize("name", ["raspberrypi", "Käse Brett\n", "", "x" * 300, "日本語", "a.b.local", "<&\"'>", "\0"])
+def test_any_host_name_becomes_a_safe_name_and_no_two_are_the_same(name: str) -> None:
+    first, second = records.instance(name), records.instance(name)
+    assert first != second
+    assert len(first) <= 63
+    assert all(character in "abcdefghijklmnopqrstuvwxyz0123456789-" for character in first)
+    text = records.text(name, "0123abcd", "1.0", "digits")
+    assert all(len(f"{key}={value}".encode()) <= 255 for key, value in text.items())
+    raw: dict[bytes, bytes | None] = {key.encode(): value.encode() for key, value in text.items()}
+    found = records.read(raw, 29400, ["192.168.1.9"], [ETH])
+    assert found.name == (records.plain(name, 63) or "192.168.1.9")
+
+
+def properties(**changes: bytes) -> dict[bytes, bytes | None]:
+    plain = {"format": b"1", "token": b"0123abcd", "name": b"laptop", "version": b"1.0", "job": b"digits"}
+    return {key.encode(): value for key, value in (plain | changes).items()}
+
+
+def test_what_a_service_says_is_read() -> None:
+    assert records.read(properties(), 29400, ["192.168.1.9"], [ETH]) == LAPTOP
+    assert records.read(properties(token=b""), 29400, ["192.168.1.9"], [ETH]).token_id == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": b"2"}, "another kind"),
+        ({"token": b"0123ABCD"}, "token"),
+        ({"token": b"0123abcd0"}, "token"),
+        ({"name": b"a\nb"}, "name"),
+        ({"name": b"\x1b[31mred"}, "name"),
+        ({"name": b"x" * 64}, "name"),
+        ({"name": b"\xff\xfe"}, "name is not text"),
+        ({"version": b"1" * 33}, "version"),
+        ({"job": b"j" * 129}, "job"),
+    ],
+)
+def test_what_a_service_may_not_say_is_refused(changes: dict[str, bytes], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        records.read(properties(**changes), 29400, ["192.168.1.9"], [ETH])
+
+
+@pytest.mark.parametrize("port", [None, 0, -1, 65536])
+def test_a_port_that_is_none_is_refused(port: int | None) -> None:
+    with pytest.raises(ValueError, match="port"):
+        records.read(properties(), port, ["192.168.1.9"], [ETH])
+
+
+ELSEWHERE = ["8.8.8.8", "2a00::1", "::ffff:8.8.8.8", "127.0.0.1", "::1", "0.0.0.0", "::", "224.0.0.251", "ff02::fb"]
+
+
+@pytest.mark.parametrize("address", [*ELSEWHERE, "fe80::9", "fe80::9%wlan7", "nonsense", "", "255.255.255.255"])
+def test_nobody_can_have_a_device_connect_elsewhere(address: str) -> None:
+    assert records.order([address], [ETH]) == ()
+    with pytest.raises(ValueError, match="no address"):
+        records.read(properties(), 29400, [address], [ETH])
+
+
+def test_the_likeliest_address_comes_first_and_there_are_not_too_many() -> None:
+    given = ["10.9.9.9", "2001:db8::9", "fe80::9%eth0", "192.168.1.9", "8.8.8.8", "192.168.1.9"]
+    assert records.order(given, [ETH]) == ("192.168.1.9", "2001:db8::9", "fe80::9%eth0", "10.9.9.9")
+    assert len(records.order([f"192.168.1.{number}" for number in range(1, 200)], [ETH])) == records.MOST_ADDRESSES
+    assert reachable("203.0.113.9", [Interface("eth0", networks=(ipaddress.ip_network("203.0.113.0/24"),))])
+
+
+@given(
+    st.dictionaries(st.sampled_from([b"format", b"token", b"name", b"version", b"job"]), st.binary(max_size=300)),
+    st.one_of(st.none(), st.integers()),
+    st.lists(st.one_of(st.just("192.168.1.9"), st.text(max_size=40), st.ip_addresses().map(str)), max_size=40),
+)
+def test_nothing_from_the_network_can_be_read_as_more_than_it_may_say(
+    fields: dict[bytes, bytes | None], port: int | None, addresses: list[str]
+) -> None:
+    try:
+        found = records.read({b"format": b"1"} | fields, port, addresses, [ETH, DOCKER])
+    except ValueError:
+        return
+    assert all(text.isprintable() for text in (found.name, found.token_id, found.version, found.job))
+    assert 1 <= found.port <= 65535
+    assert found.host == found.addresses[0]
+    assert not set(found.addresses) & set(ELSEWHERE)
+
+
+def test_services_with_one_name_get_distinct_names() -> None:
+    def named(name: str, host: str) -> Found:
+        return Found(name, host, 29400, "", "", "", (host,))
+
+    found = [named("pi", "10.0.0.3"), named("pi-2", "10.0.0.4"), named("pi", "10.0.0.2"), named("pi", "10.0.0.1")]
+    assert [(each.name, each.host) for each in records.distinct(found)] == [
+        ("pi", "10.0.0.1"),
+        ("pi-2", "10.0.0.2"),
+        ("pi-3", "10.0.0.3"),
+        ("pi-2-2", "10.0.0.4"),
+    ]
+
+
+def explain(*found: Found, job: str | None = None, ahead: float | None = None, token: str = "0123abcd") -> str:
+    return explain_nobody(found, token, "1.0", job, Surroundings((Hearing(ETH),)), ahead)
+
+
+def changed(**changes: str) -> Found:
+    return Found(**{**LAPTOP.__dict__, **changes})
+
+
+@pytest.mark.parametrize(
+    ("service", "token", "words"),
+    [
+        (changed(token_id="ffff0000"), "0123abcd", "has another token (ffff0000) than this device (0123abcd)"),
+        (changed(token_id=""), "0123abcd", "has no token, and this device has one (0123abcd)"),
+        (LAPTOP, "", "has a token (0123abcd), and this device has none"),
+        (changed(version="0.9"), "0123abcd", "runs HorizonML 0.9, and this device 1.0"),
+        (changed(job="other"), "0123abcd", "trains the job 'other', and this device was told to join 'digits'"),
+        (LAPTOP, "0123abcd", "did not let it join"),
+    ],
+)
+def test_a_service_that_does_not_fit_is_named_with_the_reason(service: Found, token: str, words: str) -> None:
+    said = explain(service, job="digits", token=token)
+    assert said.startswith("laptop at 192.168.1.9:29400 ")
+    assert words in said
+    assert "No device" not in said
+
+
+def test_of_many_services_a_few_are_named() -> None:
+    said = explain(*[changed(name=f"pi-{number}", version="0.9") for number in range(9)])
+    assert said.count("runs HorizonML 0.9") == 5
+    assert "There are 4 more services" in said
+
+
+def silent(**changes: object) -> str:
+    return explain_nobody([], "0123abcd", "1.0", None, Surroundings(**{"heard": (Hearing(ETH),), **changes}))
+
+
+def test_without_a_network_it_says_so() -> None:
+    assert silent(heard=()).startswith("No network interface of this device is up")
+    assert "--network host" in silent(heard=(), in_container=True)
+
+
+def test_the_interfaces_that_were_tried_are_named_and_what_to_do() -> None:
+    said = silent(left_out=(DOCKER,))
+    assert "No device announces itself on eth0 (192.168.1.5, fe80::5%eth0)." in said
+    assert "left out (docker0)" in said
+    assert "`horizonml join --peer HOST`" in said
+    assert "UDP port 5353 and TCP ports 29400 and 29401" in said
+    assert "Only" not in said
+    assert "container" not in silent()
+
+
+def test_only_docker0_is_said() -> None:
+    assert "Only docker0 is up, which containers of this device alone are on" in silent(heard=(Hearing(DOCKER),))
+    assert "container with a network of its own" in silent(in_container=True)
+
+
+def test_multicast_that_does_not_come_back_is_said() -> None:
+    deaf = (Hearing(ETH, "nothing came back"),)
+    said = silent(heard=deaf)
+    assert "Multicast seems blocked on eth0, most likely by a firewall on this device" in said
+    assert "(nothing came back)" in said
+    wall = Firewall("ufw is active", "`sudo ufw allow 5353/udp`")
+    assert "On this device ufw is active; let in what is needed: `sudo ufw" in silent(heard=deaf, firewalls=(wall,))
+    assert "only its administrator can see" in silent(rules_are_known=False)
+    assert "only its administrator can see" not in silent(rules_are_known=False, firewalls=(wall,))
+    off = Interface("eth0", ("192.168.1.5",), multicast=False)
+    assert "`sudo ip link set eth0 multicast on`" in silent(heard=(Hearing(off),))
+
+
+def test_whether_others_are_heard_is_said() -> None:
+    assert "No other device of any kind was heard, although this device hears itself" in silent()
+    said = silent(heard=(Hearing(ETH, None, ("192.168.1.1", "192.168.1.7")),))
+    assert "Multicast works, since other devices were heard (192.168.1.1, 192.168.1.7)" in said
+
+
+def test_clocks_are_compared() -> None:
+    assert "clock" not in explain(LAPTOP, ahead=59.0)
+    assert "The service's clock is 61 seconds ahead of this device's" in explain(LAPTOP, ahead=61.0)
+    assert "The service's clock is 3 days behind this device's" in explain(LAPTOP, ahead=-3 * 86400.0)
+    assert "This device's clock has not been set, it says 1970-01-01" in silent(clock=3600.0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        (["-P INPUT ACCEPT", "-P OUTPUT ACCEPT"], None),
+        (["-P INPUT DROP", "-A INPUT -i lo -j ACCEPT"], "-P INPUT DROP"),
+        (["-P FORWARD DROP"], None),
+        (["-P INPUT DROP", "-A INPUT -p udp --dport 5353 -j ACCEPT"], None),
+        (["-A INPUT -p udp -m udp --dport 5353 -j DROP"], "-A INPUT -p udp -m udp --dport 5353 -j DROP"),
+        (["-A INPUT -p tcp --dport 22 -j DROP"], None),
+        (["-A INPUT -p tcp -m multiport --dports 80,29000:30000 -j REJECT"], "-A INPUT -p tcp -m multiport"),
+        (["-A OUTPUT -j REJECT --reject-with icmp-port-unreachable"], "-A OUTPUT -j REJECT"),
+        (["-A INPUT -s 10.0.0.1/32 -j DROP", "-A DOCKER-USER -j DROP"], None),
+    ],
+)
+def test_rules_of_iptables_that_are_in_the_way_are_found(rules: list[str], found: str | None) -> None:
+    rule = in_iptables(rules)
+    assert rule is None if found is None else rule is not None and rule.startswith(found)
+
+
+NFT = """
+table inet filter {
+	chain input {
+		type filter hook input priority filter; policy %s;
+		ct state established,related accept
+		%s
+	}
+	chain forward {
+		type filter hook forward priority filter; policy drop;
+		drop
+	}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "found"),
+    [
+        ("accept", "tcp dport 22 accept", None),
+        ("drop", "tcp dport 22 accept", "type filter hook input"),
+        ("drop", "udp dport 5353 accept", None),
+        ("drop", "ip daddr 224.0.0.251 udp dport mdns accept", None),
+        ("accept", "udp dport 5353 drop", "udp dport 5353 drop"),
+        ("accept", "tcp dport { 80, 29000-30000 } reject", "tcp dport { 80,"),
+        ("accept", "counter packets 5 bytes 300 drop", "counter packets"),
+        ("accept", "ip saddr 10.0.0.1 drop", None),
+    ],
+)
+def test_rules_of_nftables_that_are_in_the_way_are_found(policy: str, rule: str, found: str | None) -> None:
+    line = in_nftables((NFT % (policy, rule)).splitlines())
+    assert line is None if found is None else line is not None and line.startswith(found)
+
+
+def put(root: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_a_board_and_a_computer_are_called_what_people_call_them(tmp_path: Path) -> None:
+    assert model(tmp_path) == ""
+    dmi = "sys__class__dmi__id__"
+    put(tmp_path, **{f"{dmi}sys_vendor": "To Be Filled By O.E.M.\n", f"{dmi}product_name": "NUC7i5\n"})
+    assert model(tmp_path) == "NUC7i5"
+    put(tmp_path, **{f"{dmi}sys_vendor": "LENOVO\n", f"{dmi}product_version": "ThinkPad X1\n"})
+    assert model(tmp_path) == "LENOVO ThinkPad X1"
+    put(tmp_path, **{"proc__device-tree__model": "Raspberry Pi 5 Model B Rev 1.0\0"})
+    assert model(tmp_path) == "Raspberry Pi 5 Model B Rev 1.0"
+    put(tmp_path, **{"etc__os-release": 'NAME="Debian"\nPRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n'})
+    assert system(tmp_path) == "Debian GNU/Linux 12 (bookworm)"
+    assert accelerator(tmp_path) == ""
+    put(tmp_path, **{"proc__driver__nvidia__gpus__0000:01:00.0__information": "Model: \t NVIDIA T4\nIRQ: 1\n"})
+    assert accelerator(tmp_path) == "NVIDIA T4"
+
+
+def test_a_device_describes_itself_and_is_understood() -> None:
+    device = this_device()
+    assert Device.from_json(device.to_json()) == device
+    assert device.gflops > 0
+    assert device.memory > 0
+    assert device.torch
+    assert measure_gflops() == device.gflops, "it is measured once"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "a\nb"),
+        ("name", None),
+        ("cores", -1),
+        ("cores", float("nan")),
+        ("cores", True),
+        ("cores", 10**400),
+        ("memory", 1.5),
+        ("memory", 1 << 61),
+        ("model", "x" * 256),
+        ("gflops", float("inf")),
+        ("gflops", "fast"),
+        ("torch", ["2.0"]),
+    ],
+)
+def test_what_a_device_may_not_say_is_refused(field: str, value: object) -> None:
+    plain = Device("pi", 4.0, 1 << 30).to_json()
+    with pytest.raises(ValueError, match=field):
+        Device.from_json({**plain, field: value})

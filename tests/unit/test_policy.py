@@ -1,0 +1,250 @@
+"""When a device that always joins may train, how it reads that from the system, and the systemd unit it runs in."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horizonml.errors import JobError
+from horizonml.machine import sensors
+from horizonml.machine.owner import Usage, desktops_idle, own_seconds, share_of_others, terminals_idle, were_used
+from horizonml.machine.policy import ACTIVE_SECONDS, CALM_SECONDS, COOL_SECONDS, IDLE_SECONDS, Policy, Readings
+from horizonml.machine.sensors import hottest
+from horizonml.machine.unit import unit
+from horizonml.machine.yielding import Yielding
+from tests.programs import need
+
+
+def test_without_conditions_a_device_may_always_train() -> None:
+    assert Policy().may_train(Readings(), 0.0) is None
+    assert not Policy().has_conditions
+    assert all(policy.has_conditions for policy in (Policy(when_idle=True), Policy(on_mains=True)))
+    assert Policy(max_temperature=70.0).has_conditions
+
+
+def idle(seconds: float, load: float | None = 0.0) -> Readings:
+    return Readings(idle_seconds=seconds, others_load=load)
+
+
+def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
+    policy = Policy(when_idle=True)
+    said = policy.may_train(idle(5.0), 0.0)
+    assert said == "somebody used this device 5 s ago, and it waits for 180 s without"
+    assert policy.may_train(idle(IDLE_SECONDS - 1), IDLE_SECONDS) is not None
+    assert policy.may_train(idle(IDLE_SECONDS), IDLE_SECONDS + 1) is None
+    assert policy.may_train(idle(ACTIVE_SECONDS + 1), 300.0) is None, "while it trains, less is enough"
+    assert policy.may_train(idle(0.0), 301.0) is not None
+    assert policy.may_train(idle(ACTIVE_SECONDS + 1), 330.0) is not None, "after it stopped, it takes longer"
+    assert policy.may_train(idle(IDLE_SECONDS), 600.0) is None
+
+
+def test_a_device_that_nobody_can_use_is_idle() -> None:
+    assert Policy(when_idle=True).may_train(Readings(), 0.0) is None
+
+
+def test_it_waits_until_other_programs_are_calm_and_a_short_burst_does_not_stop_it() -> None:
+    policy, long = Policy(when_idle=True), 2 * IDLE_SECONDS
+    assert "other programs use 5% of this device's processor" in str(policy.may_train(idle(long, 0.05), 0.0))
+    assert policy.may_train(idle(long, 0.3), 30.0) is not None
+    assert policy.may_train(idle(long, 0.05), 31.0) is not None
+    assert policy.may_train(idle(long, 0.05), 30.0 + CALM_SECONDS) is not None, "the calm was broken"
+    assert policy.may_train(idle(long, 0.05), 31.0 + CALM_SECONDS) is None
+    assert policy.may_train(idle(long, 0.3), 100.0) is None, "less than busy"
+    assert policy.may_train(idle(long, 0.9), 105.0) is None
+    assert policy.may_train(idle(long, 0.9), 119.0) is None
+    assert "90%" in str(policy.may_train(idle(long, 0.9), 120.0))
+    assert policy.may_train(idle(long, 0.3), 125.0) is not None, "calm is less than not busy"
+    assert policy.may_train(idle(long, None), 130.0) is None, "what cannot be read is no reason"
+
+
+def test_heat_stops_it_until_it_has_cooled_down_for_a_while() -> None:
+    policy = Policy(max_temperature=70.0)
+
+    def at(degrees: float | None, now: float) -> str | None:
+        return policy.may_train(Readings(temperature=degrees), now)
+
+    assert at(69.0, 0.0) is None
+    assert at(70.5, 1.0) == "this device is too hot: 70 °C, and 70 °C are allowed"
+    assert "cools down: 69 °C, and it has to stay below 62 °C" in str(at(69.0, 2.0))
+    assert at(61.0, 10.0) is not None
+    assert at(65.0, 40.0) is not None
+    assert at(61.0, 41.0) is not None
+    assert at(61.0, 40.0 + COOL_SECONDS) is not None
+    assert at(61.0, 41.0 + COOL_SECONDS) is None
+    assert at(69.0, 110.0) is None
+    assert at(None, 111.0) == "the temperature of this device can no longer be read"
+    assert at(float("nan"), 112.0) is not None
+
+
+@pytest.mark.parametrize("limit", [19.0, 121.0, float("nan"), float("inf")])
+def test_a_limit_of_the_temperature_that_makes_no_sense_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="20 to 120"):
+        Policy(max_temperature=limit)
+    with pytest.raises(JobError, match="--max-temperature"):
+        Yielding(max_temperature=limit)
+
+
+def test_on_its_battery_it_does_not_train() -> None:
+    policy = Policy(on_mains=True)
+    assert policy.may_train(Readings(on_mains=True), 0.0) is None
+    assert policy.may_train(Readings(on_mains=False), 1.0) == "this device runs on its battery"
+    assert policy.may_train(Readings(on_mains=True), 5.0) == "this device has just been plugged in"
+    assert policy.may_train(Readings(on_mains=True), 16.0) is None
+    assert policy.may_train(Readings(), 17.0) == "whether this device runs on mains cannot be read"
+
+
+def test_the_processor_s_sensors_count_and_others_only_without_them() -> None:
+    assert hottest({"nvme": [71.0], "coretemp": [45.0, 52.0]}) == 52.0
+    assert hottest({"nvme": [41.0], "acpitz": [27.8]}) == 41.0
+    assert hottest({"cpu_thermal": [-274.0, None, 48.0]}) == 48.0
+    assert hottest({"cpu_thermal": [None]}) is None
+    assert hottest({}) is None
+
+
+def test_thermal_zones_are_read(tmp_path: Path) -> None:
+    assert sensors.temperature(tmp_path) is None
+    for number, (kind, value) in enumerate([("cpu-thermal", "48312\n"), ("gpu-thermal", "99000\n"), ("soc", "bad")]):
+        zone = tmp_path / "class" / "thermal" / f"thermal_zone{number}"
+        zone.mkdir(parents=True)
+        (zone / "type").write_text(f"{kind}\n")
+        (zone / "temp").write_text(value)
+    assert sensors.temperature(tmp_path) == 48.312
+
+
+def test_a_missing_sensor_is_an_error_that_says_so() -> None:
+    if sensors.temperature() is not None:
+        Yielding(max_temperature=90.0).close()
+        return
+    with pytest.raises(JobError, match="no sensor of its temperature that can be read"):
+        Yielding(max_temperature=90.0)
+
+
+def event(kind: int) -> bytes:
+    return struct.pack("llHHi", 1, 2, kind, 30, 1)
+
+
+def test_keys_and_movements_count_and_other_events_do_not() -> None:
+    assert were_used(event(1))
+    assert were_used(event(0) + event(2))
+    assert not were_used(event(0) + event(3) + event(5))  # an end of a group, a tilt, a lid
+    assert not were_used(event(1)[:-1])
+
+
+def test_a_keyboard_is_watched_from_when_it_is_there(tmp_path: Path) -> None:
+    usage = Usage(tmp_path)
+    first = usage.idle_seconds()
+    keyboard = tmp_path / "dev" / "input" / "event0"
+    keyboard.parent.mkdir(parents=True)
+    os.mkfifo(keyboard)
+    assert usage.idle_seconds() > first
+    writer = os.open(keyboard, os.O_WRONLY)
+    time.sleep(0.1)
+    os.write(writer, event(4))
+    before = usage.idle_seconds()
+    assert before >= 0.1
+    os.write(writer, event(1))
+    assert usage.idle_seconds() < before
+    assert not usage.blind()
+    os.close(writer)
+    usage.close()
+
+
+def test_what_was_typed_in_terminals_counts(tmp_path: Path) -> None:
+    now = 1_800_000_000.0
+    for name, idle_for in (("pts/0", 40.0), ("pts/1", -3.0), ("tty1", 4000.0), ("tty2", 1e9), ("tty3", -7200.0)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+        os.utime(path, (now - idle_for, now))
+    (tmp_path / "pts" / "ptmx").write_text("")
+    assert sorted(terminals_idle(tmp_path, now)) == [0.0, 40.0, 4000.0], "not what tells more about the clock"
+
+
+def session(**changes: str) -> dict[str, str]:
+    plain = {"Type": "wayland", "Class": "user", "State": "active", "IdleHint": "no", "LockedHint": "no"}
+    return {**plain, "IdleSinceHintMonotonic": "0", **changes}
+
+
+def test_a_desktop_is_used_unless_it_says_otherwise() -> None:
+    assert desktops_idle([session()], 1000.0) == [0.0]
+    assert desktops_idle([session(IdleHint="yes", IdleSinceHintMonotonic="400000000")], 1000.0) == [600.0]
+    assert desktops_idle([session(LockedHint="yes")], 1000.0) == [1000.0]
+    others = [session(Type="tty"), session(Class="greeter"), session(State="closing"), {}]
+    assert desktops_idle(others, 1000.0) == []
+
+
+def test_the_load_of_other_programs_is_told_from_that_of_our_own() -> None:
+    assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 15.0), 4) == 0.25
+    assert share_of_others((10.0, 100.0, 5.0), (20.0, 120.0, 35.0), 4) == 0.0
+    assert share_of_others((10.0, 100.0, 5.0), (20.0, 190.0, 5.0), 4) == 1.0
+    usage = Usage()
+    assert usage.others_load() is None
+    deadline = time.monotonic() + 30
+    while (load := usage.others_load()) is None:
+        assert time.monotonic() < deadline, "the load of other programs is not measured within 30 s"
+        time.sleep(0.1)
+    assert 0 <= load <= 1
+
+
+def test_the_processor_time_of_children_is_our_own_before_and_after_they_end() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
+    before = own_seconds()
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "done\n"
+        assert own_seconds() - before > 0.4, "the kernel counts in steps of 10 ms"
+        child.communicate("\n", timeout=30)
+    assert 0.4 < own_seconds() - before < 10
+
+
+def parsed(text: str) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+def test_the_unit_runs_the_command_with_little_power() -> None:
+    text = unit(["--forever", "--when-idle"], ["/opt/hml/bin/horizonml"])
+    service = parsed(text)["Service"]
+    assert service["ExecStart"] == "/opt/hml/bin/horizonml join --forever --when-idle"
+    assert (service["DynamicUser"], service["ProtectHome"]) == ("yes", "yes")
+    assert (service["ProtectSystem"], service["NoNewPrivileges"], service["Nice"]) == ("strict", "yes", "19")
+    assert service["LoadCredential"] == "token:/etc/horizonml/token"
+    assert "hml-" not in text
+    assert "User" not in service
+
+
+def test_the_unit_of_a_program_in_a_home_runs_as_its_owner() -> None:
+    service = parsed(unit(["--forever"], ["/home/nobody-here/venv/bin/horizonml"]))["Service"]
+    assert (service["User"], service["ProtectHome"]) == ("nobody-here", "read-only")
+    assert "DynamicUser" not in service
+
+
+def test_words_of_the_command_cannot_break_out_of_the_unit() -> None:
+    options = ["--name", 'my "pi" $HOME 50% \\', "--peer", "pi.local"]
+    service = parsed(unit(options, ["/opt/hml/bin/horizonml"]))["Service"]
+    words = '--name "my \\"pi\\" $$HOME 50%% \\\\" --peer pi.local'
+    assert service["ExecStart"] == f"/opt/hml/bin/horizonml join {words}"
+    with pytest.raises(JobError, match="cannot stand in a unit"):
+        unit(["--name", "pi\nExecStartPre=/bin/rm"])
+    with pytest.raises(JobError, match="needs a token"):
+        unit(["--forever", "--insecure"])
+
+
+@pytest.mark.parametrize("options", [["--forever"], ["--forever", "--name", 'a "b" 50% $c', "--max-temperature", "75"]])
+def test_systemd_accepts_the_unit(tmp_path: Path, options: list[str]) -> None:
+    need("systemd-analyze", "package systemd")
+    file = tmp_path / "horizonml-join.service"
+    for user in (["/bin/sh"], [sys.executable, "-m", "horizonml"]):
+        file.write_text(unit(options, user))
+        done = subprocess.run(["systemd-analyze", "verify", file], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
