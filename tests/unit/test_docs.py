@@ -26,7 +26,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
 # Programs that blocks use and that are not checked further.
-PROGRAMS = {"cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "source", "sudo"}
+PROGRAMS = {"cat", "cd", "curl", "docker", "echo", "export", "kubectl", "pip", "python3", "scp", "source", "sudo"}
 # What a block may use that is run on a bare machine, by whoever runs the tests.
 HARMLESS = {"cd", "echo", "horizonml", "source"}
 # Launchers: what they start is checked as a command of its own.
