@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ class Child:
 
     def __init__(self, job: Path, fresh: bool) -> None:
         """Start it, so that it loads what it needs and waits."""
+        self._ready, ready = os.pipe()  # says that it has loaded everything
         env = {name: value for name, value in os.environ.items() if name not in _UNSET}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "horizonml.lobby.rank"],
@@ -32,17 +34,24 @@ class Child:
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is passed on by this process, once
+            pass_fds=[ready],
         )
+        os.close(ready)
         self.began: float | None = None  # when it was given its rank, a time of `monotonic`
         self._said: deque[str] = deque(maxlen=20)
         self._reader = threading.Thread(target=self._pass_on, name="output", daemon=True)
         self._reader.start()
-        self._order({"job": str(job), "fresh": fresh})
+        self._order({"job": str(job), "fresh": fresh, "ready": ready})
 
     def begin(self, env: Mapping[str, str], metrics: int = 0) -> None:
         """Let it train, as the environment says; `metrics` is the port of its metrics, or 0."""
         self.began = time.monotonic()
         self._order({"env": dict(env), "metrics": metrics})
+
+    @property
+    def loaded(self) -> bool:
+        """Return whether it has loaded everything and waits for its rank, or has ended."""
+        return bool(select.select([self._ready], [], [], 0)[0])
 
     def poll(self) -> int | None:
         """Return its exit code once it has ended."""
@@ -78,6 +87,9 @@ class Child:
         for stream in (self._process.stdin, self._process.stderr):
             if stream is not None:
                 stream.close()
+        if self._ready >= 0:
+            os.close(self._ready)
+            self._ready = -1
 
     def _order(self, values: Mapping[str, object]) -> None:
         """Send it a line; that it has ended already is found out by `poll`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import threading
 from dataclasses import replace
 
 from horizonml.discovery.device import Device, this_device
+from horizonml.discovery.diagnosis import explain_clocks
 from horizonml.discovery.peer import diagnose_peer
 from horizonml.errors import RendezvousError
 from horizonml.lobby.messages import Sign
@@ -26,6 +28,7 @@ class Joiner:
         self._settings, self._stop = settings, stop
         self._id = secrets.token_hex(16)
         self._device: Device | None = None
+        self._compared = False  # the clocks
         self._describing = threading.Thread(target=self._describe, name="description", daemon=True)
         self._describing.start()  # while the run is looked for
 
@@ -60,5 +63,13 @@ class Joiner:
                 problem = error
             else:
                 self._reached = f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
+                self._compare_clocks(client)
                 return client
         raise problem
+
+    def _compare_clocks(self, client: Client) -> None:
+        """Say once if the clock of this device or that of the lobby is wrong."""
+        wrong = explain_clocks(client.clock_ahead)
+        if wrong is not None and not self._compared:
+            print(wrong, file=sys.stderr, flush=True)
+        self._compared = True

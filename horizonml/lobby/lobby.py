@@ -124,8 +124,8 @@ class Lobby:
                 raise ValueError("another connection speaks for this device by now")
             self._give_late(guest, now)
             begins = self.phase is Phase.STARTED and guest.rank is not None and guest.sign.standing is Standing.READY
-            news_to_come = self.phase is guest.sign.knows is not Phase.OVER and not begins
-            if news_to_come and now - since < HOLD_SECONDS:
+            nothing_new = self.phase is guest.sign.knows and self.phase is not Phase.OVER and not begins
+            if nothing_new and now - since < HOLD_SECONDS:
                 return None
             news = self._news(guest)
             peer.state.pop("lobby-since", None)

@@ -31,6 +31,8 @@ def main() -> None:
     if not first["fresh"] and completed(job.run_folder / "checkpoints", job):
         print(f"{job.run_folder} is trained to the end already; --fresh starts over", flush=True)
         return
+    with os.fdopen(first["ready"], "wb") as ready:
+        ready.write(b"1")
     second = _order()
     if second is None:
         return

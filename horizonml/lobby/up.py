@@ -156,11 +156,12 @@ class Up:
             shown.say(f"{files} of data ({human_bytes(shelf.bytes)}) go to devices that accept them{left_out}")
         try:
             while not self._stop.wanted:
-                present = self._lobby.present()
+                loaded = self._child is None or self._child.loaded
+                present = self._lobby.present() - (not loaded)
                 shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
                 self._check_child()
-                pressed = terminal.typed(_LOOK_SECONDS) is not None or self._started
-                if pressed or (wanted is not None and present >= wanted):
+                self._started |= terminal.typed(_LOOK_SECONDS) is not None
+                if loaded and (self._started or (wanted is not None and present >= wanted)):
                     self._started = False
                     if present > 0:
                         self._start(shown)

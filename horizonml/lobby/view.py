@@ -43,7 +43,7 @@ def model_words(device: Device) -> str:
 def device_words(device: Device) -> str:
     """Return what a device is and has, in one line."""
     parts = [model_words(device), f"{device.cores:g} cores", human_bytes(device.memory), device.architecture]
-    return printable(", ".join(part for part in [*parts, speed_words(device)] if part != "-"))
+    return printable(", ".join(part for part in [*parts, speed_words(device)] if part not in ("", "-")))
 
 
 def rows(own: Device, own_state: str, guests: Sequence[Guest]) -> list[dict[str, str]]:

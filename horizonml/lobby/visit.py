@@ -61,8 +61,7 @@ class Visit:
                 file = Path(scratch) / "job.yaml"
                 file.write_text(job_text(job))
                 self._child = Child(file, True)
-                self._voice.say(Standing.PREPARING, "measures its link")
-                self._voice.say(Standing.READY, run=self._run, link=echo.measure(self._voice.ask))
+                self._voice.say(Standing.PREPARING, "loads PyTorch", link=echo.measure(self._voice.ask))
                 return self._stay(job, lineage)
             except ServiceError as error:
                 raise RendezvousError(f"{self._where} does not answer any more: {error}") from None
@@ -90,11 +89,15 @@ class Visit:
     def _stay(self, job: Job, lineage: str) -> Ending:
         """Wait for the start and train. Raises HorizonError."""
         assert self._child is not None
+        loaded = False
         while True:
             news, code = self._voice.news, self._child.poll()
             assert news is not None
             if code is not None:
                 raise HorizonError(f"this device cannot train: {self._child.error()}")
+            if not loaded and self._child.loaded:
+                loaded = True
+                self._voice.say(Standing.READY, run=self._run)
             if self._stop.wanted:
                 self._voice.leave("was stopped")
                 print("left before the training began", flush=True)
@@ -111,7 +114,7 @@ class Visit:
                 return self._tell_end(news)
             if news.rank is not None and self._voice.lost_at is None:
                 return self._train(job, lineage, news)
-            self._say(self._lost() or _waiting(news))
+            self._say(self._lost() or (_waiting(news) if loaded else "loading PyTorch ..."))
             time.sleep(_LOOK_SECONDS)
 
     def _train(self, job: Job, lineage: str, news: News) -> Ending:

@@ -1,0 +1,268 @@
+"""What a device that joins does before it trains: where it looks, what it refuses, and which folders it takes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horizonml.discovery.device import Device
+from horizonml.errors import HorizonError, JobError, RendezvousError
+from horizonml.job.jobfile import from_values
+from horizonml.lobby.finding import at
+from horizonml.lobby.join import Joiner
+from horizonml.lobby.lobby import Guest, Lobby
+from horizonml.lobby.messages import Link, Outcome, Sign, Standing, rate_words, shortened
+from horizonml.lobby.offer import note_lineage, offer
+from horizonml.lobby.prepare import take_folder
+from horizonml.lobby.progress import Progress
+from horizonml.lobby.reach import own_address
+from horizonml.lobby.settings import JoinSettings, Place
+from horizonml.lobby.view import Lines, rows
+from horizonml.lobby.visit import Ending
+from horizonml.machine.network import listen
+from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.server import Handler
+from horizonml.rendezvous.service import Service
+from horizonml.security.tls import server_context
+from horizonml.security.token import Token, make_token
+from tests.distributed.processes import horizonml
+
+JOB = from_values({"name": "test"}, "the test's job")
+RUN, LINEAGE = "a" * 32, "b" * 32
+
+
+@pytest.mark.parametrize(
+    ("peer", "host", "port"),
+    [
+        ("pi", "pi", 29400),
+        ("pi.local:29500", "pi.local", 29500),
+        ("192.168.1.10", "192.168.1.10", 29400),
+        ("fd00::1", "fd00::1", 29400),
+        ("[fd00::1]:29500", "fd00::1", 29500),
+        ("[fd00::1]", "fd00::1", 29400),
+    ],
+)
+def test_a_peer_is_a_host_with_a_port_or_without(peer: str, host: str, port: int) -> None:
+    assert at(peer) == Place(host, (host,), port)
+
+
+@pytest.mark.parametrize("peer", ["", ":1", "pi:x", "pi:0", "pi:70000"])
+def test_what_is_no_peer_is_refused(peer: str) -> None:
+    with pytest.raises(JobError, match="--peer"):
+        at(peer)
+
+
+@contextmanager
+def serving(handlers: dict[str, Handler], tls: ssl.SSLContext | None) -> Iterator[Place]:
+    """Serve on this machine."""
+    over = threading.Event()
+    service = Service(listen("127.0.0.1", 0), tls, handlers=handlers)
+    thread = threading.Thread(target=service.run, args=(over.is_set,))
+    thread.start()
+    try:
+        yield Place("host", ("127.0.0.1",), service.port)
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def visit(place: Place, token: Token | None, tmp_path: Path, **settings: Any) -> Ending:
+    joiner = Joiner(JoinSettings(token, tmp_path / "runs", **settings), StopRequest())
+    return joiner.visit(place)
+
+
+def saying(**replies: Any) -> dict[str, Handler]:
+    """What answers each kind of request with the same reply."""
+
+    def answer(reply: Any) -> Handler:
+        return lambda peer, request: reply
+
+    return {name: answer(reply) for name, reply in replies.items()}
+
+
+NEWS = {"run": RUN, "phase": "waiting", "job": "test", "position": 1, "count": 1, "words": ""}
+
+
+@pytest.mark.parametrize(
+    ("replies", "words"),
+    [
+        ({"device": {}}, "run must be 32 hexadecimal characters"),
+        ({"device": NEWS | {"phase": "never"}}, "phase must be one of"),
+        ({"device": NEWS | {"job": "x" * 1000}}, "job must be"),
+        ({"device": NEWS | {"rank": -1}}, "rank must be"),
+        ({"device": NEWS | {"refused": True, "words": "not you"}}, "not you"),
+        ({"device": NEWS, "job": {}}, "sends no job"),
+        ({"device": NEWS, "job": {"job": "x" * 40_000, "name": "x", "lineage": LINEAGE}}, "sends no job"),
+        ({"device": NEWS, "job": {"job": "name: x", "name": "x", "lineage": "../.."}}, "lineage must be"),
+        ({"device": NEWS, "job": {"job": "name: ../../x", "name": "x", "lineage": LINEAGE}}, "not a valid job"),
+        ({"device": NEWS, "job": {"job": "model: {name: 'os:x'}", "name": "x", "lineage": LINEAGE}}, "--allow-code"),
+        ({"device": NEWS}, "does not answer any more"),
+    ],
+)
+def test_a_lobby_that_lies_gets_nowhere(replies: dict[str, Any], words: str, tmp_path: Path) -> None:
+    token = make_token()
+    with serving(saying(**replies), server_context(token)) as place, pytest.raises(HorizonError, match=words):
+        visit(place, token, tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_data_that_is_not_here_and_not_shared_is_named_with_the_two_ways_out(tmp_path: Path) -> None:
+    job = from_values({"name": "test", "data": {"name": "text", "path": str(tmp_path / "none.txt")}}, "the job")
+    lobby = Lobby(offer(job, LINEAGE))
+    with serving(dict(lobby.handlers()), None) as place, pytest.raises(JobError) as caught:
+        visit(place, None, tmp_path)
+    assert "none.txt is not on this device; copy the data to the same path here" in str(caught.value)
+    assert "horizonml up` with --share-data on host" in str(caught.value)
+    assert [guest.sign.standing for guest in lobby._guests.values()] == [Standing.LEAVING]
+
+
+def test_a_run_that_is_over_already_is_left_in_peace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lobby = Lobby(offer(JOB, LINEAGE))
+    lobby.end(Outcome.STOPPED, "it was stopped")
+    with serving(dict(lobby.handlers()), None) as place:
+        assert visit(place, None, tmp_path) is Ending.OVER
+    assert "the run is over: it was stopped" in capsys.readouterr().out
+
+
+def test_another_token_is_told_from_a_port_that_nothing_listens_on(tmp_path: Path) -> None:
+    with (
+        serving({}, server_context(make_token())) as place,
+        pytest.raises(RendezvousError, match="has another token than this device"),
+    ):
+        visit(place, make_token(), tmp_path)
+    with pytest.raises(RendezvousError, match="nothing listens on port"):
+        visit(place, make_token(), tmp_path)
+
+
+def test_the_folder_of_another_training_is_moved_away_and_that_of_this_one_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    job = JOB.model_copy(update={"folder": str(folder)})
+    take_folder(job, LINEAGE)
+    (folder / "rank-0.jsonl").write_text("{}\n")
+    take_folder(job, LINEAGE)
+    assert (folder / "rank-0.jsonl").exists()
+    take_folder(job, RUN)
+    assert not (folder / "rank-0.jsonl").exists()
+    assert (tmp_path / "test.previous" / "rank-0.jsonl").exists()
+
+
+def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    folder.mkdir()
+    (folder / "rank-0.jsonl").write_text("mine")
+    with pytest.raises(JobError, match="--run-folder"):
+        take_folder(JOB.model_copy(update={"folder": str(folder)}), LINEAGE)
+    assert (folder / "rank-0.jsonl").read_text() == "mine"
+    note_lineage(folder, RUN)
+    with pytest.raises(JobError, match="--run-folder"):
+        take_folder(JOB.model_copy(update={"folder": str(folder)}), LINEAGE)
+
+
+def test_progress_is_read_from_the_records_of_this_run_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rank-1.jsonl"
+    step = {"kind": "step", "step": 3, "time": 9.0, "loss": 0.5, "batch": 64, "wall": 0.5}
+    file.write_text(json.dumps(step) + "\n")
+    progress = Progress(tmp_path, 1)
+    assert progress.look() is None
+    with file.open("a") as opened:
+        opened.write(json.dumps(step | {"step": 4, "time": 10.0}) + "\n" + '{"kind": "st')
+    assert progress.look() == "step 4, loss 0.5000, 128 samples/s"
+    with file.open("a") as opened:
+        opened.write('ep", "step": 5, "time": 11.0, "loss": 1.0, "batch": 1, "wall": 1.0}\n')
+    assert progress.look() is None, "lines come now and then"
+    assert (progress.step, progress.first) == (5, 10.0)
+
+
+def guest(name: str, standing: Standing = Standing.READY, **more: Any) -> Guest:
+    sign = Sign(secrets.token_hex(16), Device(name, 4.0, 1 << 30), standing, **more)
+    return Guest(sign, "127.0.0.1:50", 0.0, 0.0, 1)
+
+
+def test_lines_say_who_comes_changes_and_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    own, lines = Device("laptop", 8.0, 1 << 34), Lines()
+    pi = guest("pi", Standing.PREPARING)
+    lines.show(own, [pi], "ready: 1 device")
+    lines.show(own, [pi], "ready: 1 device")
+    pi.sign = Sign(pi.sign.id, pi.sign.device, Standing.READY, link=Link(1e6, 2e6, 0.1))
+    lines.show(own, [pi], "ready: 2 devices")
+    lines.show(own, [], "ready: 1 device")
+    assert capsys.readouterr().out.splitlines() == [
+        "pi is here: 4 cores, 1.0 GiB",
+        "ready: 1 device",
+        "pi: ready, link 8 Mbit/s",
+        "ready: 2 devices",
+        "pi is gone",
+        "ready: 1 device",
+    ]
+
+
+def test_what_devices_say_cannot_paint_the_terminal() -> None:
+    shown = rows(Device("laptop", 8.0, 1 << 34), "trains", [guest("\x1b[2J[red]pi", words="a\nb")])
+    assert shown[1]["device"] == " [2J[red]pi"
+    assert shown[1]["state"] == "ready: a b"
+
+
+def test_long_words_are_shortened_to_what_a_lobby_accepts() -> None:
+    sign = shortened(Sign(RUN, Device("pi", 4.0, 1 << 30), words="line\n" + "x" * 500))
+    assert Sign.from_json(sign.to_json()).words.startswith("line x")
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        (None, "-"),
+        (Link(12.5e6, 1e9, 0.1), "100 Mbit/s"),
+        (Link(1e9, 125e6, 0.1), "1.0 Gbit/s"),
+        (Link(0.0, 1.0, 0.1), "-"),
+    ],
+)
+def test_a_link_is_as_fast_as_its_slower_direction(link: Link | None, words: str) -> None:
+    assert rate_words(link) == words
+
+
+def test_rank_0_is_met_where_the_others_reach_it() -> None:
+    assert own_address([guest("pi"), guest("pi")], "0.0.0.0") == "127.0.0.1"
+    assert own_address([guest("pi")], "10.1.2.3") == "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("up", "digits"), 2, "--workers: say with how many devices training starts"),
+        (("up", "digits", "--workers", "2", "--share-data"), 2, "--share-data: this job's data lies in no file"),
+        (("up", "digits", "--workers", "65"), 2, "at most 64"),
+        (("up", "explicit-plan", "--workers", "3"), 2, "a plan for exactly 4 devices"),
+        (("up", "folder", "--workers", "2"), 2, "data.folder: pictures does not exist"),
+        (("join",), 2, "this device has no token"),
+        (("join", "--insecure", "--peer", "x:y"), 2, "--peer"),
+        (("join", "--insecure", "--max-temperature", "500"), 2, "--max-temperature"),
+    ],
+)
+def test_mistakes_are_named(arguments: tuple[str, ...], code: int, words: str, tmp_path: Path) -> None:
+    done = horizonml(tmp_path, *arguments, HOME=str(tmp_path), XDG_CONFIG_HOME="")
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_first_up_makes_a_token_and_does_not_show_it(tmp_path: Path) -> None:
+    done = horizonml(tmp_path, "up", "digits", HOME=str(tmp_path), XDG_CONFIG_HOME="")
+    file = tmp_path / ".config" / "horizonml" / "token"
+    assert str(file) in done.stdout
+    assert "horizonml token --show" in done.stdout
+    assert file.read_text().strip() not in done.stdout + done.stderr
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_unit_runs_the_same_options(tmp_path: Path) -> None:
+    done = horizonml(tmp_path, "join", "--when-idle", "--max-temperature", "70", "--print-unit", HOME=str(tmp_path))
+    assert "join --forever --when-idle --max-temperature 70\n" in done.stdout
+    assert done.returncode == 0, done.stderr
