@@ -3,6 +3,7 @@
     HorizonError                 exit code 1
     ├── JobError                 2   the job file, or an option, is wrong
     ├── IdentityError            2   the environment says contradictory things about this rank
+    ├── SecurityError            2   the token is missing, malformed or refused
     ├── DataError                1   a data set is missing, corrupt or does not fit the model
     ├── ModelError               1   a model cannot be built or cut into layers
     ├── PlanError                2   a plan does not fit the model or the world size
@@ -37,6 +38,12 @@ class JobError(HorizonError):
 
 class IdentityError(HorizonError):
     """The environment's variables contradict each other about rank or world size."""
+
+    exit_code = 2
+
+
+class SecurityError(HorizonError):
+    """The token is missing, malformed, or readable by others; or something needs one."""
 
     exit_code = 2
 

@@ -63,8 +63,8 @@ def _own_temporary() -> Path:
     return folder
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file beside its place, make it durable, and move it into place. Raises OSError."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file beside its place, make it durable, and move it into place, with this mode. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -72,7 +72,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from horizonml.cli.plan import plan, profile, simulate
 from horizonml.cli.predict import evaluate, generate, predict
 from horizonml.cli.rendezvous import rendezvous
 from horizonml.cli.report import report
+from horizonml.cli.token import token
 from horizonml.cli.train import train
 from horizonml.runtime.process import run_and_exit
 
@@ -39,6 +40,7 @@ for command in (train, init, validate, schema, plan, simulate, profile):
     app.command()(command)
 # What comes after a command to start belongs to that command.
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
+app.command()(token)
 app.command()(evaluate)
 app.command()(predict)
 app.command()(generate)

@@ -19,7 +19,8 @@ def rendezvous(
     host: Annotated[
         str,
         typer.Option(
-            metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for other machines (trusted networks only)."
+            metavar="ADDRESS",
+            help="Address to listen on; 0.0.0.0 for other machines, which needs a token (`horizonml token`).",
         ),
     ] = "127.0.0.1",
     port: Annotated[
@@ -38,6 +39,9 @@ def rendezvous(
             help="Name or address under which COMMAND's ranks reach this machine. Default: its host name.",
         ),
     ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
+    ] = False,
     inherited: Annotated[int | None, typer.Option("--inherited", hidden=True)] = None,
 ) -> None:
     """Serve the rendezvous, where the ranks of a job meet.
@@ -47,11 +51,13 @@ def rendezvous(
 
         horizonml rendezvous -- mpirun -n 4 horizonml train digits
 
-    The service has no authentication: whoever reaches its port can disturb the job.
+    Connections are encrypted with the token of `horizonml token`, and nobody without it gets in. On this machine alone
+    it may be missing; a command's ranks get one that is made for them.
     """
-    from horizonml.runtime.launch import serve_rendezvous
+    from horizonml.runtime.serve import become_service, serve_command
 
-    port = port if port is not None else 0 if command else 29400
-    code = serve_rendezvous(host, port, inherited, advertise, command or [])
+    if not command:
+        become_service(host, 29400 if port is None else port, inherited, insecure)
+    code = serve_command(host, port or 0, advertise, command, insecure)
     if code:
         raise typer.Exit(code)

@@ -18,6 +18,7 @@ from horizonml.models.spec import ModelSpec
 from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
 from horizonml.runtime.spec import EarlyStopSpec, EvaluateSpec
+from horizonml.security.spec import SecuritySpec
 from horizonml.spec.base import Place, PlainName, Spec
 from horizonml.state.spec import Adam, CheckpointSpec, Ema, LrSchedule, RecoverySpec, Sgd
 from horizonml.tasks.spec import TaskSpec
@@ -25,7 +26,13 @@ from horizonml.telemetry.spec import TelemetrySpec
 
 # How a machine finds and loads its data, which may differ from one to the next.
 _OF_A_MACHINE = {"folder", "path", "workers", "worker_kind", "prefetch", "memory", "disk"}
-_MAY_DIFFER: Any = {"rendezvous": True, "folder": True, "data": _OF_A_MACHINE, "model": {"weights": {"base_url"}}}
+_MAY_DIFFER: Any = {
+    "rendezvous": True,
+    "folder": True,
+    "security": {"port"},
+    "data": _OF_A_MACHINE,
+    "model": {"weights": {"base_url"}},
+}
 
 
 class Job(Spec):
@@ -56,6 +63,7 @@ class Job(Spec):
     early_stop: EarlyStopSpec = Field(default_factory=EarlyStopSpec)
     parallel: Parallel = Field(default_factory=Parallel)
     rendezvous: RendezvousSpec = Field(default_factory=RendezvousSpec)
+    security: SecuritySpec = Field(default_factory=SecuritySpec)
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
     recovery: RecoverySpec = Field(default_factory=RecoverySpec)
     telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)

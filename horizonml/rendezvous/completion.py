@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from horizonml.rendezvous.answers import Complete
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.members import Members, waiting
-from horizonml.rendezvous.messages import Complete
 
 _REMEMBER_SECONDS = 300.0  # processes that have been on their way for longer than this are taken for a new attempt
 

@@ -10,31 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
-from torch.distributed import Store
-
-from horizonml.machine.network import can_connect
+from horizonml.rendezvous.answers import Ended, Status, read_ended, read_status
 from horizonml.rendezvous.checks import printable
-from horizonml.rendezvous.line import Line
-from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Ended, Resume, Status, read_ended, read_status
+from horizonml.rendezvous.client import Endpoint, ServiceError
+from horizonml.rendezvous.contact import ANSWER_SECONDS, Contact
+from horizonml.rendezvous.messages import Resume
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25
-_MOST_DOUBLINGS = 3  # of the time between two attempts: a service that answers again must hear a beat within 5 s
-_CONNECT_SECONDS = 1.0
-_ANSWER_SECONDS = 2.0  # then the connection is made anew, which is quicker than TCP's own recovery
 
 OnEnd = Callable[[Ended], object]
-
-
-@dataclass(frozen=True)
-class _Heard:
-    """What the service says at one beat."""
-
-    status: Status
-    ended: Ended | None  # how the generation has ended, unless that was known before
 
 
 class Heartbeat(threading.Thread):
@@ -43,19 +29,16 @@ class Heartbeat(threading.Thread):
     The lead looks for newcomers, too.
     """
 
-    def __init__(
-        self, address: tuple[str, int], connect: Callable[[], Store], resume: Resume, beats: int, lead: bool
-    ) -> None:
-        """Beat at the service at `address`, to which `connect` makes a store's client.
+    def __init__(self, endpoint: Endpoint, resume: Resume, beats: int, lead: bool) -> None:
+        """Beat at the service; `beats` were given before.
 
-        `resume` tells a service that does not know this rank where it is a member. `beats` were given before.
+        `resume` tells a service that does not know this rank where it is a member.
         """
         super().__init__(name="heartbeat", daemon=True)
-        self._address, self._connect, self._resume, self._beats, self._lead = address, connect, resume, beats, lead
+        self._contact, self._resume, self._beats, self._lead = Contact(endpoint, resume), resume, beats, lead
         self._telling = threading.Lock()
         self._callbacks: list[OnEnd] = []
-        self._said: set[int] = set()  # joins that are held back, which was reported already
-        self.line = Line(connect)
+        self._said: set[str] = set()  # why ranks are held back, as far as it was reported
         self.stop = threading.Event()
         self.newcomers: Sequence[int] = ()
         self.ended: Ended | None = None
@@ -75,65 +58,44 @@ class Heartbeat(threading.Thread):
             self._callbacks.clear()
 
     def run(self) -> None:
-        connected, failed = True, 0
+        connected = True
         while not self.stop.is_set():
             try:
-                if not connected:
-                    # A store's client never connects again: there must be a new one, and a service to connect it to.
-                    if can_connect(*self._address, timeout=_CONNECT_SECONDS) is not None:
-                        self.stop.wait(BEAT_SECONDS)
-                        continue
-                    self.line.close()
-                    self.line = Line(self._connect)
                 self._beats += 1
-                heard = self.line.ask(self._beat, _ANSWER_SECONDS)
+                answer = self._contact.ask({"do": "beat", "count": self._beats}, ANSWER_SECONDS)
                 if not connected:
                     connected = True
                     _log.warning("the rendezvous service is back")
-                self._act(heard)
-            except (RuntimeError, ValueError) as error:
+                self._act(read_status(answer.get("status")), read_ended(answer.get("ended")))
+            except (ServiceError, ValueError) as error:
                 if connected and not self.stop.is_set():
                     _log.warning(
                         "the rendezvous service does not answer; training goes on without it until it is back (%s)",
                         first_line(error),
                     )
-                # A listener that stays mute costs a thread each time, so it is tried ever less often.
-                connected, failed = False, failed + 1
-            else:
-                failed = 0
-            self.stop.wait(BEAT_SECONDS * 2 ** min(failed, _MOST_DOUBLINGS))
+                connected = False
+            self.stop.wait(BEAT_SECONDS)
+        self._contact.close()
 
-    def _beat(self, store: Store) -> _Heard:
-        """Beat, and return what the service says; in the line's thread."""
-        number, generation = self._resume.number, self._resume.fingerprint.generation
-        store.set(f"beat/{number}", str(self._beats))
-        status = read_status(peek(store, "status"))
-        # The service publishes the end of a generation before the status that no longer names its members.
-        message = peek(store, f"over/{generation}") if self.ended is None else None
-        if message is None:
-            return _Heard(status, None)
-        return _Heard(status, replace(read_ended(message), evicted=peek(store, f"gone/{number}") is not None))
-
-    def _act(self, heard: _Heard) -> None:
+    def _act(self, status: Status, ended: Ended | None) -> None:
         """Do what follows from what the service says."""
-        status, number = heard.status, self._resume.number
         if self._lead:
             self.newcomers = status.newcomers
             for held in status.held:
-                if held.number not in self._said:
-                    self._said.add(held.number)
+                if held.reason not in self._said:
+                    self._said.add(held.reason)
                     _log.warning("%s", held.reason)
-        if heard.ended is not None:
-            self._tell(heard.ended)
-        elif self.ended is None and status.running is not None and number not in status.running:
+        if ended is not None:
+            self._tell(ended)
+        elif self.ended is None and status.member is False:
             with self._telling:
                 if not self.stop.is_set():
-                    self.line.ask(lambda store: post(store, self._resume.to_json()), _ANSWER_SECONDS)
+                    self._contact.ask(self._resume.to_json(), ANSWER_SECONDS)
 
     def _tell(self, ended: Ended) -> None:
         """Let everyone know who has asked to."""
         with self._telling:
-            if self.stop.is_set():
+            if self.stop.is_set() or self.ended is not None:
                 return
             self.ended = ended
             callbacks, self._callbacks = self._callbacks, []

@@ -15,17 +15,30 @@ import torch
 from horizonml import __version__
 from horizonml.errors import RendezvousError
 from horizonml.machine.host import machine_id
-from horizonml.machine.network import can_connect, route_to, use_interface
+from horizonml.machine.network import route_to, use_interface
 from horizonml.machine.signals import Cancelled
 from horizonml.machine.usage import seconds_up
-from horizonml.rendezvous.conversation import Conversation, ServiceGone
+from horizonml.rendezvous.answers import Complete, Refused, Status, read_status, read_verdict
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
-from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import Ask
-from horizonml.rendezvous.numbers import Asking, Given
+from horizonml.rendezvous.membership import Membership, take_place
+from horizonml.rendezvous.messages import Ask, Join
+from horizonml.rendezvous.numbers import read_given
 
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
+_CONNECT_SECONDS = 5.0
+_HOLD_SECONDS = 0.25  # that the service holds a heartbeat of a rank that waits, until there is a verdict
+_ANSWER_SECONDS = 5.0
+_WITHDRAW_SECONDS = 5.0  # for the service to say whether a rank that withdraws still waits, or is a member already
+
+
+class ServiceGone(RendezvousError):
+    """Raised when the service goes while this rank waits for the others; it may be started anew."""
+
+
+class JobComplete(Exception):
+    """Ends the wait for others that have trained the job to the end."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +67,19 @@ class Observer(Protocol):
 def meet(
     identity: Identity,
     settings: RendezvousSettings,
-    address: tuple[str, int],
+    endpoint: Endpoint,
     observer: Observer,
     before: Membership | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Membership:
-    """Join the group of this job through the service at `address`.
+    """Join the group of this job through the service at `endpoint`.
 
     Chooses the network interface that leads to the service for the group's traffic, unless the user's
     GLOO_SOCKET_IFNAME names one. `before` is where this process was a member until now. Raises RendezvousError,
     JobComplete if the others have trained the job to the end, and Cancelled when `cancelled` says so, unless the group
     has formed already, which needs all its members to begin.
     """
-    meeting = _Meeting(identity, settings, address, observer, before, cancelled, time.monotonic() + settings.timeout)
+    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, time.monotonic() + settings.timeout)
     while True:
         try:
             return meeting.join()
@@ -80,36 +93,39 @@ def meet(
 def ask_rank(
     settings: RendezvousSettings,
     world_size: int,
-    address: tuple[str, int],
+    endpoint: Endpoint,
     observer: Observer,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Identity:
-    """Let the service at `address` give this process a rank number in the run of this job that meets there.
+    """Let the service at `endpoint` give this process a rank number in the run of this job that meets there.
 
     `world_size` holds if no rank of the run is there yet. The number is kept for this process for a minute. Raises
     RendezvousError, and Cancelled when `cancelled` says so.
     """
     deadline = time.monotonic() + settings.timeout
-    host, port = address
-    await_service(address, settings.timeout, deadline, observer, cancelled)
-    host_id = f"{machine_id()}/{route_to(host, port)[0]}"
-    most = max(world_size, settings.max_world_size)
-    ask = Ask(secrets.randbits(62), host_id, os.getpid(), settings.digest, world_size, most)
-    asking, reminder = Asking(ask, host, port, deadline - time.monotonic()), _Reminder(observer)
-    asking.start()
-    while asking.is_alive() and time.monotonic() < deadline:
-        asking.join(0.1)
-        if cancelled():
-            asking.give_up()
-            raise Cancelled
-        reminder.say(f"waiting for the rendezvous service at {host}:{port} to give this process a rank number")
-    asking.give_up()
-    if isinstance(asking.outcome, Given):
-        return Identity(asking.outcome.rank, asking.outcome.world_size, "the rendezvous service")
-    raise asking.outcome or RendezvousError(
-        f"gave up after {settings.timeout:.0f} s (rendezvous.timeout): {host}:{port} accepts connections but gives "
-        "this process no rank number; is it a rendezvous service of this version?"
-    )
+    client = connect(endpoint, settings.timeout, deadline, observer, cancelled)
+    try:
+        host_id = f"{machine_id()}/{route_to(endpoint.host, endpoint.port)[0]}"
+        most = max(world_size, settings.max_world_size)
+        ask = Ask(secrets.randbits(62), host_id, os.getpid(), settings.digest, world_size, most)
+        reminder = _Reminder(observer)
+        while (given := read_given(client.ask(ask.to_json(), _ANSWER_SECONDS))) is None:
+            if cancelled():
+                raise Cancelled
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"gave up after {settings.timeout:.0f} s (rendezvous.timeout): the rendezvous service at "
+                    f"{endpoint} gives this process no rank number"
+                )
+            reminder.say(f"waiting for the rendezvous service at {endpoint} to give this process a rank number")
+            time.sleep(0.1)
+    except ServiceRefuses as error:
+        raise RendezvousError(f"refused: {error}") from error
+    except (ServiceError, ValueError) as error:
+        raise RendezvousError(f"the rendezvous service at {endpoint} broke off: {error}") from error
+    finally:
+        client.close()
+    return Identity(given.rank, given.world_size, "the rendezvous service")
 
 
 class _Reminder:
@@ -132,7 +148,7 @@ class _Meeting:
 
     identity: Identity
     settings: RendezvousSettings
-    address: tuple[str, int]
+    endpoint: Endpoint
     observer: Observer
     before: Membership | None
     cancelled: Callable[[], bool]
@@ -140,37 +156,63 @@ class _Meeting:
 
     def join(self) -> Membership:
         """Join through the service that is there now. Raises RendezvousError, JobComplete, Cancelled."""
-        host, port = self.address
-        await_service(self.address, self.settings.timeout, self.deadline, self.observer, self.cancelled)
-        conversation = Conversation(self._fingerprint(), host, port, self.deadline)
-        conversation.start()
-        reminder, missing, asked = _Reminder(self.observer), None, False
-        while conversation.is_alive() and time.monotonic() < self.deadline and not asked:
-            conversation.join(0.1)
-            asked = self.cancelled()
-            if conversation.missing != missing:
-                missing = conversation.missing
-                self.observer.waiting(missing or [])
-            reminder.say(conversation.waiting_for)
-        outcome = conversation.withdraw()
-        if isinstance(outcome, Membership):
-            return outcome
-        if asked:
-            raise Cancelled
-        if outcome is None:
-            raise RendezvousError(
-                f"rank {self.identity.rank} of {self.identity.world_size} gave up after "
-                f"{self.settings.timeout:.0f} s (rendezvous.timeout): {conversation.waiting_for}"
-            )
-        raise outcome
+        client = connect(self.endpoint, self.settings.timeout, self.deadline, self.observer, self.cancelled)
+        number, own, membership = secrets.randbits(62), self._fingerprint(), None
+        try:
+            client.ask(Join(number, own).to_json(), _ANSWER_SECONDS)
+            membership = self._wait(client, number, own)
+            return membership
+        except ServiceRefuses as error:
+            raise RendezvousError(f"refused: the rendezvous service cannot read its join: {error}") from error
+        except (ServiceError, ValueError) as error:
+            raise ServiceGone(f"the rendezvous service at {self.endpoint} broke off: {error}") from error
+        finally:
+            if membership is None:
+                client.close()
+
+    def _wait(self, client: Client, number: int, own: Fingerprint) -> Membership:
+        """Wait for the verdict on this rank's join. Raises RendezvousError, JobComplete, Cancelled, ServiceError."""
+        reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
+        withdrawn, asked = None, False
+        while True:
+            beats += 1
+            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS}
+            answer = client.ask(beat, _ANSWER_SECONDS)
+            if "verdict" in answer:
+                verdict = read_verdict(answer["verdict"])
+                if isinstance(verdict, Complete):
+                    raise JobComplete
+                if not isinstance(verdict, Refused):
+                    return take_place(number, own, verdict, self.endpoint, client, beats)
+                if withdrawn is None:
+                    raise RendezvousError(f"refused: {verdict.reason}")
+            # The group may be formed at this very moment. The others would then wait for this rank for as long as a
+            # step may take, so the service has the last word on whether it may go.
+            if "verdict" in answer or (withdrawn is not None and time.monotonic() - withdrawn > _WITHDRAW_SECONDS):
+                if asked:
+                    raise Cancelled
+                raise RendezvousError(
+                    f"rank {self.identity.rank} of {self.identity.world_size} gave up after "
+                    f"{self.settings.timeout:.0f} s (rendezvous.timeout): {waiting_for}"
+                )
+            if withdrawn is None:
+                status = read_status(answer.get("status"))
+                waiting_for = _in_words(status)
+                if status.missing != missing:
+                    missing = status.missing
+                    self.observer.waiting(missing)
+                reminder.say(waiting_for)
+                asked = self.cancelled()
+                if asked or time.monotonic() >= self.deadline:
+                    withdrawn = time.monotonic()
+                    client.ask({"do": "withdraw"}, _ANSWER_SECONDS)
 
     def _fingerprint(self) -> Fingerprint:
         """Return what this rank says of itself, and make gloo use the interface that leads to the service."""
-        host, port = self.address
         try:
-            own, interface = route_to(host, port)
+            own, interface = route_to(self.endpoint.host, self.endpoint.port)
         except OSError as error:
-            raise RendezvousError(f"rank {self.identity.rank} finds no way to {host}:{port}: {error}") from error
+            raise RendezvousError(f"rank {self.identity.rank} finds no way to {self.endpoint}: {error}") from error
         use_interface(interface)
         return Fingerprint(
             rank=self.identity.rank,
@@ -193,23 +235,37 @@ class _Meeting:
         )
 
 
-def await_service(
-    address: tuple[str, int], timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
-) -> None:
-    """Return when something listens at the address, until a deadline in `monotonic` time.
+def connect(
+    endpoint: Endpoint, timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
+) -> Client:
+    """Return a connection to the service as soon as it answers, until a deadline in `monotonic` time.
 
     Raises RendezvousError, Cancelled.
     """
-    host, port = address
     reminder = _Reminder(observer)
-    while (problem := can_connect(host, port, min(5.0, max(0.1, deadline - time.monotonic())))) is not None:
+    while True:
+        try:
+            return endpoint.connect(min(_CONNECT_SECONDS, max(0.1, deadline - time.monotonic())))
+        except Unwanted as error:
+            raise RendezvousError(str(error)) from error
+        except ServiceError as error:
+            problem = str(error)
         if cancelled():
             raise Cancelled
         if time.monotonic() >= deadline:
             raise RendezvousError(
-                f"no rendezvous service at {host}:{port} within {timeout:.0f} s "
-                f"(rendezvous.timeout): {problem}; start `horizonml rendezvous` there, or correct "
-                "rendezvous.address"
+                f"no rendezvous service at {endpoint} within {timeout:.0f} s (rendezvous.timeout): {problem}; start "
+                "`horizonml rendezvous` there, or correct rendezvous.address"
             )
-        reminder.say(f"waiting for the rendezvous service at {host}:{port}: {problem}")
+        reminder.say(f"waiting for the rendezvous service at {endpoint}: {problem}")
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
+
+
+def _in_words(status: Status) -> str:
+    """Return what a rank waits for, for people."""
+    own = next((one for one in status.held if one.own), None)
+    if own is not None:
+        return f"{own.reason}; {own.left:.0f} s are left"
+    words = status.short or "waiting for the group to form"
+    words += "".join(f" ({one.reason}; {one.left:.0f} s are left)" for one in status.held[:1])
+    return words + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)

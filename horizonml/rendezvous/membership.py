@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch.distributed import PrefixStore, Store
 
 from horizonml.errors import PeerLost
-from horizonml.rendezvous.checks import parse
+from horizonml.rendezvous.answers import Ended, Lost, Member, read_ended
+from horizonml.rendezvous.checks import MOST_RANKS, Fields
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError
+from horizonml.rendezvous.contact import Contact
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, first_line
-from horizonml.rendezvous.mailbox import peek, post
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Leave, Lost, read_ended
+from horizonml.rendezvous.group_store import GroupStore
+from horizonml.rendezvous.heartbeat import BEAT_SECONDS, Heartbeat, OnEnd, first_line
+from horizonml.rendezvous.messages import Departure, Farewell, Resume
 
-T = TypeVar("T")
-_ANSWER_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -29,9 +29,9 @@ class Membership:
     rank: int
     generation: int
     members: list[Fingerprint]
-    _joins: list[int]
-    _store: Store
+    _contact: Contact
     _heartbeat: Heartbeat
+    _store: GroupStore | None = None
     lost: tuple[Lost, ...] = ()  # whom the service has declared lost, once `name_lost` has asked
 
     @property
@@ -47,6 +47,8 @@ class Membership:
     @property
     def store(self) -> Store:
         """Return the store in which this generation's ranks exchange their addresses."""
+        if self._store is None:  # PyTorch calls it as long as the group lives, so its Python part must live, too
+            self._store = GroupStore(self._contact)
         return PrefixStore(f"generation-{self.generation}", self._store)
 
     @property
@@ -54,7 +56,7 @@ class Membership:
         """Return how this generation has ended, or None as long as the service has not declared it over."""
         return self._heartbeat.ended
 
-    def on_end(self, callback: Callable[[Ended], object]) -> None:
+    def on_end(self, callback: OnEnd) -> None:
         """Call this once, from the heartbeat's thread, when the service declares this generation over.
 
         The thread beats no more while the callback runs, so it must return soon. If the generation is over already,
@@ -67,69 +69,89 @@ class Membership:
 
         If it does not within `patience` seconds, those are named whose heartbeats have stopped meanwhile.
         """
-        others = {rank: join for rank, join in enumerate(self._joins) if rank != self.rank}
         until = time.monotonic() + patience
         try:
-            before = self._ask(lambda store: _beats(store, others))
+            before = self._beats(self._peers())
             while True:
-                lost, ends_job = self._ask(lambda store: self._published(store, others))
+                answer = self._peers()
+                lost, ends_job = self._told(answer)
                 left = until - time.monotonic()
                 if lost or left <= 0:
                     break
                 time.sleep(min(0.1, left))
             if not lost:
-                after = self._ask(lambda store: _beats(store, others))
+                after, gone = self._beats(answer), self._gone(answer)
                 # A rank that has left has lost a peer, too, and meets the others again.
-                left_too = self._ask(lambda store: [r for r, join in others.items() if peek(store, f"gone/{join}")])
-                quiet = [rank for rank in others if before.get(rank) == after.get(rank) and rank not in left_too]
-                lost = [f"{_place(self.members[rank])} gives no sign of life" for rank in quiet]
-        except RuntimeError as problem:
+                others = [one for one in self.members if one is not self.members[self.rank]]
+                quiet = [one for one in others if before.get(one.rank) == after.get(one.rank) and one.rank not in gone]
+                lost = [f"{_place(one)} gives no sign of life" for one in quiet]
+        except ServiceError as problem:
             return PeerLost(f"{error}; the rendezvous service does not answer either ({first_line(problem)})")
         except ValueError as problem:
             return PeerLost(f"{error}; what the rendezvous service says of the others is damaged ({problem})")
         finally:
             if self._heartbeat.stop.is_set():  # this rank has left, and this was its last question
-                self._heartbeat.line.close()
+                self._contact.close()
         return PeerLost(f"{'; '.join(lost)} ({error})", ends_job) if lost else error
 
-    def _published(self, store: Store, others: dict[int, int]) -> tuple[list[str], bool]:
+    def _peers(self) -> Fields:
+        return self._contact.ask({"do": "peers"})
+
+    def _told(self, answer: Fields) -> tuple[list[str], bool]:
         """Return whom the service knows to be lost, for people, and whether that ends the job. Raises ValueError."""
-        over = peek(store, f"over/{self.generation}")
-        self.lost = read_ended(over).lost if over is not None else ()
+        ended = read_ended(answer.get("ended"))
+        self.lost = ended.lost if ended is not None else ()
         evicted = self.ended is not None and self.ended.evicted
-        if evicted or self.members[self.rank].rank in [one.rank for one in self.lost]:
+        own = self.members[self.rank].rank
+        if evicted or own in [one.rank for one in self.lost]:
             return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         known = {one.rank: str(one) for one in self.lost}
-        ends_job = False
-        for rank, join in others.items():
-            gone, member = peek(store, f"gone/{join}"), self.members[rank]
-            if gone is None:
+        ends_job, gone = False, self._gone(answer)
+        for member in self.members:
+            farewell = gone.get(member.rank)
+            if farewell is None or member.rank == own:
                 continue
-            farewell = Farewell.from_json(parse(gone))
             ends_job |= farewell.departure is Departure.FAILED
             if farewell.departure not in (Departure.LOST_PEER, Departure.AGAIN, Departure.SILENT):
                 known.setdefault(member.rank, f"{_place(member)} left: {farewell.reason}")
         return [words for _, words in sorted(known.items())], ends_job
 
+    def _gone(self, answer: Fields) -> dict[int, Farewell]:
+        """Return who has left, by the rank as it was started."""
+        return {rank: Farewell.from_json(said) for rank, said in _by_rank(answer, "gone").items()}
+
+    def _beats(self, answer: Fields) -> dict[int, object]:
+        """Return where the heartbeats stand, by the rank as it was started."""
+        return _by_rank(answer, "beats")
+
     def leave(self, reason: str, departure: Departure = Departure.OTHER) -> None:
         """Tell the service that this rank leaves, and why."""
         self._heartbeat.end()
         try:
-            farewell = Leave(self._joins[self.rank], Farewell(reason, departure)).to_json()
-            self._ask(lambda store: post(store, farewell))
-        except RuntimeError as error:
+            self._contact.ask({"do": "leave", "leave": Farewell(reason, departure).to_json()})
+        except ServiceError as error:
             _log.debug("could not say goodbye: %s", error)
         if departure is not Departure.LOST_PEER:  # or `name_lost` still has a question
-            self._heartbeat.line.close()
-
-    def _ask(self, question: Callable[[Store], T]) -> T:
-        """Return the service's answer. Raises RuntimeError if there is none soon."""
-        return self._heartbeat.line.ask(question, _ANSWER_SECONDS)
+            self._contact.close()
 
 
-def _beats(store: Store, joins: dict[int, int]) -> dict[int, bytes | None]:
-    """Return where the heartbeats of these joins stand, by the rank in the group."""
-    return {rank: peek(store, f"beat/{join}") for rank, join in joins.items()}
+def take_place(
+    number: int, own: Fingerprint, found: Member, endpoint: Endpoint, client: Client, beats: int
+) -> Membership:
+    """Return the membership of the rank of a join that has become a member, and start its heartbeat."""
+    now_in = replace(own, generation=found.generation, group_size=len(found.members))
+    resume = Resume(number, now_in, tuple(member.rank for member in found.members))
+    heartbeat = Heartbeat(endpoint, resume, beats, lead=found.rank == 0)
+    heartbeat.start()
+    return Membership(found.rank, found.generation, found.members, Contact(endpoint, resume, client), heartbeat)
+
+
+def _by_rank(answer: Fields, name: str) -> dict[int, object]:
+    """Return what an answer says of ranks. Raises ValueError."""
+    values = answer.get(name)
+    if not isinstance(values, dict) or len(values) > MOST_RANKS or not all(rank.isdecimal() for rank in values):
+        raise ValueError(f"{name} must be an object with ranks")
+    return {int(rank): value for rank, value in values.items()}
 
 
 def _place(member: Fingerprint) -> str:

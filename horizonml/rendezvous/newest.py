@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from horizonml.rendezvous.messages import Ended, Lost
+from horizonml.rendezvous.answers import Ended, Lost
 
 BACK_SECONDS = 3.0  # a member that has left to meet the others again is awaited for this long
 STUCK_SECONDS = 30.0  # a member that lives but does not come back is awaited for this long

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from horizonml.rendezvous.answers import Ended, Formed, HeldBack, Lost, Refused, Verdict
 from horizonml.rendezvous.checks import MOST_RANKS
 from horizonml.rendezvous.completion import Completion
 from horizonml.rendezvous.crashes import KILLED, Crashes
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
-from horizonml.rendezvous.messages import Ask, Departure, Ended, Farewell, Formed, HeldBack, Lost, Refused, Verdict
+from horizonml.rendezvous.messages import Ask, Departure, Farewell
 from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, NewestGeneration
 from horizonml.rendezvous.numbers import Given, Numbers
 from horizonml.rendezvous.readiness import ABSENT_SECONDS, short_of
@@ -139,14 +140,10 @@ class Roster:
         if member is not None and member.beat != count:
             member.beat, member.moved = count, now
 
-    def slept(self, seconds: float) -> None:
+    def slept(self, seconds: float, now: float) -> None:
         """Take note that the service itself was away for so long: that is no rank's silence."""
         for member in self._members.values():
-            member.moved += seconds
-
-    def joins(self) -> list[int]:
-        """Return the joins whose heartbeats matter."""
-        return list(self._members)
+            member.moved = min(member.moved + seconds, now)
 
     def decide(self, now: float) -> list[Verdict]:
         """Return what has become clear since the last call."""

@@ -1,169 +1,237 @@
-"""Serves the rendezvous: holds the store through which ranks meet (see `meeting` for their side).
+"""Serves the rendezvous, where the ranks of a job meet (see `meeting` for their side).
 
-The service is its own process, so losing any rank loses no state. It alone judges who belongs together (see
-`roster`); ranks only post what they are and wait for its verdict. The store is PyTorch's TCPStore, which has no
-authentication: keep its port inside a trusted network. Values are JSON, never pickle. Every join has an id that the
-rank draws at random, so that it stays the same when the service is started anew.
+The service is its own process, so losing any rank loses no state. It alone judges who belongs together (see `roster`);
+ranks only say what they are and ask for its verdict. Nothing but JSON travels, over TLS with the token's certificate on
+both sides (see `security.tls`), and each request is checked before it changes anything. A rank names its join, a number
+that it draws at random and that nobody else learns, and a connection speaks for one join only.
 
-    rank     -> events        a queue: join with a fingerprint, withdraw while waiting, leave with a reason, or resume
-                              (a member of a group that runs already, which a new service must learn of), or ask for a
-                              rank number
-    rank     -> beat/<id>     counts up while the rank lives
-    service  -> verdict/<id>  the group and its generation, or why not, or that the job is complete
-    service  -> number/<id>   the rank number that was asked for, or why there is none
-    service  -> status        who is missing, who runs, who waits to be taken in, and who was refused lately
-    service  -> gone/<id>     why a rank left, or was declared lost: a reason for people, and what kind of reason it is
-    service  -> over/<n>      that generation n is over, why, and whom it has lost
+    join      {id, join: a fingerprint}    a rank asks to take part
+    resume    {id, resume, beside}         a member of a group that runs reports on a new connection
+    beat      {count}                      a sign of life; answered by the status, the verdict, and how the group ended
+    withdraw  {}                           a rank that waits takes its join back
+    leave     {leave: a farewell}          a member leaves its group, and says why
+    peers     {}                           what has become of the other members
+    set, get  {key, value}, {keys}         the ranks of one generation exchange their addresses
+    ask       {id, ask}                    a process without a rank number asks for one
+    status    {}                           who is missing, how many run, and who was refused lately
 """
 
 from __future__ import annotations
 
-import json
+import base64
+import binascii
 import logging
 import socket
+import ssl
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
-from torch.distributed import Store, TCPStore
-
-from horizonml.rendezvous.checks import printable
-from horizonml.rendezvous.mailbox import peek, take
-from horizonml.rendezvous.messages import (
-    Ask,
-    Complete,
-    Event,
-    Formed,
-    Join,
-    Leave,
-    Refused,
-    Resume,
-    Status,
-    UnreadableJoin,
-    Verdict,
-    Withdraw,
-    read_event,
-)
+from horizonml.rendezvous.answers import Complete, Ended, Formed, Refused, Status, Verdict
+from horizonml.rendezvous.checks import Fields, seconds, whole
+from horizonml.rendezvous.keys import Keys
+from horizonml.rendezvous.messages import Ask, Farewell, Join, Resume
 from horizonml.rendezvous.roster import Roster
+from horizonml.rendezvous.server import Handler, Peer, Server
 
 _log = logging.getLogger(__name__)
-_STORE_TIMEOUT = timedelta(seconds=30)
-_LOOK_SECONDS = 0.25  # how often heartbeats are looked at
-_MOST_EVENTS = 200  # read before heartbeats and verdicts have their turn
-_MOST_DIGITS = 18  # of a heartbeat
-_MOST_ASKS, _ASK_SECONDS = 4096, 120.0  # questions for rank numbers that wait, and for how long
+_LOOK_SECONDS = 0.25  # how often it is looked at who is silent
+_TURN_SECONDS = 0.05
 _AWAY_SECONDS = 1.0  # between two looks: the service was stopped, or its machine asleep, and no rank was silent
+_MOST_REMEMBERED = 16384  # joins whose verdicts and farewells are kept
+_MOST_GENERATIONS = 256  # whose members and ends are kept
+_MOST_COUNT = 10**18  # of a heartbeat
+_MOST_KEYS = 10_000  # that are asked for at once
+_GENERATIONS = 2  # whose keys are kept
+_LONGEST_WAIT = 5.0  # seconds that a request for keys is held
 SETTLE_SECONDS = 4.0  # in which a group that ran before the service was started anew reports
 
 
 class Service:
-    """Holds the store and judges joins until it is stopped."""
+    """Judges joins until it is stopped."""
 
-    def __init__(self, listener: socket.socket, settle: float = 0.0) -> None:
-        """Serve on a listening socket, which the service takes over (see `listen`).
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None = None,
+        settle: float = 0.0,
+        handlers: Mapping[str, Handler] | None = None,
+    ) -> None:
+        """Serve on a listening socket, which the service takes over; `handlers` answer further kinds of requests.
 
         No first meeting is held for `settle` seconds: a group may run here that met at the service before this one.
         """
-        self._host, self.port = listener.getsockname()[:2]
-        self._server = TCPStore(
-            self._host, self.port, None, True, _STORE_TIMEOUT, False, master_listen_fd=listener.detach()
-        )
-        self._store: Store = self._server
+        self.port = int(listener.getsockname()[1])
+        self._server = Server(listener, tls, self._handle)
         self._roster = Roster(time.monotonic() + settle)
         self._over = 0  # the generation whose end was logged last
-        self._asks: deque[tuple[Ask, float]] = deque(maxlen=_MOST_ASKS)  # and when they came
+        self._status = Status()
+        self._changed = True
+        self._verdicts: dict[int, Verdict] = {}
+        self._farewells: dict[int, Farewell] = {}
+        self._generation: dict[int, int] = {}  # that a join is, or was, a member of
+        self._groups: dict[int, dict[int, int]] = {}  # the joins of a generation, as far as they are known, by rank
+        self._beats: dict[int, int] = {}
+        self._endings: dict[int, Ended] = {}
+        self._keys: dict[int, Keys] = {}
+        ranks: dict[str, Handler] = {
+            "join": self._join,
+            "resume": self._resume,
+            "beat": self._beat,
+            "withdraw": self._withdraw,
+            "leave": self._leave,
+            "peers": self._peers,
+            "set": self._set,
+            "get": self._get,
+            "ask": self._ask,
+            "status": lambda peer, fields: self._status.to_json(None, False),
+        }
+        self._handlers = {**(handlers or {}), **ranks}
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
-        beats_due, looked = 0.0, time.monotonic()
-        while not stop():
-            try:
-                changed = self._read_events()
+        looked = time.monotonic()
+        try:
+            while not stop():
+                self._server.turn(_TURN_SECONDS)
                 now = time.monotonic()
-                if changed or now >= beats_due:
+                if self._changed or now - looked >= _LOOK_SECONDS:
                     if now - looked > _AWAY_SECONDS:
-                        self._roster.slept(now - looked)
-                    looked = now
-                    self._read_beats(now)
-                    beats_due = now + _LOOK_SECONDS
+                        self._roster.slept(now - looked, now)
+                    looked, self._changed = now, False
                     self._announce(now)
-                    self._answer(now)
-            except RuntimeError as error:
-                # The store still serves the ranks: only this process's own connection to it was dropped.
-                _log.warning("connecting to the store again (%s)", printable(str(error), 200))
-                with suppress(RuntimeError):  # then the next round comes here again
-                    self._store = TCPStore(self._host, self.port, None, False, _STORE_TIMEOUT, False)
-            time.sleep(0.05)
+        finally:
+            self._server.close()
 
-    def _read_events(self) -> bool:
-        """Handle the events that have come, and return whether there were any."""
-        for count in range(_MOST_EVENTS):
-            message = take(self._store)
-            if message is None:
-                return count > 0
-            try:
-                self._handle(read_event(message))
-            except ValueError as error:
-                _log.warning("ignored a malformed message: %s", error)
-                if isinstance(error, UnreadableJoin):
-                    reason = f"the rendezvous service cannot read its join: {error}"
-                    self._tell(Refused([error.number], reason))
-        return True
+    def _handle(self, peer: Peer, fields: Fields) -> Fields | None:
+        """Answer a request. Raises ValueError."""
+        handler = self._handlers.get(str(fields.get("do")))
+        if handler is None:
+            raise ValueError(f"the service knows no request {str(fields.get('do'))[:40]!r}")
+        return handler(peer, fields)
 
-    def _handle(self, event: Event) -> None:
-        """Do what an event asks for. Raises ValueError."""
-        now = time.monotonic()
-        match event:
-            case Leave(number, farewell):
-                if self._roster.leave(number, farewell, now):
-                    self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
-            case Ask():
-                self._asks.append((event, now))
-            case Withdraw(number):
-                if self._roster.withdraw(number):
-                    self._tell(Refused([number], "it has withdrawn"))
-            case Resume(number, fingerprint, beside):
-                self._roster.resume(number, fingerprint, beside, now)
-                _log.info("rank %d runs in generation %d", fingerprint.rank, fingerprint.generation)
-            case Join(number, fingerprint):
-                try:
-                    self._roster.join(number, fingerprint, now)
-                except ValueError as error:
-                    raise UnreadableJoin(number, str(error)) from None
-                _log.info("rank %d of %d joined from %s", fingerprint.rank, fingerprint.world_size, fingerprint.place)
+    def _join(self, peer: Peer, fields: Fields) -> Fields:
+        join = Join.from_json(fields)
+        if "join" in peer.state:
+            raise ValueError("this connection speaks for another join")
+        self._roster.join(join.number, join.fingerprint, time.monotonic())
+        self._bind(peer, join.number)
+        one = join.fingerprint
+        _log.info("rank %d of %d joined from %s", one.rank, one.world_size, one.place)
+        return {}
 
-    def _read_beats(self, now: float) -> None:
-        """Let the roster know which heartbeats have moved."""
-        for number in self._roster.joins():
-            beat = peek(self._store, f"beat/{number}")
-            if beat is not None and len(beat) <= _MOST_DIGITS and beat.isdigit():
-                self._roster.beat(number, int(beat), now)
+    def _resume(self, peer: Peer, fields: Fields) -> Fields:
+        member = Resume.from_json(fields)
+        if peer.state.get("join", member.number) != member.number:
+            raise ValueError("this connection speaks for another join")
+        self._bind(peer, member.number)
+        one = member.fingerprint
+        known = member.number in self._generation
+        if member.number in self._farewells:  # it has left, or was declared lost; its next heartbeat is told so
+            return {}
+        try:
+            self._roster.resume(member.number, one, member.beside, time.monotonic())
+        except ValueError as error:
+            _log.warning("%s", error)  # the answer to its next heartbeat says so
+        self._generation[member.number] = one.generation
+        self._groups.setdefault(one.generation, {})[one.rank] = member.number
+        if not known:
+            _log.info("rank %d runs in generation %d", one.rank, one.generation)
+        return {}
 
-    def _answer(self, now: float) -> None:
-        """Give rank numbers to those who have asked for one."""
-        for _ in range(len(self._asks)):
-            ask, came = self._asks.popleft()
-            given = self._roster.give_number(ask, now)
-            if given is not None:
-                values = given.to_json() if isinstance(given, Refused) else asdict(given)
-                self._store.set(f"number/{ask.number}", json.dumps(values))
-            elif now - came < _ASK_SECONDS:
-                self._asks.append((ask, came))
+    def _bind(self, peer: Peer, number: int) -> None:
+        """Let a connection speak for a join."""
+        peer.state["join"], peer.stays, self._changed = number, True, True
+
+    def _beat(self, peer: Peer, fields: Fields) -> Fields | None:
+        number, count = _own(peer), whole(fields, "count", 0, _MOST_COUNT)
+        self._beats[number] = count
+        self._roster.beat(number, count, time.monotonic())
+        verdict, ended = self._verdicts.get(number), self._ended(number)
+        held = seconds(fields, "seconds") if fields.get("verdict") is True else 0.0
+        if verdict is None and time.monotonic() - peer.asked < min(_LONGEST_WAIT, held):
+            return None
+        answer: dict[str, object] = {"status": self._status.to_json(number, number in self._roster.running())}
+        if verdict is not None and fields.get("verdict") is True:
+            answer["verdict"] = verdict.to_json(number)
+        if ended is not None:
+            answer["ended"] = ended.to_json()
+        return answer
+
+    def _ended(self, number: int) -> Ended | None:
+        """Return how the generation of a join has ended, if it has."""
+        ended = self._endings.get(self._generation.get(number, 0))
+        return replace(ended, evicted=number in self._farewells) if ended is not None else None
+
+    def _withdraw(self, peer: Peer, fields: Fields) -> Fields:
+        number = _own(peer)
+        if self._roster.withdraw(number):
+            self._tell(Refused([number], "it has withdrawn"))
+        return {}
+
+    def _leave(self, peer: Peer, fields: Fields) -> Fields:
+        number, farewell = _own(peer), Farewell.from_json(fields.get("leave"))
+        if self._roster.leave(number, farewell, time.monotonic()):
+            self._farewells[number] = farewell
+        self._changed = True
+        return {}
+
+    def _peers(self, peer: Peer, fields: Fields) -> Fields:
+        number = _own(peer)
+        ended, group = self._ended(number), self._groups.get(self._generation.get(number, 0), {})
+        gone = {rank: self._farewells[join].to_json() for rank, join in group.items() if join in self._farewells}
+        beats = {rank: self._beats.get(join, 0) for rank, join in group.items()}
+        return {"ended": ended.to_json() if ended is not None else None, "gone": gone, "beats": beats}
+
+    def _set(self, peer: Peer, fields: Fields) -> Fields:
+        keys, key, value = self._keys_of(peer), fields.get("key"), fields.get("value")
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError("a key and its value must be texts")
+        try:
+            keys.set(_own(peer), key, base64.b64decode(value, validate=True))
+        except binascii.Error:
+            raise ValueError("a value must be in base64") from None
+        return {}
+
+    def _get(self, peer: Peer, fields: Fields) -> Fields | None:
+        keys, names = self._keys_of(peer), fields.get("keys")
+        if not isinstance(names, list) or len(names) > _MOST_KEYS or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"keys must be a list of at most {_MOST_KEYS} texts")
+        found = [keys.get(name) for name in names]
+        wait = min(_LONGEST_WAIT, seconds(fields, "seconds"))
+        if None in found and time.monotonic() - peer.asked < wait:
+            return None
+        if fields.get("check") is True:
+            return {"there": [value is not None for value in found]}
+        return {"values": [base64.b64encode(value).decode() if value is not None else None for value in found]}
+
+    def _keys_of(self, peer: Peer) -> Keys:
+        """Return the keys of the generation that a connection's join is a member of."""
+        generation = self._generation.get(_own(peer))
+        if generation is None:
+            raise ValueError("only the members of a group that has formed exchange keys")
+        if generation not in self._keys:
+            self._keys[generation] = Keys()
+            for older in sorted(self._keys)[:-_GENERATIONS]:
+                del self._keys[older]
+        return self._keys.get(generation, Keys())
+
+    def _ask(self, peer: Peer, fields: Fields) -> Fields:
+        given = self._roster.give_number(Ask.from_json(fields), time.monotonic())
+        if isinstance(given, Refused):
+            raise ValueError(given.reason)
+        return {"number": asdict(given) if given is not None else None}
 
     def _announce(self, now: float) -> None:
-        """Post what has been decided, and the status."""
+        """Take note of what has been decided, and make the status."""
         verdicts = self._roster.decide(now)
-        for number, farewell in self._roster.farewells().items():
-            self._store.set(f"gone/{number}", json.dumps(farewell.to_json()))
-        # Before the verdicts and the status: who learns that it is no member any more must find out why.
+        self._farewells |= self._roster.farewells()
         for generation, ended in self._roster.endings().items():
             known = "; ".join(map(str, ended.lost)) if generation == self._over else ended.reason
             _log.warning("generation %d is over: %s", generation, known)
             self._over = generation
-            self._store.set(f"over/{generation}", json.dumps(ended.to_json()))
+            self._endings[generation] = ended
         for verdict in verdicts:
             if isinstance(verdict, Formed):
                 _log.info("generation %d: %d ranks", verdict.generation, len(verdict.members))
@@ -173,18 +241,38 @@ class Service:
                 _log.warning("refused: %s", verdict.reason)
             self._tell(verdict)
         roster = self._roster
-        status = Status(
+        self._status = Status(
             roster.missing(),
-            roster.running(),
+            len(roster.running()),
+            None,
             roster.newcomers(now),
             roster.refused(now),
             roster.short(now),
             roster.held_back(now),
         )
-        self._store.set("status", json.dumps(status.to_json()))
+        for kept in (self._verdicts, self._farewells, self._generation, self._beats):
+            _forget(kept, _MOST_REMEMBERED)
+        for kept_by_generation in (self._groups, self._endings):
+            _forget(kept_by_generation, _MOST_GENERATIONS)
 
     def _tell(self, verdict: Verdict) -> None:
-        """Post a verdict for those whom it concerns."""
-        message = json.dumps(verdict.to_json())
-        for number in verdict.joins:
-            self._store.set(f"verdict/{number}", message)
+        """Keep a verdict for those whom it concerns."""
+        for rank, number in enumerate(verdict.joins):
+            self._verdicts[number] = verdict
+            if isinstance(verdict, Formed):
+                self._generation[number] = verdict.generation
+                self._groups.setdefault(verdict.generation, {})[verdict.members[rank].rank] = number
+
+
+def _own(peer: Peer) -> int:
+    """Return the join that a connection speaks for. Raises ValueError."""
+    number = peer.state.get("join")
+    if not isinstance(number, int):
+        raise ValueError("this connection speaks for no rank; it has to join first")
+    return number
+
+
+def _forget(kept: dict[int, Any], most: int) -> None:
+    """Forget the oldest entries beyond so many."""
+    while len(kept) > most:
+        del kept[next(iter(kept))]

@@ -1,12 +1,10 @@
-"""Runs what the commands start: one rank, all ranks of a job on this machine, or the rendezvous service."""
+"""Runs what the commands start: one rank, or all ranks of a job on this machine."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,21 +16,21 @@ import yaml
 
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
-from horizonml.machine.network import listen, split_address
+from horizonml.machine.network import split_address
 from horizonml.machine.resources import memory_limit, process_memory
-from horizonml.machine.signals import Cancelled, StopRequest, handling, leave_at_once, stop_on_signal
+from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
-from horizonml.runtime.command import Command
+from horizonml.runtime.access import endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.serve import RENDEZVOUS
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
 
-RENDEZVOUS = "HORIZONML_RENDEZVOUS"
 METRICS = "HORIZONML_METRICS"
 
 
@@ -54,14 +52,14 @@ def train_as_rank(
     """
     sys.stdout = PatientStream(sys.stdout)
     check_strategy(job)
-    address = None
+    endpoint = None
     if isinstance(identity, str):
-        address = _split_address(identity, "--join")
+        endpoint = endpoint_for(_split_address(identity, "--join"))
     else:
         _check_world_size(job, identity)
         grows = (job.parallel.max_workers or 1) > 1 and (job.rendezvous.address or RENDEZVOUS in os.environ)
         if identity.world_size > 1 or grows:
-            address = _rendezvous_address(job)
+            endpoint = endpoint_for(_rendezvous_address(job))
     with stop_on_signal() as stop:
         with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.rendezvous.meeting import ask_rank
@@ -70,10 +68,10 @@ def train_as_rank(
             from horizonml.telemetry.server import Server
 
         if isinstance(identity, str):
-            assert address is not None
+            assert endpoint is not None
             try:
                 world_size = job.parallel.world_size()
-                identity = ask_rank(settings_for(job), world_size, address, _Sayer(), lambda: stop.wanted)
+                identity = ask_rank(settings_for(job), world_size, endpoint, _Sayer(), lambda: stop.wanted)
             except Cancelled:
                 print(_farewell(job, Outcome.STOPPED_WAITING, None), flush=True)
                 return Outcome.STOPPED_WAITING
@@ -84,7 +82,7 @@ def train_as_rank(
             host, port = metrics
             server = Server(own.registry, (host, port + local_rank(os.environ)), lambda: own.unready)
         # The launcher ends all ranks when one is lost; elsewhere something will restart the lost rank.
-        worker = Worker(job, identity, address, own, stop, observer)
+        worker = Worker(job, identity, endpoint, own, stop, observer)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
         print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
@@ -283,38 +281,3 @@ def _log_folder(job: Job, otherwise: Path) -> Path:
             return job.run_folder
     except OSError:
         return otherwise
-
-
-def serve_rendezvous(host: str, port: int, inherited: int | None, advertise: str | None, command: Sequence[str]) -> int:
-    """Serve the rendezvous on an address, or on an inherited listening socket, until SIGTERM or SIGINT.
-
-    With a `command`, serve until it has ended. The command finds the service's address, with `advertise` as the host,
-    in HORIZONML_RENDEZVOUS; a signal asks the command, and all that it has started, to end. Return its exit code.
-    Raises RendezvousError or JobError.
-    """
-    stop = StopRequest()
-    with handling(stop.note):
-        listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
-        port = listener.getsockname()[1]
-        if not command:
-            from horizonml.rendezvous.service import SETTLE_SECONDS, Service
-
-            # If ranks have met earlier at a service at this address, the service waits for those.
-            service = Service(listener, settle=SETTLE_SECONDS if inherited is None else 0.0)
-            print(f"rendezvous service on {host}:{port}", flush=True)
-            service.run(lambda: stop.wanted)
-            return 0
-        wildcard = host in ("0.0.0.0", "::")  # noqa: S104
-        address = f"{advertise or (socket.gethostname() if wildcard else host)}:{port}"
-        print(f"rendezvous service at {address}", file=sys.stderr, flush=True)
-        # The socket listens already, so the ranks need not wait until the service has loaded PyTorch.
-        with Command(command, {**os.environ, RENDEZVOUS: address}, stop) as running:
-            from horizonml.rendezvous.service import Service
-
-            service, done = Service(listener), threading.Event()
-            thread = threading.Thread(target=service.run, args=(done.is_set,), name="rendezvous", daemon=True)
-            thread.start()
-            code = running.wait()
-            done.set()
-            thread.join(5)
-            return code

@@ -25,6 +25,7 @@ from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.logs import RankLog, Warnings
+from horizonml.security.token import INSECURE, TOKEN, make_token
 
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
 TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, instead of waiting for its replacement
@@ -116,6 +117,8 @@ class LocalRun:
         env = {**os.environ, **self._env, "WORLD_SIZE": str(self._world_size), TOGETHER: "1", LAUNCHER: launcher_name()}
         env.setdefault("OMP_NUM_THREADS", "1")  # until the rank knows its share of the cores
         if self._world_size > 1:
+            env[TOKEN] = make_token().text  # for this run alone, so that no other user of the machine takes part
+            env.pop(INSECURE, None)
             env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
         for rank in range(self._world_size):
             log = RankLog(self._logs / f"rank-{rank}.log")

@@ -15,9 +15,9 @@ from horizonml.job.schema import Job
 from horizonml.machine.host import machine_id
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.signals import Cancelled, StopRequest
-from horizonml.rendezvous.conversation import JobComplete
+from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity
-from horizonml.rendezvous.meeting import RendezvousSettings, meet
+from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
 from horizonml.runtime.agreement import prepare
@@ -55,14 +55,14 @@ class Worker:
         self,
         job: Job,
         identity: Identity,
-        address: tuple[str, int] | None,
+        endpoint: Endpoint | None,
         metrics: Metrics,
         stop: StopRequest,
         observer: Observer | None = None,
     ) -> None:
-        """`address` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`."""
+        """`endpoint` is the rendezvous service's; None for a world of one. Rank 0 hands its records to `observer`."""
         self._observer = observer
-        self._job, self._identity, self._address = job, identity, address
+        self._job, self._identity, self._endpoint = job, identity, endpoint
         self._metrics, self._stop = metrics, stop
         metrics.wanted(identity.world_size)
         self._rank = identity.rank  # in the group that there is, or was last
@@ -104,7 +104,7 @@ class Worker:
         prepared = prepare(job)
         if prepared is not None:
             life.info, life.state = prepared[0], TrainState(prepared[1], job.optimizer, job.ema)
-        if self._address is None:
+        if self._endpoint is None:
             return self._train(life, None)
         membership, fruitless = None, 0
         settings = settings_for(job)
@@ -112,7 +112,7 @@ class Worker:
             before = life.steps
             old = membership
             try:
-                membership = meet(identity, settings, self._address, self, membership, lambda: self._stop.wanted)
+                membership = meet(identity, settings, self._endpoint, self, membership, lambda: self._stop.wanted)
             except Cancelled:
                 return Outcome.STOPPED_WAITING
             except JobComplete:

@@ -20,6 +20,7 @@ TABLE: dict[str, set[str]] = {
     "plan": set(),
     "comm": set(),
     "machine": set(),
+    "security": set(),
     "starter": set(),
     "spec": {"plan"},  # whose schedules a job may name
     "job": {"plan", "spec"},
@@ -31,10 +32,10 @@ TABLE: dict[str, set[str]] = {
     "engine": {"comm", "data", "machine", "models", "plan", "planner", "state", "tasks"},
     "profiling": {"comm", "data", "engine", "job", "machine", "models", "plan", "planner", "spec", "state"},
     "telemetry": {"engine", "job", "machine", "plan", "spec"},
-    "rendezvous": {"machine"},
+    "rendezvous": {"machine", "security"},
     "runtime": {
-        "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "spec",
-        "state", "tasks", "telemetry",
+        "comm", "data", "engine", "job", "machine", "models", "plan", "planner", "profiling", "rendezvous", "security",
+        "spec", "state", "tasks", "telemetry",
     },
     "kube": {"job", "machine"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
@@ -47,7 +48,7 @@ TABLE: dict[str, set[str]] = {
     },
     "cli": {
         "api", "bench", "chaos", "comm", "exports", "job", "kube", "machine", "models", "plan", "planner", "profiling",
-        "rendezvous", "report", "runtime", "spec", "starter", "state", "telemetry",
+        "rendezvous", "report", "runtime", "security", "spec", "starter", "state", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

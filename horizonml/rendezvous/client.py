@@ -1,0 +1,156 @@
+"""Asks the rendezvous service, and waits for each answer for a limited time only."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, read
+
+_MUTE = "it accepts connections but does not answer; is it a rendezvous service?"
+
+
+class ServiceError(RuntimeError):
+    """Raised when the service does not answer, or not as it should."""
+
+
+class ServiceRefuses(ServiceError):
+    """Raised when the service refuses a request, with its words."""
+
+
+class Unwanted(ServiceError):
+    """Raised when it is certain that this service will not talk to this process, however often that tries."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rendezvous service is, and how connections to it are protected."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None = None  # None if there is no token
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        return f"{self.host}:{self.port}"
+
+    def connect(self, seconds: float = 5.0) -> Client:
+        """Return a connection that is made within so many seconds. Raises ServiceError."""
+        return Client((self.host, self.port), self.tls, seconds)
+
+
+class Client:
+    """A connection to the service; any thread may use it. After an error it is of no further use."""
+
+    def __init__(self, address: tuple[str, int], tls: ssl.SSLContext | None, connect_seconds: float = 5.0) -> None:
+        """Connect, shake hands and say hello within so many seconds. Raises ServiceError."""
+        self._asking = threading.Lock()
+        self._where = f"{address[0]}:{address[1]}"
+        self._received = bytearray()
+        until = time.monotonic() + connect_seconds
+        self._socket: socket.socket | None = None
+        plain = None
+        try:
+            plain = socket.create_connection(address, timeout=connect_seconds)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                plain.settimeout(max(0.01, until - time.monotonic()))
+                plain = tls.wrap_socket(plain)
+            self._socket = plain
+        except ssl.SSLError as error:
+            raise Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}") from error
+        except socket.gaierror:
+            raise ServiceError(f"the name {address[0]} does not resolve (yet)") from None
+        except TimeoutError:
+            raise ServiceError("no answer" if plain is None else _MUTE) from None
+        except OSError as error:
+            raise ServiceError((error.strerror or str(error)).lower()) from error
+        finally:
+            if self._socket is None and plain is not None:
+                plain.close()
+        try:
+            self.ask(hello(), max(0.1, until - time.monotonic()))
+        except ServiceRefuses as error:
+            raise Unwanted(f"the service at {self._where} refuses: {error}") from error
+        except ServiceError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise ServiceError(_MUTE) from None
+            raise
+
+    def ask(self, request: Fields, seconds: float = 2.0) -> Fields:
+        """Return the answer to a request, within so many seconds.
+
+        Raises ServiceRefuses with the service's words, and ServiceError if no answer comes.
+        """
+        with self._asking:
+            if self._socket is None:
+                raise ServiceError("the connection to the rendezvous service is closed")
+            try:
+                answer = self._exchange(self._socket, encode(request), seconds)
+            except ssl.SSLError as error:
+                self._shut()
+                raise Unwanted(f"the service at {self._where} cannot be used: {explain_tls(error)}") from error
+            except TimeoutError as error:
+                self._shut()
+                raise ServiceError(f"no answer within {seconds:.1f} s") from error
+            except OSError as error:
+                self._shut()
+                raise ServiceError((error.strerror or str(error)).lower()) from error
+            except ValueError as error:
+                self._shut()
+                raise ServiceError(f"the rendezvous service sent what cannot be read: {error}") from error
+            except ServiceError:
+                self._shut()
+                raise
+        if "error" in answer:
+            raise ServiceRefuses(printable(str(answer["error"]), 2000))
+        return answer
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the connection is closed, as it is after an error."""
+        return self._socket is None
+
+    def close(self) -> None:
+        """Close the connection, also under another thread that waits for an answer."""
+        open_socket = self._socket
+        if open_socket is not None:
+            with suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
+        with self._asking:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _exchange(self, connection: socket.socket, request: bytes, seconds: float) -> Fields:
+        """Send a request and return the answer. Raises OSError, ValueError and ServiceError."""
+        until = time.monotonic() + seconds
+        connection.settimeout(max(0.001, seconds))
+        connection.sendall(request)
+        while b"\n" not in self._received:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            connection.settimeout(left)
+            received = connection.recv(1 << 18)
+            if not received:
+                raise ServiceError("the service has closed the connection")
+            self._received += received
+            if self._received[0] in TLS_RECORDS:
+                raise Unwanted(
+                    f"the service at {self._where} encrypts, and this process has no token; copy the token of the "
+                    "device that runs the service (`horizonml token` says where it is)"
+                )
+            if len(self._received) > MOST_ANSWER:
+                raise ValueError(f"an answer of more than {MOST_ANSWER} bytes")
+        line, _, rest = self._received.partition(b"\n")
+        self._received = rest
+        return read(bytes(line), MOST_ANSWER)

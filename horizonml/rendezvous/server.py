@@ -1,0 +1,284 @@
+"""Answers requests of many clients in one thread, so that none of them can hold up the others, or take much memory.
+
+What a stranger can take is bounded: `_MOST_STRANGERS` connections that have not said hello, each with
+`_HELLO_SECONDS` for its handshake and its hello. One more drops the oldest. With TLS nobody without the token gets
+further than the handshake.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from horizonml import __version__
+from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.wire import MOST_REQUEST, PROTOCOL, TLS_RECORDS, check_hello, encode, explain_tls, read
+
+_log = logging.getLogger(__name__)
+_HELLO_SECONDS = 5.0
+_REQUEST_SECONDS = 10.0  # from a request's first byte to its last, and from an answer's first byte to its last
+_IDLE_SECONDS = 120.0  # after which a client is dropped that has joined nothing
+_KEEP_ALIVE = ((socket.SO_KEEPALIVE, 1), ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
+_MOST_STRANGERS = 128
+_MOST_CLIENTS = 8192
+_SPARE_FILES = 64  # descriptors that are not for clients
+_MOST_HELLO = 4096  # bytes
+_TELL_SECONDS = 60.0  # between two words on clients of one address that were turned away
+_MOST_TOLD = 256  # addresses
+
+
+@dataclass(eq=False)
+class Peer:
+    """The service's side of one connection."""
+
+    address: str  # for people
+    state: dict[str, object] = field(default_factory=dict)  # of those who answer its requests
+    stays: bool = False  # whether it may be silent for long, as a rank that trains
+    asked: float = 0.0  # when its present request came, a time of `monotonic`
+
+
+Handler = Callable[[Peer, Fields], Fields | None]
+
+
+@dataclass(eq=False)
+class _Client:
+    """A connection, and how far its request or its answer has come."""
+
+    socket: socket.socket
+    peer: Peer
+    deadline: float
+    known: bool = False  # whether it has said hello
+    shaking: bool = False  # whether its handshake goes on
+    request: bytearray = field(default_factory=bytearray)
+    waiting: Fields | None = None  # a request that cannot be answered yet
+    answer: memoryview = field(default_factory=lambda: memoryview(b""))
+    last: bool = False  # whether the connection ends with the answer
+    events: int = selectors.EVENT_READ
+
+
+class Server:
+    """Serves clients on a listening socket, with TLS or without."""
+
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, handler: Handler) -> None:
+        """Let `handler` answer requests.
+
+        It returns the answer; None to be asked again soon; and raises ValueError to refuse in words.
+        """
+        self._listener, self._tls, self._handler = listener, tls, handler
+        listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._clients: dict[_Client, None] = {}  # the oldest first
+        self._most = min(_MOST_CLIENTS, _raise_limit() - _SPARE_FILES)
+        self._told: dict[str, float] = {}
+
+    def turn(self, seconds: float) -> bool:
+        """Serve whoever has something to say within so many seconds, and return whether anything was asked."""
+        asked = False
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                self._accept()
+            elif key.data in self._clients:  # it may just have been dropped
+                asked |= self._go_on(key.data)
+        for client in [one for one in self._clients if one.waiting is not None]:
+            self._ask(client, client.waiting or {})
+        now = time.monotonic()
+        for client in [one for one in self._clients if one.deadline < now]:
+            self._drop(client, "" if client.known else "it said nothing in time")
+        return asked
+
+    def close(self) -> None:
+        """Drop all clients, and listen no more."""
+        for client in list(self._clients):
+            self._drop(client)
+        self._selector.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:  # it went away, or no descriptor is left
+            _log.debug("a client could not be accepted: %s", error)
+            self._make_room(everyone=True)
+            return
+        peer = Peer(f"{address[0]}:{address[1]}")
+        strangers = [one for one in self._clients if not one.known]
+        if len(strangers) >= _MOST_STRANGERS:
+            self._drop(strangers[0])
+        if len(self._clients) >= self._most and not self._make_room():
+            connection.close()
+            self._tell(peer, f"there are {self._most} clients already")
+            return
+        connection.setblocking(False)
+        for name, value in _KEEP_ALIVE:
+            option, level = (name, socket.SOL_SOCKET) if isinstance(name, int) else (None, socket.IPPROTO_TCP)
+            option = getattr(socket, str(name), None) if option is None else option
+            if option is not None:
+                connection.setsockopt(level, option, value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            try:
+                connection = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            except OSError as error:  # it has gone already
+                _log.debug("%s went away: %s", peer.address, error)
+                connection.close()
+                return
+        client = _Client(connection, peer, time.monotonic() + _HELLO_SECONDS, shaking=self._tls is not None)
+        self._clients[client] = None
+        self._selector.register(connection, client.events, client)
+
+    def _make_room(self, everyone: bool = False) -> bool:
+        """Drop the oldest client that has joined nothing; return whether there was one."""
+        client = next((one for one in self._clients if everyone or not one.peer.stays), None)
+        if client is not None:
+            self._drop(client, "others need its place")
+        return client is not None
+
+    def _go_on(self, client: _Client) -> bool:
+        """Go on with a client that can be read from or written to, and return whether it has asked something."""
+        asked = False
+        try:
+            if client.shaking:
+                client.socket.do_handshake()  # type: ignore[attr-defined]
+                client.shaking = False
+            if client.answer:
+                self._write(client)
+            while not client.answer and client in self._clients:
+                received = client.socket.recv(1 << 16)
+                if not received:
+                    self._drop(client)
+                    break
+                asked |= self._take(client, received)
+        except ssl.SSLWantReadError:
+            self._want(client, selectors.EVENT_READ)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self._want(client, selectors.EVENT_WRITE if client.answer else selectors.EVENT_READ)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a check whether the port is open does
+            self._drop(client)
+        except ssl.SSLError as error:
+            self._drop(client, explain_tls(error) if client.shaking and error.reason else "")
+        except OSError as error:
+            _log.debug("%s went away: %s", client.peer.address, error)
+            self._drop(client)
+        return asked
+
+    def _take(self, client: _Client, received: bytes) -> bool:
+        """Take in some bytes, and answer if a request is complete; return whether one was."""
+        if not client.request:
+            client.deadline = min(client.deadline, time.monotonic() + _REQUEST_SECONDS)
+        client.request += received
+        if not client.known and client.request[0] in TLS_RECORDS:
+            self._drop(client, "it encrypts, and this service runs without a token")
+            return False
+        line, found, rest = client.request.partition(b"\n")
+        if not found:
+            if len(client.request) > (MOST_REQUEST if client.known else _MOST_HELLO):
+                self._refuse(client, "the request is too long")
+            return False
+        if client.waiting is not None or rest:
+            self._refuse(client, "a client waits for the answer before it asks again")
+            return False
+        client.request.clear()
+        try:
+            fields = read(bytes(line), MOST_REQUEST)
+            if not client.known:
+                check_hello(fields)
+        except ValueError as error:
+            self._refuse(client, str(error))
+            return False
+        client.peer.asked = time.monotonic()
+        if not client.known:
+            client.known = True
+            self._answer(client, {"protocol": PROTOCOL, "version": __version__})
+            return False
+        self._ask(client, fields)
+        return True
+
+    def _ask(self, client: _Client, fields: Fields) -> None:
+        """Let the handler answer a request."""
+        try:
+            answer = self._handler(client.peer, fields)
+        except ValueError as error:
+            answer = {"error": printable(str(error), 2000)}
+        except Exception:  # noqa: BLE001  (a bug in one answer does not end the service for all)
+            _log.exception("a request of %s could not be answered", client.peer.address)
+            answer = {"error": "the service could not answer; its log says why"}
+        client.waiting = fields if answer is None else None
+        if answer is None:
+            client.deadline = float("inf")
+            return
+        self._answer(client, answer)
+
+    def _refuse(self, client: _Client, reason: str) -> None:
+        """Refuse a request, and end the connection with the answer."""
+        self._tell(client.peer, reason)
+        client.last = True
+        self._answer(client, {"error": printable(reason, 2000)})
+
+    def _answer(self, client: _Client, fields: Fields) -> None:
+        """Begin to write an answer."""
+        client.answer = memoryview(encode(fields))
+        client.deadline = time.monotonic() + _REQUEST_SECONDS
+        try:
+            self._write(client)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self._want(client, selectors.EVENT_WRITE)
+        except OSError as error:
+            _log.debug("%s went away: %s", client.peer.address, error)
+            self._drop(client)
+
+    def _write(self, client: _Client) -> None:
+        """Write what fits of the answer."""
+        while client.answer:
+            client.answer = client.answer[client.socket.send(client.answer) :]
+        if client.last:
+            self._drop(client)
+            return
+        client.deadline = float("inf") if client.peer.stays else time.monotonic() + _IDLE_SECONDS
+        self._want(client, selectors.EVENT_READ)
+
+    def _want(self, client: _Client, events: int) -> None:
+        """Look for these events of a client's socket."""
+        if client in self._clients and client.events != events:
+            client.events = events
+            self._selector.modify(client.socket, events, client)
+
+    def _drop(self, client: _Client, reason: str = "") -> None:
+        if client in self._clients:
+            del self._clients[client]
+            self._selector.unregister(client.socket)
+            if client.last:  # so that an unread request does not take the answer back
+                with suppress(OSError):
+                    client.socket.shutdown(socket.SHUT_WR)
+            client.socket.close()
+            if reason:
+                self._tell(client.peer, reason)
+
+    def _tell(self, peer: Peer, reason: str) -> None:
+        """Log that a client was turned away; not again for the same address within a minute."""
+        host, now = peer.address.rpartition(":")[0], time.monotonic()
+        if now - self._told.get(host, -_TELL_SECONDS) < _TELL_SECONDS:
+            return
+        self._told.pop(host, None)
+        self._told[host] = now
+        if len(self._told) > _MOST_TOLD:
+            del self._told[next(iter(self._told))]
+        _log.warning("turned away a client at %s: %s", peer.address, printable(reason))
+
+
+def _raise_limit() -> int:
+    """Let this process have as many files as it may, and return how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CLIENTS + _SPARE_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)

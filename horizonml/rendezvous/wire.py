@@ -1,0 +1,56 @@
+"""How requests and answers travel: one JSON object a line, an answer for each request, over TCP or TLS.
+
+A connection begins with `hello`, which names the protocol, so that versions that do not understand each other say so.
+An answer with `error` refuses the request, and the words after it are for people.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+
+from horizonml import __version__
+from horizonml.rendezvous.checks import Fields, parse, printable, whole
+
+PROTOCOL = 1
+MOST_REQUEST = 1 << 18  # bytes; the addresses of about 1,000 ranks
+MOST_ANSWER = 1 << 23  # bytes; the fingerprints of the largest world
+TLS_RECORDS = (0x15, 0x16)  # the first byte of an alert, and of a handshake: no JSON begins like this
+_MOST_PROTOCOL = 1 << 31
+
+
+def encode(fields: Fields) -> bytes:
+    """Return the line that stands for some fields."""
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def hello() -> Fields:
+    """Return what a client says first."""
+    return {"do": "hello", "protocol": PROTOCOL, "version": __version__}
+
+
+def check_hello(fields: Fields) -> None:
+    """Raise ValueError unless a client has said hello in this protocol."""
+    if fields.get("do") != "hello":
+        raise ValueError("a client says hello first")
+    theirs = whole(fields, "protocol", 0, _MOST_PROTOCOL)
+    if theirs != PROTOCOL:
+        raise ValueError(
+            f"the service speaks protocol {PROTOCOL} (HorizonML {__version__}), and this client speaks protocol "
+            f"{theirs} (HorizonML {printable(str(fields.get('version')), 40)}); install the same version everywhere"
+        )
+
+
+def read(line: bytes, most: int) -> Fields:
+    """Return the fields that a line stands for. Raises ValueError."""
+    return parse(line, most)
+
+
+def explain_tls(error: ssl.SSLError) -> str:
+    """Return in words why a service and a client could not agree on a connection."""
+    reason = (error.reason or str(error)).upper()
+    if "WRONG_VERSION_NUMBER" in reason or "HTTP" in reason or "RECORD_LAYER" in reason:
+        return "it does not encrypt, so it has no token (--insecure), or is something else"
+    if "CERTIFICATE_VERIFY_FAILED" in reason or "UNKNOWN_CA" in reason or "CERTIFICATE" in reason:
+        return "it has another token; copy the same one to all devices (`horizonml token`)"
+    return f"no encrypted connection came about ({(error.reason or str(error)).lower().replace('_', ' ')})"

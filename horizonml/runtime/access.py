@@ -1,0 +1,58 @@
+"""Decides with which token a process meets the others, and refuses to be reached from other machines without one."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from contextlib import suppress
+
+from horizonml.errors import SecurityError
+from horizonml.rendezvous.client import Endpoint
+from horizonml.security.token import INSECURE, TOKEN, Token, find_token
+
+_CURES = (
+    "run `horizonml token` there and copy its file to the other devices (it says which), "
+    f"or accept that any stranger may take part: --insecure, or {INSECURE}=1"
+)
+
+
+def endpoint_for(address: tuple[str, int]) -> Endpoint:
+    """Return how a rank reaches the rendezvous service at an address. Raises SecurityError."""
+    host, port = address
+    token = None if insecure() else find_token()
+    if token is not None:
+        from horizonml.security.tls import client_context
+
+        return Endpoint(host, port, client_context(token))
+    if not (insecure() or is_loopback(host)):
+        raise SecurityError(
+            f"the rendezvous service at {host}:{port} is on another machine, and this process has no token; get it "
+            f"from the device that runs the service (`horizonml token` says where it is) into ${TOKEN} or the same "
+            f"file here, or accept that any stranger may take part: {INSECURE}=1"
+        )
+    return Endpoint(host, port)
+
+
+def token_of_service(host: str, without: bool) -> Token | None:
+    """Return the token of a service that listens at `host`, None if it may do without. Raises SecurityError.
+
+    `without` says that the user accepts a service without a token.
+    """
+    if without or insecure():
+        return None
+    token = find_token()
+    if token is None and not is_loopback(host):
+        raise SecurityError(f"--host {host}: other machines reach this address, and there is no token; {_CURES}")
+    return token
+
+
+def insecure() -> bool:
+    """Return whether the user accepts strangers."""
+    return os.environ.get(INSECURE, "").lower() in ("1", "true", "yes")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is certain to be this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
