@@ -150,6 +150,16 @@ class Server:
         self._selector.unregister(client.socket)
         client.socket.close()
 
+    def _metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics in a format that a client accepts, or in the usual one if it asks for what is none."""
+        try:
+            encoder, kind = choose_encoder(accept)
+            return encoder(self._registry), kind
+        except Exception as error:  # noqa: BLE001  (the library fails on what it cannot read in several ways)
+            _log.debug("a client of the metrics accepts %r: %s", accept, error)
+            encoder, kind = choose_encoder("")
+            return encoder(self._registry), kind
+
     def _answer(self, client: _Client) -> bytes:
         """Return the response to a complete request."""
         first, *lines = client.request.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
@@ -163,8 +173,7 @@ class Server:
         if client.path == "/metrics":
             self._asked = client.asked = time.monotonic()
             try:
-                encoder, kind = choose_encoder(headers.get("accept", ""))
-                return _response(200, encoder(self._registry), kind)
+                return _response(200, *self._metrics(headers.get("accept", "")))
             except Exception:  # noqa: BLE001  (a bug in a metric ends neither the server nor the training)
                 _log.exception("the metrics could not be written")
                 return _response(500, "the metrics could not be written; see the log\n")
