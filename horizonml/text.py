@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 
@@ -22,8 +23,14 @@ def escaped(text: str) -> str:
     return "\n  ".join(lines).rstrip()
 
 
+def plain_lines(text: str) -> str:
+    """Return a text of several lines as it may be shown; its lines stay as they are, but for control characters."""
+    return "\n".join(map(escaped, text.split("\n")))
+
+
 def _plain(character: str) -> str:
-    return character if character.isprintable() or character == "\t" else ascii(character)[1:-1]
+    harmless = character.isprintable() or character == "\t" or unicodedata.category(character) == "Zs"  # a space
+    return character if harmless else ascii(character)[1:-1]
 
 
 def human_bytes(count: float) -> str:

@@ -12,7 +12,7 @@ from horizonml.cli.rank_table import rank_table
 from horizonml.cli.tables import print_text, terminal_width
 from horizonml.errors import ClusterError, JobError
 from horizonml.machine.extras import require
-from horizonml.text import count
+from horizonml.text import count, escaped
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -149,7 +149,7 @@ def logs(
     def show(which: int, line: str) -> None:
         colour = _COLOURS[which % len(_COLOURS)]
         console.print(f"[{colour}]rank {which}[/{colour}] |", end=" ")
-        console.print(line.removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
+        console.print(escaped(line).removeprefix(f"rank {which}: "), markup=False, highlight=False, soft_wrap=True)
 
     chosen = range(size) if rank is None else [rank]
     if not follow:

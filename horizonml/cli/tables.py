@@ -13,6 +13,8 @@ import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
+from horizonml.text import escaped, plain_lines
+
 _GLUE = "\0"  # a space that no line ends at
 _UNITS = r"(?<=\d) (?=(?:ms|s|min|B|[KMG]iB|[KMG]bit/s|KB|MB|GB|%|samples/s)\b)"
 
@@ -35,7 +37,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 def print_text(text: str, bullet: str = "") -> None:
     """Print a paragraph that fits the terminal, and keeps numbers with their units."""
-    width = terminal_width()
+    text, width = plain_lines(text), terminal_width()
     if width is None:
         print(bullet + text)
         return
@@ -49,7 +51,8 @@ def layout(
 
     Columns whose numbers are in `text` hold words, and may be wrapped; the others hold numbers, and are aligned right.
     """
-    rows = [[_glued(cell) if number in text else cell for number, cell in enumerate(row)] for row in rows]
+    plain = [[escaped(cell) for cell in row] for row in rows]
+    rows = [[_glued(cell) if number in text else cell for number, cell in enumerate(row)] for row in plain]
     natural = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     least = []
     for number, (name, *cells) in enumerate(zip(header, *rows, strict=True)):

@@ -163,7 +163,7 @@ def _bytes(spec: DataSpec) -> bytes:
         place = Path(spec.path)
         size = place.stat().st_size
         if not place.is_file():
-            raise DataError(f"data.path: {spec.path} is not a regular file; name a text file")
+            raise DataError(f"data.path: {spec.path} cannot be read: it is not a regular file; name a text file")
         if _TIMES * size > memory_left():
             raise DataError(
                 f"data.path: {spec.path} has {human_bytes(size)}, and {human_bytes(memory_left())} of memory are left; "

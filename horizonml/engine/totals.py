@@ -11,9 +11,11 @@ from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.stage import StageRuntime, StageStep
 from horizonml.engine.step import Told, Totals
+from horizonml.errors import PeerLost
 from horizonml.state.follow import Following
 from horizonml.tasks.task import Task
 
+_MOST = 1 << 53  # samples or units
 _FLAGS = 5  # that ranks raise in the agreement on a step
 _MOST_TELL = 16  # ranks that tell one another of their steps: for more of them, the messages would grow too long
 
@@ -68,6 +70,10 @@ class TotalsSum:
         total, *rest = summed[: self._size].tolist()
         stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
         loss, units, *sums = rest[_FLAGS:]
+        if not (0 <= total < _MOST and 0 <= units < _MOST):  # which holds for no NaN
+            raise PeerLost(
+                f"the ranks' totals cannot be: {total} samples and {units} units in a batch; one of them lies"
+            )
         loss = loss / units if units else 0.0
         means = {name: value / units if units else 0.0 for name, value in zip(self._task.metrics, sums, strict=True)}
         metrics, unit = self._task.report(loss, means), self._task.unit

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from horizonml.text import escaped
+from horizonml.text import escaped, plain_lines
 
 _MOST_TEXT = 1 << 20  # bytes of a log that are looked at at once
 
@@ -23,7 +23,7 @@ class RankLog:
     def text(self) -> str:
         """Return everything that the rank has printed in this run."""
         content = self._read(max(self._start, self.path.stat().st_size - _MOST_TEXT)).decode(errors="replace")
-        return "\n".join(map(escaped, content.split("\n"))).strip()
+        return plain_lines(content).strip()
 
     def new_lines(self) -> list[str]:
         """Return the lines that were completed since the last call."""

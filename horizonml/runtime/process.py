@@ -15,7 +15,7 @@ from typing import NoReturn
 import horizonml
 from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
-from horizonml.text import escaped
+from horizonml.text import escaped, plain_lines
 
 _PACKAGE = Path(horizonml.__file__).parent
 
@@ -63,13 +63,8 @@ class _Plain(logging.Formatter):
 def _print_error(error: HorizonError) -> int:
     """Print an error, and return its exit code."""
     sys.stdout.flush()  # what was said before comes before
-    print(f"error: {_told(error)}", file=sys.stderr)
+    print(f"error: {plain_lines(str(error))}", file=sys.stderr)
     return error.exit_code
-
-
-def _told(error: HorizonError) -> str:
-    """Return an error's message, whose lines stay as they are, but for what no message should contain."""
-    return "\n".join(map(escaped, str(error).split("\n")))
 
 
 def own_line(error: BaseException) -> str | None:

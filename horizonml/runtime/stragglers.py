@@ -6,6 +6,7 @@ than planned. Every few steps the ranks gather their medians, so that all of the
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,6 +75,8 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[floa
     """
     pairs, most = list(zip(measured, planned, strict=True)), max(planned)
     usual = statistics.median_low([m / p for m, p in pairs if p >= _LITTLE * most])
+    if not 0 < usual < math.inf or not all(math.isfinite(m) for m in measured):  # some rank has measured nonsense
+        return (1.0,) * len(measured)
     little = _LITTLE * usual * most
     return tuple(m / p / usual if p > 0 and abs(m - p * usual) > little else 1.0 for m, p in pairs)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from horizonml.telemetry.record import EvaluationRecord, Observer, StepRecord, judged, metric_text
-from horizonml.text import escaped
+from horizonml.text import plain_lines
 
 _LINE_SECONDS = 15.0
 _WINDOW = 20  # steps over which the speed and the time split are averaged
@@ -79,11 +79,6 @@ def _evaluated(record: EvaluationRecord, epochs: int, unigram: float | None) -> 
     return f"epoch {record.epoch}/{epochs}{step}: held-out {found} ({record.samples} samples)"
 
 
-def _told(text: str) -> str:
-    """Return a message whose lines stay as they are, but for what no message should contain."""
-    return "\n".join(map(escaped, text.split("\n")))
-
-
 class Lines:
     """Prints plain lines: one per epoch, and some within long epochs."""
 
@@ -92,7 +87,7 @@ class Lines:
         self._unigram = unigram
 
     def message(self, text: str) -> None:
-        print(_told(text), flush=True)
+        print(plain_lines(text), flush=True)
 
     def step(self, record: StepRecord) -> None:
         self._window.add(record)
@@ -135,7 +130,7 @@ class Bar:
         self._progress.start()
 
     def message(self, text: str) -> None:
-        self._console.print(_told(text), highlight=False, markup=False)
+        self._console.print(plain_lines(text), highlight=False, markup=False)
 
     def step(self, record: StepRecord) -> None:
         self._window.add(record)

@@ -64,14 +64,23 @@ class Server:
         if request.path == "/metrics":
             self._told = max(self._told, request.time)
 
+    def _metrics(self, accept: str) -> tuple[bytes, str]:
+        """Return the metrics in a format that a client accepts, or in the usual one if it asks for what is none."""
+        try:
+            encoder, kind = choose_encoder(accept)
+            return encoder(self._registry), kind
+        except Exception as error:  # noqa: BLE001  (the library fails on what it cannot read in several ways)
+            _log.debug("a client of the metrics accepts %r: %s", accept, error)
+            encoder, kind = choose_encoder("")
+            return encoder(self._registry), kind
+
     def _answer(self, request: Request) -> Reply:
         """Return the response to a request."""
         if request.method != "GET":
             return Reply.text(405, "only GET\n")
         if request.path == "/metrics":
             self._asked = request.time
-            encoder, kind = choose_encoder(request.headers.get("accept", ""))
-            return Reply(200, encoder(self._registry), kind)
+            return Reply(200, *self._metrics(request.headers.get("accept", "")))
         if request.path == "/healthz":
             return Reply.text(200, "alive\n")
         if request.path == "/readyz":

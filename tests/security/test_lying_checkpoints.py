@@ -145,6 +145,7 @@ def test_optimizer_state_of_a_parameter_that_is_not_there(made: Path, tmp_path: 
     "content",
     ['{"format": 1, "format": 1}', "[" * (1 << 20), '{"a": ' * 100_000, "[" + "[]," * (8 << 20), '{"step": 1e999}',
      '{"format": ' + "9" * 5000 + "}", "\xff" * 100, '{"format": NaN}'],
+    ids=["twice", "deep lists", "deep objects", "many values", "infinity", "long number", "no text", "no number"],
 )  # fmt: skip
 def test_metadata_that_is_a_bomb_takes_little_memory(made: Path, content: str) -> None:
     (made / "checkpoint.json").write_text(content)
@@ -229,12 +230,13 @@ def test_a_shards_header_that_lies_is_refused_though_its_digest_is_right(made: P
         content = bytearray(good)
         content[dice.randrange(8 + length)] = dice.randrange(256)
         lies.append(bytes(content))
-    for content in lies:
-        shard.write_bytes(content)
-        known = describe(shard, count).model_dump()
-        rewritten(made, lambda metadata, known=known: metadata["shards"].update({shard.name: known}))  # type: ignore[misc]
-        with bounded(100), suppress(HorizonError):  # a changed name or an exchanged shape may still be well-formed
-            load_trained(made)
+    with bounded(150):
+        for content in lies:
+            shard.write_bytes(content)
+            known = describe(shard, count).model_dump()
+            rewritten(made, lambda metadata, known=known: metadata["shards"].update({shard.name: known}))  # type: ignore[misc]
+            with suppress(HorizonError):  # a changed name or an exchanged shape may still be well-formed
+                load_trained(made)
 
 
 def test_metadata_cannot_be_a_link_to_a_device(made: Path) -> None:

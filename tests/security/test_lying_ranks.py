@@ -18,6 +18,7 @@ from horizonml.comm import expected
 from horizonml.comm.group import MOST_JSON, Group
 from horizonml.errors import CheckpointError, HorizonError, PeerLost
 from horizonml.plan.plan import Plan, Stage
+from horizonml.runtime.stragglers import slowdowns
 from tests.distributed.pool import Pool
 from tests.security.bounds import bounded
 
@@ -234,3 +235,36 @@ def test_a_size_beyond_the_layers_is_refused_before_memory_is_taken() -> None:
     for announced, stop in ((1 << 62, layers), (100 * own, layers), (10 * own, 1 << 62)):
         with bounded(20), pytest.raises(CheckpointError, match=r"stage-0.safetensors is said to have"):
             check_shard(state, "stage-0.safetensors", 0, stop, announced)
+
+
+def sums(rank: int, world_size: int, store: Store, lie: float, place: int) -> str:
+    """Agree on the totals of a step, of which rank 1 sends its part with a lie."""
+    from types import MappingProxyType
+
+    from horizonml.engine.totals import TotalsSum
+    from horizonml.tasks.classification import Classification
+
+    group = Group(store, rank, world_size, 30.0)
+    task = Classification()
+    totals = TotalsSum(group, task, MappingProxyType({}), 0)
+    found = torch.ones(2 + len(task.metrics), dtype=torch.float64)
+    if rank == 1:
+        found[place] = lie
+    totals.post()
+    try:
+        return str(totals.agree(found, 0, None).units)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        group.close()
+
+
+@pytest.mark.parametrize("lie", [float("nan"), float("inf"), -float("inf"), -5.0, 1e300])
+def test_sums_that_cannot_be_lose_the_peers_instead_of_crashing(pool: Pool, lie: float) -> None:
+    assert "one of them lies" in pool.run(2, sums, lie, 1)[0]
+
+
+@pytest.mark.parametrize("lie", [float("nan"), float("inf"), -1.0, 0.0])
+def test_times_that_cannot_be_call_nobody_slow(lie: float) -> None:
+    assert slowdowns([lie, lie], [1.0, 1.0]) == (1.0, 1.0)
+    assert len(slowdowns([1.0, lie], [1.0, 1.0])) == 2

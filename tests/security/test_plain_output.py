@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unicodedata import category
 
 import pytest
 from hypothesis import given
@@ -30,12 +31,16 @@ ESCAPES = [
 @given(st.text(st.characters() | st.sampled_from("\x1b\n\r\x9b\u2028\u202e\x07[]")))
 def test_whatever_is_shown_neither_moves_the_cursor_nor_begins_a_line_of_its_own(text: str) -> None:
     first, *more = escaped(text).split("\n")
-    assert all(character.isprintable() or character == "\t" for line in (first, *more) for character in line)
+    assert all(
+        character.isprintable() or character == "\t" or category(character) == "Zs"
+        for line in (first, *more)
+        for character in line
+    )
     assert all(line.startswith("  ") for line in more if line)
 
 
 def test_plain_text_stays_as_it_is() -> None:
-    for text in ("Grüße, 世界: 5 °C – “x” 😀", "a\tb", "C:\\x", "", "50 %"):
+    for text in ("Grüße, 世界: 5 °C – “x” 😀", "a\tb", "C:\\x", "", "50 %", "5\xa0MB"):
         assert escaped(text) == text
 
 
