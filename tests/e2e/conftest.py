@@ -47,6 +47,12 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
     yield cluster
     print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
     print(cluster.log(0)[-3000:])
+    for pod in cluster.pods():
+        if any(status.get("restartCount") for status in pod["status"].get("containerStatuses", [])):
+            last = cluster.kubectl(
+                "-n", NAMESPACE, "logs", "--previous", pod["metadata"]["name"], check=False, both=True
+            )
+            print(f"{pod['metadata']['name']} was restarted; before that it said:\n{last[-3000:]}")
     parts = "statefulset,deployment,service,configmap,networkpolicy"
     cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=120)
     wait_for(lambda: not cluster.pods(), "the end of all pods", 120)
