@@ -187,6 +187,7 @@ def test_a_rank_that_waits_joins_the_service_that_is_started_anew(pool: Pool, mo
     waiting.start()
     watching = Endpoint("127.0.0.1", first.port).connect()
     wait_for(lambda: watching.ask({"do": "status"})["missing"] == [1], "rank 0 waiting for rank 1")
+    watching.close()
     first.end()
     second = Running(first.port)
     assert join(1, 2, HashStore(), first.port)["ranks"] == [0, 1]

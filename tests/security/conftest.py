@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.distributed.conftest import pool
+
+__all__ = ["pool"]  # a fixture: processes that are ranks
