@@ -76,6 +76,7 @@ class Client:
         try:
             self.ask(hello(), max(0.1, until - time.monotonic()))
         except ServiceRefuses as error:
+            self._shut()
             raise Unwanted(f"the service at {self._where} refuses: {error}") from error
         except ServiceError as error:
             if isinstance(error.__cause__, TimeoutError):

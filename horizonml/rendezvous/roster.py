@@ -348,9 +348,7 @@ class Roster:
         # A service that was started anew goes on where the one before was.
         generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
         self._newest.begin(generation, ranks_of(party), here=True)
-        self._formed = {
-            (one.machine, one.pid, one.rank) for one in (member.fingerprint for member in party.values())
-        }
+        self._formed = {(one.machine, one.pid, one.rank) for one in (member.fingerprint for member in party.values())}
         self._completion.forget()
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]
