@@ -100,8 +100,9 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     service.process.kill()
     service.process.communicate()
     again = start("rendezvous", "--port", service.address.rpartition(":")[2])
-    store = connect(service.address)
-    wait_for(lambda: running(store) == 2, "the group of two reporting to the new service")
+    client = connect(service.address)
+    wait_for(lambda: running(client) == 2, "the group of two reporting to the new service")
+    client.close()
     assert len(runs(folder, 0)) == 3
 
     # The lost rank comes after all, and is taken in.
