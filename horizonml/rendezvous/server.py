@@ -21,9 +21,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
+<<<<<<< HEAD
 from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.wire import MOST_REQUEST, PROTOCOL, TLS_RECORDS, check_hello, encode, explain_tls, read
 from horizonml.text import printable
+=======
+from horizonml.rendezvous.checks import Fields, printable
+from horizonml.rendezvous.wire import (
+    MOST_REQUEST,
+    PROTOCOL,
+    TLS_ALERT,
+    TLS_RECORDS,
+    check_hello,
+    encode,
+    explain_tls,
+    is_plain,
+    read,
+)
+>>>>>>> i15-attack
 
 _log = logging.getLogger(__name__)
 _HELLO_SECONDS = 5.0
@@ -67,13 +82,14 @@ class _Client:
     request: bytearray = field(default_factory=bytearray)
     waiting: Fields | None = None  # a request that cannot be answered yet
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
+    size: int = 0  # bytes of the whole answer
     last: bool = False  # whether the connection ends with the answer
     events: int = selectors.EVENT_READ
 
     @property
     def pending(self) -> int:
-        """Return the bytes of its request and its answer."""
-        return len(self.request) + len(self.answer)
+        """Return the bytes of its request and its answer, which stays whole until all of it is sent."""
+        return len(self.request) + self.size
 
 
 class Server:
@@ -172,6 +188,8 @@ class Server:
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):  # as a check whether the port is open does
             self._drop(client)
         except ssl.SSLError as error:
+            if client.shaking and is_plain(error):
+                _say_encrypted(client.socket)
             self._drop(client, explain_tls(error) if client.shaking and error.reason else "")
         except OSError as error:
             _log.debug("%s went away: %s", client.peer.address, error)
@@ -239,7 +257,7 @@ class Server:
         if len(answer) > _SMALL and self._is_full():
             self._drop(client, "other answers take all the room")
             return
-        client.answer = memoryview(answer)
+        client.answer, client.size = memoryview(answer), len(answer)
         client.deadline = time.monotonic() + _REQUEST_SECONDS
         try:
             self._write(client)
@@ -253,6 +271,7 @@ class Server:
         """Write what fits of the answer."""
         while client.answer:
             client.answer = client.answer[client.socket.send(client.answer) :]
+        client.answer, client.size = memoryview(b""), 0  # lets go of it
         if client.last:
             self._drop(client)
             return
@@ -299,6 +318,13 @@ def _prepare(connection: socket.socket) -> None:
         if option is not None:
             connection.setsockopt(level, option, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _say_encrypted(connection: socket.socket) -> None:
+    """Answer a client that does not encrypt by an alert of TLS, which tells it that the service does."""
+    with suppress(OSError):
+        socket.socket.send(connection, TLS_ALERT)
+        socket.socket.recv(connection, 1 << 16)  # what is left unread would take the alert back
 
 
 def _raise_limit() -> int:

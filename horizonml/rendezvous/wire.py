@@ -17,6 +17,7 @@ PROTOCOL = 1
 MOST_REQUEST = 1 << 18  # bytes; the addresses of about 1,000 ranks
 MOST_ANSWER = 1 << 23  # bytes; the fingerprints of the largest world
 TLS_RECORDS = (0x15, 0x16)  # the first byte of an alert, and of a handshake: no JSON begins like this
+TLS_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"  # fatal: this version of the protocol is not spoken here
 _MOST_PROTOCOL = 1 << 31
 
 
@@ -51,6 +52,11 @@ def is_final(error: ssl.SSLError) -> bool:
     """Return whether another attempt would end in the same way, which one that was disturbed need not."""
     reason = (error.reason or "").upper()
     return any(words in reason for words in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "CERTIFICATE", "UNKNOWN_CA"))
+
+
+def is_plain(error: ssl.SSLError) -> bool:
+    """Return whether a handshake failed because the other side does not speak TLS."""
+    return any(words in (error.reason or "").upper() for words in ("WRONG_VERSION_NUMBER", "HTTP"))
 
 
 def explain_tls(error: ssl.SSLError) -> str:

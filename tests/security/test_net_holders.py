@@ -1,0 +1,318 @@
+"""A peer that has the token, or comes to a service that needs none, misbehaves: the others notice nothing."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from horizonml.rendezvous.keys import MOST_VALUE
+from horizonml.rendezvous.wire import encode, hello
+from horizonml.security.token import make_token
+from tests.distributed.processes import wait_for
+from tests.security.net import Target, many_files, undisturbed
+from tests.unit.test_roster import rank
+
+GOOD = rank(0, world_size=2, pid=4_000_000_000).to_json()
+ASK = {"host_id": "pi", "pid": 7, "digest": "d9", "world_size": 2, "most": 4}
+WRONG: tuple[Any, ...] = (None, True, -1, 1.5, 1 << 70, "x\ny", "x" * 5000, "\ud800", [], {}, [[]], 1e308)
+
+
+@pytest.fixture(scope="module", params=["token", "no token"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A service."""
+    token = make_token() if request.param == "token" else None
+    service = Target(tmp_path_factory.mktemp("service"), token)
+    yield service
+    service.end()
+
+
+def number() -> int:
+    return secrets.randbits(62)
+
+
+def refused(line: bytes, words: str, greet: bool = True) -> Callable[[Target], None]:
+    """A line that is refused in these words."""
+
+    def attack(target: Target) -> None:
+        with target.raw(greet) as peer:
+            with suppress(ConnectionError):
+                peer.say(line)
+            assert words in str(peer.hear().get("error", "the connection was closed"))
+
+    return attack
+
+
+def asked(words: str, **fields: Any) -> Callable[[Target], None]:
+    return refused(json.dumps(fields).encode() + b"\n", words)
+
+
+def each_field(target: Target) -> None:
+    """Every field of every request, with every kind of wrong value, and without it."""
+    member = rank(0, world_size=2, generation=1, group_size=2).to_json()
+    requests: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (join := {"do": "join", "id": 5, "join": dict(GOOD)}, join["join"]),
+        (join, join),
+        (resume := {"do": "resume", "id": 5, "beside": [0, 1], "resume": dict(member)}, resume["resume"]),
+        (resume, resume),
+        (ask := {"do": "ask", "id": 5, "ask": dict(ASK)}, ask["ask"]),
+        (ask, ask),
+    ]
+    with target.raw() as peer:
+        for request, inside in requests:
+            for name in [name for name in inside if name != "do"]:
+                kept = inside.pop(name)
+                assert "error" in peer.ask(request), f"{request['do']} without {name}"
+                for wrong in WRONG:
+                    if fits(name, wrong):
+                        continue
+                    inside[name] = wrong
+                    assert "error" in peer.ask(request), f"{request['do']} with {name}={wrong!r}"
+                inside[name] = kept
+
+
+def fits(name: str, value: object) -> bool:
+    """Whether a wrong value would be a right one in this field."""
+    return value in (True, 1.5) and name in ("up", "replace_timeout")
+
+
+def before_joining(target: Target) -> None:
+    """Who has not joined speaks for no rank."""
+    with target.raw() as peer:
+        for request in (
+            {"do": "beat", "count": 1},
+            {"do": "leave", "leave": {}},
+            {"do": "withdraw"},
+            {"do": "peers"},
+            {"do": "set", "key": "k", "value": ""},
+            {"do": "get", "keys": ["k"], "seconds": 0},
+        ):
+            assert "has to join first" in peer.ask(request)["error"]
+
+
+def twice(target: Target) -> None:
+    """One connection speaks for one join, and no join has another's number."""
+    with target.raw() as peer, target.raw() as other:
+        one = number()
+        assert peer.ask({"do": "join", "id": one, "join": rank(0, job="mine").to_json()}) == {}
+        answer = peer.ask({"do": "join", "id": number(), "join": rank(1, job="mine").to_json()})
+        assert "speaks for another join" in answer["error"]
+        answer = other.ask({"do": "join", "id": one, "join": rank(1, job="mine").to_json()})
+        assert "another's number" in answer["error"]
+        answer = peer.ask({"do": "resume", "id": number(), "resume": GOOD, "beside": [0]})
+        assert "speaks for another join" in answer["error"]
+        assert "only the members" in peer.ask({"do": "set", "key": "k", "value": ""})["error"]
+        assert peer.ask({"do": "withdraw"}) == {}
+
+
+def forged_reports(target: Target) -> None:
+    """A rank that says it is in the group that runs, or in a newer one, and then leaves for a bad reason."""
+    assert target.ranks is not None
+    real = target.ranks.members[1]
+    for generation, name, size, pid in itertools.product(
+        (real.generation, real.generation + 1, 1 << 50), (0, 1, 2), (1, 2, 3), (1, real.members[1].pid)
+    ):
+        own = real.members[min(name, 1)].to_json()
+        claim = {**own, "rank": name, "world_size": 3, "pid": pid, "generation": generation, "group_size": size}
+        for kind, claimed in (("resume", claim), ("resume", {**claim, "machine": "m"}), ("join", {**claim, "pid": 1})):
+            with target.raw() as peer:
+                answer = peer.ask({"do": kind, "id": number(), kind: claimed, "beside": list(range(size))})
+                if "error" not in answer:  # it is taken for the real one's second connection, and speaks for nobody
+                    peer.ask({"do": "beat", "count": 1})
+                    assert "error" in peer.ask({"do": "set", "key": "generation-1/key1", "value": ""})
+                    peer.ask({"do": "leave", "leave": {"reason": "done", "kind": "failed"}})
+
+
+def another_job(target: Target) -> None:
+    """Ranks of another run that come to this service are refused alone."""
+    with target.raw() as peer:
+        assert peer.ask({"do": "join", "id": number(), "join": rank(0, job="other", digest="d7").to_json()}) == {}
+        verdict = until_verdict(peer)
+        assert "rank 0 of job other" in str(verdict["refused"])
+
+
+def until_verdict(peer: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 20.0
+    for count in itertools.count():
+        assert time.monotonic() < deadline, "no verdict within 20 s"
+        answer = peer.ask({"do": "beat", "count": count, "verdict": True, "seconds": 0.2})
+        if "verdict" in answer:
+            found: dict[str, Any] = answer["verdict"]
+            return found
+    raise AssertionError
+
+
+def forged_lines(target: Target) -> None:
+    """Names and reasons that would be lines of a log."""
+    bad = "pi\nforged: all is well\x1b[2K"
+    with target.raw() as peer:
+        assert "error" in peer.ask({"do": "join", "id": 5, "join": {**GOOD, "hostname": bad}})
+        assert "error" in peer.ask({"do": bad})
+        assert (
+            peer.ask({"do": "join", "id": number(), "join": rank(0, job="x" * 255, hostname="h" * 255).to_json()}) == {}
+        )
+        peer.ask({"do": "leave", "leave": {"reason": bad * 100, "kind": bad}})
+    with target.raw(greet=False) as peer:
+        assert "error" in peer.ask({"do": "hello", "protocol": 99, "version": bad * 100})
+    time.sleep(0.5)  # in which it would be logged
+
+
+def slow_request(target: Target) -> None:
+    """A request that comes one byte at a time, and one that never ends: 10 s are given for it."""
+    with target.raw() as peer, target.raw() as endless:
+        line = encode({"do": "status"})
+        for at in range(len(line)):
+            peer.say(line[at : at + 1])
+        assert "missing" in peer.hear()
+        endless.say(b"{")
+        began = time.monotonic()
+        assert endless.hear() == {}
+        assert time.monotonic() - began < 20.0
+
+
+def never_reading(target: Target) -> None:
+    """Long answers that are not read are given up, and take bounded memory."""
+    memory = target.megabytes()
+    member, group = lone_group(target)
+    with member:
+        for one in range(10):
+            assert group({"do": "set", "key": f"k{one}", "value": base64.b64encode(bytes(MOST_VALUE)).decode()}) == {}
+        assert "more than" in group({"do": "get", "keys": ["k1"] * 10_000, "seconds": 0})["error"]
+        assert len(group({"do": "get", "keys": [f"k{one}" for one in range(10)], "seconds": 0})["values"]) == 10
+        group({"do": "leave", "leave": {"reason": "done", "kind": "done"}})
+    assert target.megabytes() < memory + 60
+
+
+def lone_group(target: Target) -> tuple[Any, Callable[[dict[str, Any]], dict[str, Any]]]:
+    """A group of one rank, which meets at a service where nothing runs."""
+    peer = target.raw()
+    assert peer.ask({"do": "join", "id": number(), "join": rank(0, world_size=1, pid=77).to_json()}) == {}
+    assert until_verdict(peer)["rank"] == 0
+    return peer, peer.ask
+
+
+DEEP = b"[" * 200_000
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "no hello": refused(encode({"do": "status"}), "says hello first", greet=False),
+    "an older protocol": refused(encode({**hello(), "protocol": 0}), "install the same version", greet=False),
+    "a long hello": refused(b"x" * 5000, "too long", greet=False),
+    "a long line": refused(b"x" * (1 << 20), ""),
+    "deep nesting": refused(b'{"do": ' + DEEP + b"\n", "nested too deeply"),
+    "deep nesting in objects": refused(b'{"do": ' + b'{"a":' * 40_000 + b"\n", "nested too deeply"),
+    "no JSON": refused(b"\xff\xfe{\n", "decode"),
+    "no object": refused(b"[1]\n", "not an object"),
+    "an empty line": refused(b"\n", ""),
+    "Infinity": refused(b'{"do": "beat", "count": Infinity}\n', "Infinity is not a number"),
+    "NaN": refused(b'{"do": "beat", "count": NaN}\n', "NaN is not a number"),
+    "a number of 100,000 digits": refused(b'{"do": ' + b"9" * 100_000 + b"}\n", ""),
+    "an endless time": refused(
+        b'{"do": "join", "id": 1, "join": ' + json.dumps({**GOOD, "up": 0.5}).replace("0.5", "1e999").encode() + b"}\n",
+        "up must be seconds",
+    ),
+    "a key twice": refused(b'{"do": "beat", "do": "nothing"}\n', "knows no request 'nothing'"),
+    "two requests at once": refused(encode({"do": "status"}) * 2, "waits for the answer"),
+    "an unknown request": asked("knows no request", do="exec"),
+    "a request that is no name": asked("knows no request", do=["join"]),
+    "a world of 30,000,000": asked("world_size must be", do="join", id=7, join={**GOOD, "world_size": 30_000_000}),
+    "a rank of -1": asked("rank must be", do="join", id=7, join={**GOOD, "rank": -1}),
+    "ranks beyond all worlds": asked("beside must be", do="resume", id=7, resume=GOOD, beside=[1 << 40]),
+    "a join of the far future": asked("of another run", do="join", id=7, join={**GOOD, "generation": 1 << 52}),
+    "wrong types everywhere": each_field,
+    "requests before a join": before_joining,
+    "two joins on one connection": twice,
+    "forged reports": forged_reports,
+    "another job's rank": another_job,
+    "lines of a log": forged_lines,
+    "a slow request": slow_request,
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_peer_that_misbehaves_does_no_harm(target: Target, name: str) -> None:
+    with undisturbed(target):
+        ATTACKS[name](target)
+
+
+def test_many_connections_of_one_peer_leave_nothing_behind(target: Target) -> None:
+    many_files()
+    with undisturbed(target) as ranks:
+        files = target.descriptors()
+        peers = [target.raw() for _ in range(300)]
+        assert "missing" in ranks.members[0]._contact.ask({"do": "status"})
+        for peer in peers:
+            peer.close()
+        wait_for(lambda: target.descriptors() <= files, "the descriptors of peers", 20)
+
+
+def test_what_a_rank_keeps_at_the_service_and_asks_for_is_bounded(tmp_path_factory: pytest.TempPathFactory) -> None:
+    target = Target(tmp_path_factory.mktemp("service"), None)
+    never_reading(target)
+    target.end()
+
+
+def test_answers_that_nobody_reads_are_bounded(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """60 connections of one member ask for 3 MB each, and read nothing."""
+    target = Target(tmp_path_factory.mktemp("service"), None)
+    one, fingerprint = number(), rank(0, world_size=1, pid=77)
+    with target.raw() as peer:
+        assert peer.ask({"do": "join", "id": one, "join": fingerprint.to_json()}) == {}
+        verdict = until_verdict(peer)
+        member = replace(fingerprint, generation=verdict["generation"], group_size=1).to_json()
+        names = [f"k{each}" for each in range(16)]
+        for name in names:
+            peer.ask({"do": "set", "key": name, "value": base64.b64encode(bytes(MOST_VALUE)).decode()})
+        memory = target.megabytes()
+        others = [target.raw() for _ in range(60)]
+        for other in others:
+            other.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            assert other.ask({"do": "resume", "id": one, "resume": member, "beside": [0]}) == {}
+            other.say(encode({"do": "get", "keys": names, "seconds": 0}))
+        assert peer.ask({"do": "peers"})["ended"] is None
+        assert target.megabytes() < memory + 100  # all of them would take 240
+        for other in others:
+            other.close()
+    target.end()
+
+
+def test_a_wrong_join_beside_ranks_that_wait_is_refused_alone(target: Target) -> None:
+    """The ranks go on waiting, and meet when the last one has come."""
+    service = target
+    if service.ranks is not None:
+        service.ranks.close()
+        service.ranks = None
+    peers = [service.raw() for _ in range(3)]
+    try:
+        for one in (0, 1):
+            peers[one].ask({"do": "join", "id": number(), "join": rank(one, pid=500 + one, digest="d3").to_json()})
+        found: list[dict[str, Any]] = []
+
+        def wait(one: int) -> None:
+            found.append(until_verdict(peers[one]))
+
+        threads = [threading.Thread(target=wait, args=(one,)) for one in (0, 1)]
+        for thread in threads:
+            thread.start()
+        with service.raw() as stranger:
+            assert stranger.ask({"do": "join", "id": number(), "join": rank(2, job="evil").to_json()}) == {}
+            assert "rank 2 has job evil" in until_verdict(stranger)["refused"]
+        assert not found
+        peers[2].ask({"do": "join", "id": number(), "join": rank(2, pid=502, digest="d3").to_json()})
+        wait(2)
+        for thread in threads:
+            thread.join(20)
+        assert sorted(verdict["rank"] for verdict in found) == [0, 1, 2]
+        for peer in peers:
+            peer.ask({"do": "leave", "leave": {"reason": "done", "kind": "done"}})
+    finally:
+        for peer in peers:
+            peer.close()
