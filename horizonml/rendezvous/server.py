@@ -21,12 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
-<<<<<<< HEAD
 from horizonml.rendezvous.checks import Fields
-from horizonml.rendezvous.wire import MOST_REQUEST, PROTOCOL, TLS_RECORDS, check_hello, encode, explain_tls, read
-from horizonml.text import printable
-=======
-from horizonml.rendezvous.checks import Fields, printable
 from horizonml.rendezvous.wire import (
     MOST_REQUEST,
     PROTOCOL,
@@ -38,7 +33,7 @@ from horizonml.rendezvous.wire import (
     is_plain,
     read,
 )
->>>>>>> i15-attack
+from horizonml.text import printable
 
 _log = logging.getLogger(__name__)
 _HELLO_SECONDS = 5.0
