@@ -28,6 +28,7 @@ from horizonml.chaos.output import Output
 from horizonml.errors import JobError
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+from horizonml.security.token import TOKEN, make_token
 
 STOP_SECONDS = 15.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
 _ABORT_SECONDS = 3.0
@@ -82,7 +83,8 @@ class Cluster:
         # Where each rank has a network of its own, no interface of this machine is among its own.
         foreign = {*_FOREIGN, *(["GLOO_SOCKET_IFNAME"] if isolated else [])}
         kept = {name: value for name, value in os.environ.items() if name not in foreign}
-        self._env = {**kept, "OMP_NUM_THREADS": "1", LAUNCHER: launcher_name(), **(env or {})}
+        own = {TOKEN: make_token().text}  # links between networks are protected as those between machines are
+        self._env = {**kept, "OMP_NUM_THREADS": "1", LAUNCHER: launcher_name(), **own, **(env or {})}
         self._undo = ExitStack()
         self._lock = threading.RLock()
         self._paused: dict[int, subprocess.Popen[bytes]] = {}  # the process that continues each paused rank

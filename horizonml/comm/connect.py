@@ -20,8 +20,12 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from horizonml.comm.listener import others_there, silence
+from horizonml.comm.published import PublishedAddresses
 from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
 from horizonml.errors import PeerLost
+from horizonml.tunnel.addresses import own_address
+from horizonml.tunnel.links import Links
 
 T = TypeVar("T")
 _ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
@@ -33,8 +37,22 @@ _MARGIN_SECONDS = 2.0  # in which gloo, or the store, says by itself that its ti
 class Connections:
     """Holds all of this rank's connections to the others of its group."""
 
-    def __init__(self, store: Store | None, rank: int, world_size: int, timeout: float, over: threading.Event) -> None:
-        """Connect through `store`, within `timeout` seconds each time; give up when `over` is set."""
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        over: threading.Event,
+        address: str | None = None,
+        links: Links | None = None,
+    ) -> None:
+        """Connect through `store`, within `timeout` seconds each time; give up when `over` is set.
+
+        With `links`, gloo listens at a loopback address only, and the tunnel carries what goes to other machines. Else
+        it listens at `address`, or at that of the network interface that GLOO_SOCKET_IFNAME names.
+        """
+        self._links, self._address = links, own_address(rank) if links is not None else address
         self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
         self._over = over
         self._sockets: set[tuple[int, int]] = set()
@@ -74,15 +92,37 @@ class Connections:
         if len(ranks) == 1:
             return None
         assert self._store is not None
-        prefix = PrefixStore(name, self._store)
+        store = PublishedAddresses(PrefixStore(name, self._store), self._rank, ranks, self._links)
         before = _open_sockets()
-        options = prefix, ranks.index(self._rank), len(ranks), timedelta(seconds=self._timeout)
         try:
-            return self._soon(lambda: ProcessGroupGloo(*options), self._timeout)
+            group = self._soon(lambda: self._make(store, ranks), self._timeout)
         except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
-            raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {short(error)}") from error
+            reason = store.failures(0.0) or short(error)
+            raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {reason}") from error
         finally:
             self._sockets |= _open_sockets() - before
+            store.forget()
+        for own in store.own:
+            if silence(own) and others_there(own):  # who may have taken a rank's place
+                raise PeerLost("another user of this machine has connected to this rank while its group connected")
+        return group
+
+    def _make(self, store: PublishedAddresses, ranks: tuple[int, ...]) -> Any:
+        """Return a process group once all of its ranks have connected; in the thread."""
+        options = cast(Any, ProcessGroupGloo)._Options()
+        options._timeout = timedelta(seconds=self._timeout)
+        # All ranks connect now, not when they first talk, so that nobody is listened to later.
+        if self._address is not None:
+            devices = [ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)]
+        else:
+            names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+            devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names if name]
+        options._devices = devices or [ProcessGroupGloo.create_default_device(lazy_init=False)]
+        group = ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), options)
+        reason = store.failures(self._timeout)
+        if reason:
+            raise RuntimeError(reason)
+        return group
 
     def cut(self) -> None:
         """Break every connection at once. Any thread may call this."""

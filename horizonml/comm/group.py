@@ -22,6 +22,7 @@ from horizonml.comm.connect import Connections
 from horizonml.comm.log import MessageLog
 from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
+from horizonml.tunnel.links import Links
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -64,11 +65,13 @@ class Group:
         timeout: float,
         hosts: Sequence[str] | None = None,
         over: threading.Event | None = None,
+        links: Links | None = None,
     ) -> None:
         """Connect to the other ranks through `store`, within `timeout` seconds; give up when `over` is set.
 
-        The network interface is the one named by GLOO_SOCKET_IFNAME. `hosts[r]`, if known, is the machine of rank r.
-        Raises PeerLost.
+        `hosts[r]`, if known, is the machine of rank r. If all ranks are on this one, nobody else can connect to them.
+        Else `links` connect the machines, through tunnels; without links, gloo connects them by the network interface
+        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. Raises PeerLost.
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
@@ -81,7 +84,10 @@ class Group:
         self._closing: list[Callable[[], Any]] = []
         self._twins: list[Group] = []
         self._twins_over: list[threading.Event] = []
-        self._connections = Connections(store, rank, world_size, timeout, self._over)
+        alone = hosts is not None and len(set(hosts)) == 1
+        self.links = None if alone else links
+        address = "127.0.0.1" if alone else None
+        self._connections = Connections(store, rank, world_size, timeout, self._over, address, self.links)
         self._connections.arrive()
         self._world = self._connections.connect("world", tuple(range(world_size)))
 
@@ -96,7 +102,7 @@ class Group:
         hosts = self.hosts if self._hosts_known else None
         over = threading.Event()
         self._twins_over.append(over)
-        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over)
+        twin = Group(store, self.rank, self.world_size, self._timeout, hosts, over, self.links)
         if twin._world is not None:
             twin._world._set_default_timeout(timedelta(seconds=timeout))
         self._twins.append(twin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,16 @@ def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     if quota is not None and period is not None and quota.isdigit() and int(period) > 0:
         cores = min(cores, int(quota) / int(period))
     return cores
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and connections as the system lets it ask for."""
+    import resource  # not on every system
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # a system may forbid what it announces
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:

@@ -59,10 +59,14 @@ def gradient_message_bytes(profile: Profile, stop: int, send: str) -> float:
     return profile.layers[stop - 1].gradients * FORMATS[send]
 
 
-def message_work(profile: Profile, size: float, send: str, messages: int) -> float:
-    """Return the processor's seconds to send or receive `size` bytes in `messages` messages, including coding."""
+def message_work(profile: Profile, size: float, send: str, messages: int, crossing: float = 0.0) -> float:
+    """Return the processor's seconds to send or receive `size` bytes in `messages` messages, including coding.
+
+    `crossing` of these bytes go to other machines, or come from them.
+    """
     coding = size * profile.codec_seconds_per_byte.get(send, 0.0)
-    return messages * profile.message_seconds + coding + size * FORMATS[send] * profile.transfer_seconds_per_byte
+    carried = size * profile.transfer_seconds_per_byte + crossing * profile.crossing_seconds_per_byte
+    return messages * profile.message_seconds + coding + FORMATS[send] * carried
 
 
 def fastest_format(problem: Problem, sender: int, receiver: int) -> str:
@@ -92,7 +96,8 @@ def all_reduce_seconds(problem: Problem, ranks: Sequence[int], size: float) -> f
     """Return the seconds that `ranks` take to sum `size` bytes along a ring.
 
     The slowest link or the slowest processor decides, because every member sends and receives nearly all of the bytes
-    twice. A link within a machine is also work for its processor, for which the machine's other ranks have to wait.
+    twice. A link within a machine is also work for its processor, for which the machine's other ranks have to wait. One
+    to another machine is the work of two tunnels.
     """
     count = len(ranks)
     if count == 1:
@@ -103,7 +108,13 @@ def all_reduce_seconds(problem: Problem, ranks: Sequence[int], size: float) -> f
     found, members = [ring], set(ranks)
     for host in problem.hosts:
         here = members.intersection(host.ranks)
-        found += [moved * problem.profiles[r].transfer_seconds_per_byte * host.oversubscription for r in here]
+        for rank in here:
+            work = problem.profiles[rank].transfer_seconds_per_byte
+            if problem.profiles[rank].crossing_seconds_per_byte:
+                place = ranks.index(rank)
+                far = sum(problem.apart(rank, ranks[(place + step) % count]) for step in (-1, 1))
+                work += far / 2 * problem.profiles[rank].crossing_seconds_per_byte
+            found.append(moved * work * host.oversubscription)
         if len(here) > 1:
             found.append(ring * host.oversubscription)
     return max(found)

@@ -164,6 +164,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         "codec_seconds_per_byte": profile.codec_seconds_per_byte,
         "message_seconds": profile.message_seconds,
         "transfer_seconds_per_byte": profile.transfer_seconds_per_byte,
+        "crossing_seconds_per_byte": profile.crossing_seconds_per_byte,
         "least_rows": profile.least_rows,
         "layers": layers,
     }
@@ -232,7 +233,8 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
         codecs = {str(name): float(seconds) for name, seconds in content["codec_seconds_per_byte"].items()}
         update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
         message, least = float(content["message_seconds"]), int(content["least_rows"])
-        found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, least)
+        crossing = float(content.get("crossing_seconds_per_byte", 0.0))
+        found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, crossing, least)
         _check_profile(found)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JobError(

@@ -126,6 +126,15 @@ class Problem:
         return {rank: host.oversubscription for host in self.hosts for rank in host.ranks}
 
     @functools.cached_property
+    def host_of(self) -> dict[int, int]:
+        """Return the number of the host that each rank is on."""
+        return {rank: number for number, host in enumerate(self.hosts) for rank in host.ranks}
+
+    def apart(self, one: int, other: int) -> bool:
+        """Return whether what two ranks send each other crosses machines."""
+        return self.host_of[one] != self.host_of[other]
+
+    @functools.cached_property
     def memory(self) -> dict[int, float]:
         """Return the bytes that each rank may use."""
         return {rank: host.memory for host in self.hosts for rank in host.ranks}

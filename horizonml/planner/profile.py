@@ -53,6 +53,8 @@ class Profile:
     """The processor's seconds to send or receive a message; 0 if no link was measured."""
     transfer_seconds_per_byte: float = 0.0
     """The processor's seconds for each byte of a message."""
+    crossing_seconds_per_byte: float = 0.0
+    """The seconds of a core for each byte to or from another machine beyond those: its tunnel encrypts and carries."""
     least_rows: int = 1
     """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
 
@@ -77,6 +79,7 @@ class Profile:
             layers=layers,
             message_seconds=self.message_seconds * factor,
             transfer_seconds_per_byte=self.transfer_seconds_per_byte * factor,
+            crossing_seconds_per_byte=self.crossing_seconds_per_byte * factor,
             codec_seconds_per_byte={name: time * factor for name, time in self.codec_seconds_per_byte.items()},
         )
 
@@ -99,6 +102,7 @@ class Profile:
             dict(value["codec_seconds_per_byte"]),
             float(value["message_seconds"]),
             float(value["transfer_seconds_per_byte"]),
+            float(value.get("crossing_seconds_per_byte", 0.0)),
             int(value["least_rows"]),
         )
 

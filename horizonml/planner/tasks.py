@@ -99,9 +99,13 @@ class TaskMaker:
             rows = sum(count for peer, count in peers if peer != rank)  # what a rank sends to itself costs nothing
             if rows:
                 messages = sum(peer != rank for peer, _ in peers)
-                forward_coding += message_work(profile, rows * layer.output_bytes, send, messages)
+                far = 0
+                if profile.crossing_seconds_per_byte:
+                    far = sum(count for peer, count in peers if self._problem.apart(peer, rank))
+                size_out, size_back = layer.output_bytes, layer.gradients
+                forward_coding += message_work(profile, rows * size_out, send, messages, far * size_out)
                 if layer.returns_gradients:
-                    backward_coding += message_work(profile, rows * layer.gradients, send, messages)
+                    backward_coding += message_work(profile, rows * size_back, send, messages, far * size_back)
         on: tuple[tuple[int, float], ...] = ()
         back: tuple[tuple[int, float], ...] = ()
         returned, weight = 0, backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time
 
 import torch
@@ -26,13 +26,22 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
-    """Return the latency and bandwidth between every two ranks, and each rank's processor time for messages.
+@dataclass(frozen=True)
+class MessageCost:
+    """Holds the processor time that messages take on a device, in seconds."""
 
-    Pairs are probed in rounds in which no rank takes part twice. The processor time is given as seconds for each
-    message and seconds for each byte.
+    message: float = 0.0  # each
+    byte: float = 0.0  # each
+    crossing: float = 0.0  # each byte to or from another machine, beyond that: for encryption, and to be carried
+
+
+def probe_pairs(group: Group) -> tuple[Network, list[MessageCost]]:
+    """Return the latency and bandwidth between every two ranks, and what messages cost each rank's processor.
+
+    Pairs are probed in rounds in which no rank takes part twice.
     """
     found: dict[int, tuple[float, float]] = {}
+    before = _carried(group)
     small, large = _Usage(), _Usage()
     for pairs in tournament(group.world_size):
         for pair in pairs:
@@ -54,14 +63,36 @@ def probe_pairs(group: Group) -> tuple[Network, list[tuple[float, float]]]:
         group.barrier()  # separates the rounds
     message = small.seconds / max(1, small.messages)
     byte = max(0.0, large.seconds - large.messages * message) / max(1, large.moved)
-    everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": [message, byte]})
+    cost = [message, byte, _crossing(before, _carried(group))]
+    everyone = group.gather_json({"links": [[peer, *link] for peer, link in found.items()], "cost": cost})
     pairs_ = {
         (rank, int(peer)): (float(latency), float(bandwidth))
         for rank, other in enumerate(everyone)
         for peer, latency, bandwidth in other["links"]
     }
     latency, bandwidth = max(link[0] for link in pairs_.values()), min(link[1] for link in pairs_.values())
-    return Network(latency, bandwidth, pairs=pairs_), [(float(a), float(b)) for a, b in (o["cost"] for o in everyone)]
+    costs = [MessageCost(float(a), float(b), float(c)) for a, b, c in (other["cost"] for other in everyone)]
+    return Network(latency, bandwidth, pairs=pairs_), [
+        replace(cost, crossing=max(one.crossing for one, host in zip(costs, group.hosts, strict=True) if host == own))
+        for cost, own in zip(costs, group.hosts, strict=True)
+    ]
+
+
+def _carried(group: Group) -> tuple[float, int]:
+    """Return the processor's seconds that this rank's tunnel has taken so far, and the bytes that it has carried."""
+    if group.links is None:
+        return 0.0, 0
+    usage = group.links.tunnel.usage()
+    return usage.seconds, usage.sent + usage.received
+
+
+def _crossing(before: tuple[float, int], after: tuple[float, int]) -> float:
+    """Return the processor's seconds for each byte that a tunnel has carried, 0 if it has carried too few to tell.
+
+    One rank's tunnel may carry what comes to all ranks of its machine.
+    """
+    moved = after[1] - before[1]
+    return max(0.0, after[0] - before[0]) / moved if moved >= _PROBE_BYTES else 0.0
 
 
 def probe_network(group: Group) -> Network:

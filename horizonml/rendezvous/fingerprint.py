@@ -32,6 +32,7 @@ class Fingerprint:
     max_world_size: int = 0  # ranks that may take part; 0 if no more than `world_size`
     begin_with: int = 0  # ranks with which training may begin when no others come; 0 if it takes all
     up: float = 0.0  # seconds since its process was started
+    link_port: int = 29401  # where its machine takes the data of ranks on other machines
 
     def to_json(self) -> dict[str, str | int | float]:
         """Return plain JSON values."""
@@ -55,6 +56,7 @@ class Fingerprint:
             replace_timeout=seconds(value, "replace_timeout"),
             up=seconds(value, "up"),
             min_world_size=whole(value, "min_world_size", 1, MOST_RANKS),
+            link_port=whole(value, "link_port", 1, 65535),
             **{name: text(value, name) for name in _TEXTS},
         )
 

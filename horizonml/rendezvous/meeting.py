@@ -52,6 +52,7 @@ class RendezvousSettings:
     min_world_size: int = 1  # ranks without which survivors do not go on
     max_world_size: int = 0  # ranks that may take part; 0 if no more than the world size
     begin_with: int = 0  # ranks with which a first meeting may begin when no others come; 0 if it takes all
+    link_port: int = 29401  # where this machine takes the data of ranks on other machines
 
 
 class Observer(Protocol):
@@ -232,6 +233,7 @@ class _Meeting:
             max_world_size=self.settings.max_world_size,
             begin_with=self.settings.begin_with,
             up=seconds_up(),
+            link_port=self.settings.link_port,
         )
 
 

@@ -19,7 +19,7 @@ _CURES = (
 def endpoint_for(address: tuple[str, int]) -> Endpoint:
     """Return how a rank reaches the rendezvous service at an address. Raises SecurityError."""
     host, port = address
-    token = None if insecure() else find_token()
+    token = token_of_rank()
     if token is not None:
         from horizonml.security.tls import client_context
 
@@ -31,6 +31,11 @@ def endpoint_for(address: tuple[str, int]) -> Endpoint:
             f"file here, or accept that any stranger may take part: {INSECURE}=1"
         )
     return Endpoint(host, port)
+
+
+def token_of_rank() -> Token | None:
+    """Return the token with which this process takes part, None if the user accepts strangers. Raises SecurityError."""
+    return None if insecure() else find_token()
 
 
 def token_of_service(host: str, without: bool) -> Token | None:

@@ -30,7 +30,7 @@ from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.strategies import uses_powersgd
 from horizonml.profiling.measure import cached_profile
-from horizonml.profiling.probe import MOST_PROBED, probe_network, probe_pairs
+from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
 from horizonml.runtime.stragglers import Forecast
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for
@@ -180,7 +180,7 @@ def _measure(
     One rank on every machine measures its device, or rank 0 measures for all. All ranks must call this.
     """
     every = measures_every_device(job.parallel)
-    costs = [(0.0, 0.0)] * group.world_size
+    costs = [MessageCost()] * group.world_size
     if every and group.world_size <= MOST_PROBED:
         network, costs = probe_pairs(group)
     else:
@@ -199,8 +199,13 @@ def _measure(
     first = {rank: host.ranks[0] if every else 0 for host in hosts for rank in host.ranks}
     known = {rank: Profile.from_json(measured[rank][0]) for rank in sorted(set(first.values()))}
     profiles = [
-        replace(known[first[rank]], message_seconds=message, transfer_seconds_per_byte=byte)
-        for rank, (message, byte) in enumerate(costs)
+        replace(
+            known[first[rank]],
+            message_seconds=cost.message,
+            transfer_seconds_per_byte=cost.byte,
+            crossing_seconds_per_byte=cost.crossing,
+        )
+        for rank, cost in enumerate(costs)
     ]
     return Measured(profiles, network)
 

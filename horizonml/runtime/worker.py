@@ -14,15 +14,18 @@ from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.host import machine_id
 from horizonml.machine.memory import keep_freed_memory
+from horizonml.machine.resources import raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
+from horizonml.runtime.access import token_of_rank
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
+from horizonml.runtime.linking import Linking
 from horizonml.runtime.outcome import Outcome
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
@@ -32,6 +35,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
+from horizonml.tunnel.client import link_port
 
 
 def settings_for(job: Job) -> RendezvousSettings:
@@ -45,6 +49,7 @@ def settings_for(job: Job) -> RendezvousSettings:
         parallel.min_world_size(),
         parallel.max_workers or 0,
         parallel.min_workers or 0,
+        link_port(job.security.port),
     )
 
 
@@ -68,6 +73,8 @@ class Worker:
         self._rank = identity.rank  # in the group that there is, or was last
         self._life: Life | None = None
         self._broke_at = 0.0  # when the last group broke, a time of `monotonic`
+        self._linking = Linking(job.security, token_of_rank() if endpoint is not None else None)
+        metrics.link(self._linking.counted)
 
     @property
     def newest_checkpoint(self) -> int | None:
@@ -83,6 +90,7 @@ class Worker:
         try:
             return self._run(fresh, rejoin)
         finally:
+            self._linking.close()
             if self._life is not None:
                 self._life.lifeline.end()
                 self._life.feeds.close()
@@ -90,6 +98,7 @@ class Worker:
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""
         keep_freed_memory()
+        raise_descriptor_limit()
         job, identity = self._job, self._identity
         folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         story = explain_last(job.run_folder, identity.rank)
@@ -181,7 +190,8 @@ class Worker:
         try:
             if membership is not None:  # so that not even connecting waits for a rank that is lost
                 membership.on_end(lambda ended: over.set())
-            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over)
+            links = self._linking.between(membership.members, rank) if membership is not None else None
+            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over, links)
             if membership is not None:
                 abort = group.abort
                 membership.on_end(lambda ended: abort())

@@ -37,6 +37,8 @@ class Metrics(Collector):
         self._epoch_so_far = 0.0  # seconds of the epoch's steps
         self._clock, self._goodput = clock, Goodput()
         self._counted: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)  # lost seconds that the counters show
+        self._carried: Callable[[], Mapping[str, float]] = dict  # what the tunnel has counted, by metric
+        self._carried_before: Mapping[str, float] = {}
         self._families: dict[str, MetricWrapperBase] = {}
         self.registry.register(self)
         for spec in TABLE:
@@ -98,6 +100,10 @@ class Metrics(Collector):
     def wanted(self, world_size: int) -> None:
         """Note that the process has started as one of `world_size` ranks."""
         self._put("world_size_wanted", world_size)
+
+    def link(self, carried: Callable[[], Mapping[str, float]]) -> None:
+        """Ask `carried` what the tunnel to other machines has counted, by metric, whenever Prometheus asks."""
+        self._carried = carried
 
     def waiting(self, ranks: Iterable[int]) -> None:
         """Note that the rank is not in a group, because these ranks are missing."""
@@ -200,7 +206,16 @@ class Metrics(Collector):
                 self._put("gradient_norm", record.gradient_norm)
             self._put("bubble_ratio", record.wait / record.wall if record.wall else 0.0)
         self._collect_goodput(self._clock())
+        self._collect_links()
         return iter(())
+
+    def _collect_links(self) -> None:
+        """Add what the tunnel has counted since the last time; it counts from 0 again when it is started anew."""
+        carried = self._carried()
+        for name, value in carried.items():
+            before = self._carried_before.get(name, 0.0)
+            self._counter(name).inc(value - before if value >= before else value)
+        self._carried_before = {**self._carried_before, **carried}
 
     def _collect_goodput(self, now: float) -> None:
         """Bring the account of lost time up to now: an outage grows while Prometheus watches."""

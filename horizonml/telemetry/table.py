@@ -108,6 +108,11 @@ TABLE: Sequence[MetricSpec] = (
         DIRECTIONS,
     ),
     MetricSpec("counter", "received_bytes", "Bytes received, likewise.", ("direction",), DIRECTIONS),
+    # Between machines; see docs/security.md.
+    _counter("link_sent_bytes", "Bytes that the rank's tunnel has sent to other machines.", from_zero=False),
+    _counter("link_received_bytes", "Bytes that the rank's tunnel has received from other machines.", from_zero=False),
+    _counter("link_cpu_seconds", "CPU time of the process that runs the rank's tunnel.", from_zero=False),
+    _counter("link_refused", "Connections without the token that the rank's tunnel has refused.", from_zero=False),
     # Faults and recovery.
     _counter("peers_lost", "Other ranks that were lost from this rank's group."),
     MetricSpec(

@@ -85,6 +85,31 @@ PANELS = [
         "Bps",
         rate("horizonml_network_received_bytes_total"),
     ),
+    curves(
+        "Protected links",
+        "How much do ranks send to other machines through their tunnels, and what share of a core does that take? The "
+        "panel is empty on one machine alone.",
+        "Bps",
+        [
+            (rate("horizonml_link_sent_bytes_total"), "sent by rank {{rank}}"),
+            (rate("horizonml_link_received_bytes_total"), "received by rank {{rank}}"),
+        ],
+        without="No rank here has a tunnel",
+    ),
+    per_rank(
+        "Work of protected links",
+        "What share of a core does each rank's tunnel take? A gigabyte takes a recent processor about 0.75 seconds.",
+        "percentunit",
+        rate("horizonml_link_cpu_seconds_total"),
+        without="No rank here has a tunnel",
+    ),
+    per_rank(
+        "Strangers",
+        "How many connections without the token come to the port of each rank's tunnel?",
+        "cps",
+        rate("horizonml_link_refused_total"),
+        without="No rank here has a tunnel",
+    ),
     per_rank(
         "Power",
         "How much power does training take? Measured during steps, on devices that report it; the panel is empty "

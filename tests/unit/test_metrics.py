@@ -198,6 +198,15 @@ def test_faults_are_counted_and_lost_time_grows_while_it_is_lost() -> None:
     assert values(metrics)["horizonml_lost_seconds_total{cause=outage}"] == pytest.approx(6)  # looking adds nothing
 
 
+def test_what_tunnels_carry_is_counted_on_although_a_new_one_begins_from_nothing() -> None:
+    metrics, carried = Metrics(3), {}
+    metrics.link(lambda: carried)
+    assert "horizonml_link_sent_bytes_total" not in values(metrics)
+    for sent, total in ((100.0, 100.0), (250.0, 250.0), (40.0, 290.0), (40.0, 290.0)):
+        carried["link_sent_bytes"] = sent
+        assert values(metrics)["horizonml_link_sent_bytes_total"] == total
+
+
 def test_a_replica_is_shown_only_where_there_is_one() -> None:
     metrics = Metrics(3)
     names = ("horizonml_replicated", "horizonml_replica_age_steps")

@@ -13,6 +13,7 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
 from horizonml.planner.candidates import equal_split
+from horizonml.planner.cost import all_reduce_seconds
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import remedy
 from horizonml.planner.hardware import Host, Network
@@ -343,3 +344,22 @@ def test_samples_that_are_loaded_ahead_need_memory_where_they_are_read() -> None
     assert (
         remedy(tight, found) == "With data.memory: 524288 the plan fits, as fewer samples are loaded ahead of the step."
     )
+
+
+def test_what_crosses_machines_costs_the_processor_more() -> None:
+    """Of 10 samples, 40 bytes cross each way; both ends encrypt, or decrypt, what they send and receive."""
+    protected = replace(profile(0.001, 0.001), crossing_seconds_per_byte=1e-3)
+    apart = [Host((rank,), 1.0, 1e12) for rank in range(2)]
+    free = predict(pipeline([1, 2], 1), profile(0.001, 0.001), 10, apart, FAST, 0).seconds
+    assert predict(pipeline([1, 2], 1), protected, 10, apart, FAST, 0).seconds == pytest.approx(free + 4 * 0.04)
+    assert predict(pipeline([1, 2], 1), protected, 10, one_host(2, 2), FAST, 0).seconds == pytest.approx(free)
+
+
+def test_a_sum_over_machines_costs_the_processor_more() -> None:
+    protected = replace(profile(0.001), crossing_seconds_per_byte=1e-3)
+    for hosts, expected in (
+        ([Host((rank,), 1.0, 1e12) for rank in range(4)], 3000 * 1e-3),  # all of 4 * 3/4 of the bytes
+        ([Host((0, 1), 2.0, 1e12), Host((2, 3), 2.0, 1e12)], 1500 * 1e-3),  # one neighbour of each is elsewhere
+    ):
+        problem = Problem([protected] * 4, hosts, FAST, 10, 0)
+        assert all_reduce_seconds(problem, range(4), 1000.0) == pytest.approx(expected)

@@ -1,0 +1,86 @@
+"""Gives ranks loopback addresses, and asks the kernel who listens at one and who has connected from one."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network
+from pathlib import Path
+
+NETWORK = IPv4Network("127.64.0.0/10")  # part of the loopback network, which never leaves a machine
+_LISTEN, _CONNECTED = 0x0A, (0x01, 0x02)  # states of TCP: established, and about to be
+_TABLE = Path("/proc/net/tcp")
+
+
+def own_address(rank: int) -> str:
+    """Return the loopback address at which a rank of a group listens."""
+    return str(NETWORK[2 * rank + 2])
+
+
+def stand_in_address(rank: int) -> str:
+    """Return the loopback address that stands for a rank on another machine.
+
+    Of two ranks, gloo lets the one with the greater address connect to the other, and each compares its own address
+    with what it believes to be the other's. Both come to the same result, because this address lies between those of
+    the rank and its successor.
+    """
+    return str(NETWORK[2 * rank + 3])
+
+
+def is_ours(address: str) -> bool:
+    """Return whether a tunnel may lead to this address."""
+    try:
+        return IPv4Address(address) in NETWORK
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describes a socket as the kernel lists it."""
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    state: int
+    user: int
+
+
+def entries(table: str) -> Iterator[Entry]:
+    """Yield the sockets of a table in the format of /proc/net/tcp; lines that are not understood are left out."""
+    for line in table.splitlines()[1:]:
+        words = line.split()
+        try:
+            yield Entry(_endpoint(words[1]), _endpoint(words[2]), int(words[3], 16), int(words[7]))
+        except (IndexError, ValueError):
+            continue
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    """Return an address and a port, which the kernel writes in the byte order of the processor."""
+    address, _, port = text.partition(":")
+    return socket.inet_ntoa(int(address, 16).to_bytes(4, sys.byteorder)), int(port, 16)
+
+
+def listener_of(table: str, address: str, port: int) -> int | None:
+    """Return the user whose socket listens at exactly this address, or None if there is none."""
+    found = (one.user for one in entries(table) if one.state == _LISTEN and one.local == (address, port))
+    return next(found, None)
+
+
+def connected_from(table: str, source: tuple[str, int], target: tuple[str, int]) -> int | None:
+    """Return the user whose socket has connected from `source` to `target`, or None if there is none."""
+    ends = source, target
+    found = (one.user for one in entries(table) if one.state in _CONNECTED and (one.local, one.remote) == ends)
+    return next(found, None)
+
+
+def others_connected(table: str, target: tuple[str, int], user: int) -> bool:
+    """Return whether a socket of another user than this one is connected to `target`."""
+    return any(one.remote == target and one.state in _CONNECTED and one.user != user for one in entries(table))
+
+
+def kernel_table() -> str:
+    """Return the kernel's list of this network namespace's TCP sockets. Raises OSError."""
+    return _TABLE.read_text(encoding="ascii", errors="replace")

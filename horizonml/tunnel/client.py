@@ -1,0 +1,207 @@
+"""A rank's side of its tunnel: it starts the side process, and tells it what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horizonml.errors import SecurityError
+from horizonml.security.token import Token
+from horizonml.tunnel.ciphers import configuration, measure, offered
+
+LINK_PORT = "HORIZONML_LINK_PORT"  # overrides `security.port` on this machine
+_ANSWER_SECONDS = 10.0
+_SERVE_SECONDS = 20.0
+_LOOK_SECONDS = 0.02
+_PACKAGE = Path(__file__).resolve().parents[2]
+Fields = dict[str, Any]
+
+
+class TunnelGone(RuntimeError):
+    """Raised when the side process has ended, or does not answer."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Says what a tunnel has carried so far, and what it took."""
+
+    sent: int = 0  # bytes
+    received: int = 0
+    seconds: float = 0.0  # of the processor
+    connections: int = 0
+    refused: int = 0  # connections of strangers
+    cipher: str = ""
+
+
+def link_port(port: int, env: Mapping[str, str] = os.environ) -> int:
+    """Return the port of this machine's tunnel: that of the job, unless the environment has another.
+
+    Raises SecurityError.
+    """
+    text = env.get(LINK_PORT)
+    if not text:
+        return port
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise SecurityError(f"${LINK_PORT} must be a port from 1 to 65535, not {text[:20]!r}")
+    return int(text)
+
+
+class Tunnel:
+    """Carries this rank's connections to other machines, through a process of its own."""
+
+    def __init__(self, token: Token, address: str, port: int, encrypt: bool = True) -> None:
+        """Start the process, which accepts other machines' connections at `address` and `port`.
+
+        If another rank of this machine does so already, this one stands by. Raises SecurityError if the port cannot be
+        had.
+        """
+        if sys.platform != "linux":
+            raise SecurityError(
+                "links between machines are protected on Linux only; train in containers or in a private network "
+                "(--insecure), or on this machine alone"
+            )
+        self._token, self._encrypt, self._at = token, encrypt, (address, port)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._last = Usage()
+        self.ensure()
+
+    def ensure(self) -> None:
+        """Start the process again if it has ended. Raises SecurityError, TunnelGone."""
+        if self._line is not None and self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._start()
+        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
+        address, port = self._at
+        self._ask({"do": "serve", "address": address, "port": port})
+        until = time.monotonic() + _SERVE_SECONDS
+        while (state := self._ask({"do": "state", "numbers": []})["serving"])[0] == "no":
+            if time.monotonic() > until:
+                state = ["failed", f"no answer from what listens there within {_SERVE_SECONDS:.0f} s"]
+                break
+            time.sleep(_LOOK_SECONDS)
+        if state[0] == "failed":
+            self.close()
+            raise SecurityError(
+                f"this machine cannot take other machines' data at {address}:{port}: {state[1]}; free the port, or "
+                f"choose another one with security.port, or ${LINK_PORT} for this machine alone"
+            )
+
+    def _start(self) -> None:
+        """Start the process with the configuration of OpenSSL that this processor calls for."""
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
+        # Linux keeps this file in memory: a container may have no other place to write to.
+        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
+            configured.write(configuration(offered(measure())).encode())
+            configured.flush()
+            number = configured.fileno()
+            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
+            for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
+                env.pop(name, None)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=env,
+                pass_fds=[number],
+                start_new_session=True,  # Ctrl-C is for the rank
+            )
+        ours.settimeout(_ANSWER_SECONDS)
+        self._line = ours
+
+    def open(self, host: str, port: int, stand_in: str, target: tuple[str, int]) -> tuple[int, tuple[str, int]]:
+        """Return the number and the address of a socket that stands for a rank on another machine. Raises TunnelGone.
+
+        Whoever of this user connects to it first is connected to `target` there.
+        """
+        reply = self._ask(
+            {
+                "do": "open",
+                "host": host,
+                "port": port,
+                "stand_in": stand_in,
+                "target": target[0],
+                "target_port": target[1],
+            }
+        )
+        if "error" in reply:
+            raise TunnelGone(f"the tunnel cannot listen at {stand_in}: {reply['error']}")
+        return int(reply["number"]), (str(reply["address"]), int(reply["port"]))
+
+    def failures(self, numbers: Sequence[int], seconds: float) -> dict[int, str]:
+        """Return why some of these could not be connected, once all are connected or have failed. Raises TunnelGone."""
+        until = time.monotonic() + seconds
+        while True:
+            states = self._ask({"do": "state", "numbers": list(numbers)})["states"]
+            if time.monotonic() > until or all(state in ("connected", "failed") for state, _ in states):
+                break
+            time.sleep(_LOOK_SECONDS)
+        found = zip(numbers, states, strict=True)
+        return {number: reason or "no answer" for number, (state, reason) in found if state != "connected"}
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Wait no longer for connections to these. What is connected stays."""
+        with suppress(TunnelGone):
+            self._ask({"do": "close", "numbers": list(numbers)})
+
+    def usage(self) -> Usage:
+        """Return what was carried so far; what was known last, if the process does not answer."""
+        try:
+            reply = self._ask({"do": "stats"})
+        except TunnelGone:
+            return self._last
+        self._last = Usage(
+            int(reply["sent"]),
+            int(reply["received"]),
+            float(reply["seconds"]),
+            int(reply["connections"]),
+            int(reply["refused"]),
+            str(reply["cipher"]),
+        )
+        return self._last
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Let go of the process, which ends with its last connection; wait for that no longer than `seconds`."""
+        line, process = self._line, self._process
+        self._line = self._process = None
+        if line is not None:
+            line.close()
+        if process is None:
+            return
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:  # its end is noted whenever it comes
+            threading.Thread(target=process.wait, name="tunnel-end", daemon=True).start()
+
+    def _ask(self, request: Fields) -> Fields:
+        """Return the reply of the process. Raises TunnelGone."""
+        with self._lock:
+            if self._line is None:
+                raise TunnelGone("the tunnel is closed")
+            try:
+                self._line.sendall(json.dumps(request).encode() + b"\n")
+                answer = b""
+                while not answer.endswith(b"\n"):
+                    more = self._line.recv(64 << 10)
+                    if not more:
+                        raise ConnectionResetError
+                    answer += more
+            except OSError as error:
+                self._line.close()
+                self._line = None
+                raise TunnelGone("the side process of the tunnel has ended, or does not answer") from error
+        reply: Fields = json.loads(answer)
+        return reply

@@ -1,0 +1,272 @@
+"""Training through tunnels between two "machines", and on one machine beside strangers: bit for bit the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from horizonml.comm.group import Group
+from horizonml.comm.published import PublishedAddresses
+from horizonml.errors import PeerLost
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import build
+from horizonml.profiling.probe import probe_pairs
+from horizonml.security.tls import client_context
+from horizonml.security.token import make_token, parse_token
+from horizonml.tasks.task import InputSpec
+from horizonml.tunnel.addresses import is_ours
+from horizonml.tunnel.blob import read_blob
+from horizonml.tunnel.ciphers import AES, CHACHA
+from horizonml.tunnel.client import Tunnel, Usage
+from horizonml.tunnel.links import Links, Peer
+from tests.distributed.pool import Pool
+from tests.distributed.sessions import session_for, state_of
+from tests.distributed.test_gradients import BY_NAME, FULL, LR, SHAPE, Case, RandomBatch, train
+
+HERE = "127.0.0.1"
+DDP, PIPELINE = "ddp 5, 1f1b, plain", "pipeline 3, 1f1b, normed"
+STRANGERS = 2000
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as opened:
+        probes = [opened.enter_context(socket.create_server((HERE, 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+def linked(rank: int, world_size: int, token: str, ports: Sequence[int], encrypt: bool) -> tuple[list[str], Links]:
+    """Ranks alternate between as many "machines" as there are ports."""
+    hosts = [f"machine {number % len(ports)}" for number in range(world_size)]
+    tunnel = Tunnel(parse_token(token), HERE, ports[rank % len(ports)], encrypt)
+    peers = [Peer(host, HERE, ports[number % len(ports)]) for number, host in enumerate(hosts)]
+    return hosts, Links(peers, tunnel)
+
+
+def tunnelled(
+    rank: int, world_size: int, store: Store, case: Case, token: str, ports: Sequence[int], encrypt: bool
+) -> tuple[dict[str, Tensor], Usage, list[tuple[str, int]]]:
+    """Train through tunnels, with strangers who come after the first step; and where gloo listens then."""
+    hosts, links = linked(rank, world_size, token, ports, encrypt)
+    group = Group(store, rank, world_size, 30.0, hosts, links=links)
+    try:
+        return *train_beside_strangers(rank, world_size, store, case, group), links.tunnel.usage(), listening()
+    finally:
+        group.close()
+        links.tunnel.close()
+
+
+def train_beside_strangers(
+    rank: int, world_size: int, store: Store, case: Case, group: Group
+) -> tuple[dict[str, Tensor]]:
+    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
+    for step in range(3):
+        session.step(RandomBatch(step), LR, measure_divergence=True)
+        if step == 0:
+            store.set(f"ready/{rank}", json.dumps(listening()))
+            before = len(os.listdir("/dev/fd"))
+            store.wait(["attacked"], timedelta(seconds=100))
+            assert len(os.listdir("/dev/fd")) <= before + 2, "strangers leave descriptors open"
+    return (state_of(session),)
+
+
+def listening() -> list[tuple[str, int]]:
+    """The addresses at which gloo listens in this process."""
+    found = psutil.Process().net_connections("tcp")
+    return sorted({(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN})
+
+
+@contextmanager
+def strangers(pool: Pool, world_size: int, ports: Sequence[int] = ()) -> Iterator[None]:
+    """Let strangers come to everything that ranks listen at, while they train."""
+    done = threading.Event()
+    attack = threading.Thread(target=attack_ranks, args=(pool, world_size, ports, done))
+    attack.start()
+    try:
+        yield
+    finally:
+        done.set()
+        attack.join(60)
+
+
+def attack_ranks(pool: Pool, world_size: int, ports: Sequence[int], done: threading.Event) -> None:
+    store = PrefixStore(f"run{pool._runs + 1}", pool.store)
+    store.wait([f"ready/{rank}" for rank in range(world_size)], timedelta(seconds=60))
+    gloo = [(at[0], at[1]) for rank in range(world_size) for at in json.loads(store.get(f"ready/{rank}"))]
+    wrong = client_context(make_token())
+    with ExitStack() as kept:
+        for count in range(STRANGERS):
+            at = gloo[count % len(gloo)]
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            stranger.connect_ex(at)
+            if count % 2:
+                stranger.close()
+            elif count < 600:
+                kept.enter_context(stranger)
+            else:
+                stranger.close()
+        for port in ports:
+            for count in range(150):
+                stranger = kept.enter_context(socket.create_connection((HERE, port), timeout=10))
+                stranger.sendall(secrets.token_bytes(100) if count % 2 else b"\x16\x03\x01")
+            raw = kept.enter_context(socket.create_connection((HERE, port), timeout=10))
+            with suppress(OSError), wrong.wrap_socket(raw) as line:
+                assert not line.recv(1)
+        store.set("attacked", "")
+        assert done.wait(60)
+
+
+@pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "plain"])
+@pytest.mark.parametrize("name", [DDP, PIPELINE])
+def test_through_tunnels_and_beside_strangers_the_result_is_the_same(pool: Pool, name: str, encrypt: bool) -> None:
+    case, token, ports = BY_NAME[name], make_token().text, free_ports(2)
+    expected = pool.run(case.world_size, train, case)
+    with strangers(pool, case.world_size, ports):
+        found = pool.run(case.world_size, tunnelled, case, token, ports, encrypt)
+    for (state, _), (through, used, _) in zip(expected, found, strict=True):
+        assert all(torch.equal(value, state[key]) for key, value in through.items())
+        assert through.keys() == state.keys()
+        assert used.cipher in (("", AES, CHACHA) if encrypt else ("none",))
+    assert sum(used.sent for _, used, _ in found) > 10_000
+    assert sum(used.received for _, used, _ in found) > 10_000
+    assert sum(used.refused for _, used, _ in found) >= 150  # the others still shake hands
+    assert all(is_ours(at) for _, _, listeners in found for at, _ in listeners), "gloo listens on loopback only"
+    assert all(listeners for _, _, listeners in found)
+
+
+def on_one_machine(rank: int, world_size: int, store: Store, case: Case) -> dict[str, Tensor]:
+    group = Group(store, rank, world_size, 30.0, ["here"] * world_size)
+    try:
+        return train_beside_strangers(rank, world_size, store, case, group)[0]
+    finally:
+        group.close()
+
+
+def test_on_one_machine_strangers_change_nothing(pool: Pool) -> None:
+    case = BY_NAME[DDP]
+    expected = pool.run(case.world_size, train, case)
+    with strangers(pool, case.world_size):
+        found = pool.run(case.world_size, on_one_machine, case)
+    for (state, _), through in zip(expected, found, strict=True):
+        assert all(torch.equal(value, state[key]) for key, value in through.items())
+
+
+def broken_off(rank: int, world_size: int, store: Store, token: str, ports: Sequence[int]) -> list[Any]:
+    """Lose rank 2 in the middle of a message, meet again without it, with a twin and smaller groups."""
+    hosts, links = linked(rank, world_size, token, ports, True)
+    first = Group(PrefixStore("first", store), rank, world_size, 30.0, hosts, links=links)
+    began, waited = time.monotonic(), ""
+    try:
+        if rank == 2:
+            first.abort()
+        else:
+            first.wait(first.receive(torch.zeros(10), 2, 7), 2)
+    except PeerLost as error:
+        waited = str(error)
+    first.close()
+    took = time.monotonic() - began
+    if rank == 2:
+        links.tunnel.close()
+        return [took]
+    again = Group(PrefixStore("second", store), rank, 2, 30.0, hosts[:2], links=links)
+    twin = again.twin("beside", 10.0)
+    found = [again.gather_json(rank), twin.gather_json(10 * rank)]
+    total = torch.ones(3) * (rank + 1)
+    again.wait(again.all_reduce(total, (0, 1), 1))
+    twin.close()
+    again.close()
+    links.tunnel.close()
+    return [took, waited != "", *found, total.tolist()]
+
+
+def test_a_group_that_was_broken_off_is_followed_by_another_through_the_same_tunnel(pool: Pool) -> None:
+    results = pool.run(3, broken_off, make_token().text, free_ports(3))
+    assert all(result[0] < 10 for result in results), "the others learn at once that it is over"
+    assert [result[1:] for result in results[:2]] == [[True, [0, 1], [0, 10], [3.0] * 3]] * 2
+
+
+def without_a_way(rank: int, world_size: int, store: Store, token: str, ports: Sequence[int]) -> str:
+    """Rank 1 has another token than rank 0, whom it connects to."""
+    hosts, links = linked(rank, world_size, token if rank == 0 else make_token().text, ports, True)
+    try:
+        Group(store, rank, world_size, 3.0, hosts, links=links)
+    except PeerLost as error:
+        return str(error)
+    finally:
+        links.tunnel.close()
+    return "connected"
+
+
+def test_a_machine_that_is_not_reached_is_named_with_the_reason(pool: Pool) -> None:
+    token, ports = make_token().text, free_ports(2)
+    results = pool.run(2, without_a_way, token, ports)
+    assert results[0].startswith("rank 0 could not connect to all other ranks: ")
+    assert f"rank 0 is not reached at 127.0.0.1:{ports[0]}: it does not have this job's token" in results[1]
+
+
+def probed(rank: int, world_size: int, store: Store, token: str, ports: Sequence[int]) -> list[float]:
+    """What each rank's processor takes for a byte that crosses machines, as the planner learns it."""
+    hosts, links = linked(rank, world_size, token, ports, True)
+    group = Group(store, rank, world_size, 30.0, hosts, links=links)
+    try:
+        return [cost.crossing for cost in probe_pairs(group)[1]]
+    finally:
+        group.close()
+        links.tunnel.close()
+
+
+def test_ranks_measure_what_links_cost_their_processors(pool: Pool) -> None:
+    results = pool.run(3, probed, make_token().text, free_ports(2))
+    assert results[0] == results[1] == results[2]
+    assert all(1e-10 < seconds < 1e-6 for seconds in results[0])
+    assert results[0][0] == results[0][2], "ranks of one machine share its tunnel"
+
+
+def beside_another_user(rank: int, world_size: int, store: Store) -> str:
+    """Connect while a process of another user connects to every socket of this rank."""
+    original = PublishedAddresses.set
+
+    def set_and_let_in(self: PublishedAddresses, key: str, value: bytes) -> None:
+        at = read_blob(value).address, read_blob(value).port
+        if rank == 0:
+            command = ["bash", "-c", f"exec 3<>/dev/tcp/{at[0]}/{at[1]}; echo; read -u 3"]
+            strangers.append(subprocess.Popen(command, user=65534, cwd="/", stdout=subprocess.PIPE))
+            assert strangers[0].stdout is not None
+            strangers[0].stdout.readline()
+        original(self, key, value)
+
+    strangers: list[subprocess.Popen[bytes]] = []
+    PublishedAddresses.set = set_and_let_in  # type: ignore[method-assign]
+    try:
+        Group(store, rank, world_size, 5.0, ["here"] * world_size).close()
+    except PeerLost as error:
+        return str(error)
+    finally:
+        PublishedAddresses.set = original  # type: ignore[method-assign]
+        for stranger in strangers:
+            stranger.kill()
+            stranger.communicate()
+    return "connected"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_who_connects_with_the_group_is_noticed(pool: Pool) -> None:
+    first, second = pool.run(2, beside_another_user)
+    assert first == "another user of this machine has connected to this rank while its group connected"
+    assert second == "connected"

@@ -1,0 +1,164 @@
+"""What tunnels are made of: addresses, gloo's blobs, headers, ciphers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from ipaddress import IPv4Address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horizonml.errors import SecurityError
+from horizonml.tunnel.addresses import (
+    connected_from,
+    entries,
+    is_ours,
+    kernel_table,
+    listener_of,
+    others_connected,
+    own_address,
+    stand_in_address,
+)
+from horizonml.tunnel.blob import read_blob
+from horizonml.tunnel.ciphers import AES, CHACHA, configuration, measure, offered
+from horizonml.tunnel.client import link_port
+from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
+
+# What gloo of PyTorch 2.13 published for rank 1 of 3 at 127.64.0.4:33949 on a machine called "vm".
+BLOB = bytes.fromhex(
+    "0200000000000000766d88000000000000000200849d7f400004"
+    + "00" * 8
+    + "00" * 112
+    + "ffffffffffffffff"
+    + "000000000000000001000000000000000200000000000000"
+)
+TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0400407F:849D 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 7865581 1 0 100 0 0 10 0
+   1: 00000000:0016 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 11 1 0 100 0 0 10 0
+   2: 0100007F:D431 0400407F:849D 01 00000000:00000000 00:00000000 00000000  1001        0 12 1 0 20 4 30 10 -1
+   a line that is something else
+"""
+
+
+def test_of_two_ranks_both_find_the_same_one_greater() -> None:
+    for one, other in itertools.combinations([*range(40), 1000, 4095], 2):
+        for near, far in ((one, other), (other, one)):
+            own, seen = IPv4Address(own_address(near)), IPv4Address(stand_in_address(far))
+            assert (own > seen) == (near > far)
+        assert is_ours(own_address(one))
+        assert is_ours(stand_in_address(other))
+        assert own_address(one) != stand_in_address(other)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "0.0.0.0", "127.128.0.0", "::1", "nonsense", ""])
+def test_a_tunnel_leads_to_no_other_address(address: str) -> None:
+    assert not is_ours(address)
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the table was written by such a machine")
+def test_the_kernels_table_tells_who_listens_and_who_connects() -> None:
+    assert listener_of(TABLE, "127.64.0.4", 33949) == 1000
+    assert listener_of(TABLE, "127.64.0.6", 33949) is None
+    assert listener_of(TABLE, "127.64.0.4", 22) is None, "a socket that listens everywhere is another service's"
+    assert connected_from(TABLE, ("127.0.0.1", 0xD431), ("127.64.0.4", 33949)) == 1001
+    assert connected_from(TABLE, ("127.0.0.1", 0xD430), ("127.64.0.4", 33949)) is None
+    assert others_connected(TABLE, ("127.64.0.4", 33949), 1000)
+    assert not others_connected(TABLE, ("127.64.0.4", 33949), 1001)
+    assert not others_connected(TABLE, ("127.64.0.6", 33949), 1000)
+    assert len(list(entries(TABLE))) == 3
+
+
+def test_this_machines_table_is_understood() -> None:
+    with socket.create_server((own_address(9), 0)) as listener:
+        port = listener.getsockname()[1]
+        assert listener_of(kernel_table(), own_address(9), port) == os.geteuid()
+        with socket.create_connection((own_address(9), port)) as connection:
+            source = connection.getsockname()
+            assert connected_from(kernel_table(), source, (own_address(9), port)) == os.geteuid()
+
+
+def test_a_published_address_is_found_and_moved() -> None:
+    published = read_blob(BLOB)
+    assert (published.address, published.port) == ("127.64.0.4", 33949)
+    moved = published.moved("127.64.0.5", 80)
+    assert (read_blob(moved).address, read_blob(moved).port) == ("127.64.0.5", 80)
+    assert len(moved) == len(BLOB)
+    assert [at for at, (a, b) in enumerate(zip(moved, BLOB, strict=True)) if a != b] == [20, 21, 25]
+
+
+def altered(at: int, new: bytes) -> bytes:
+    return BLOB[:at] + new + BLOB[at:]
+
+
+@given(st.binary(max_size=300) | st.builds(altered, st.integers(0, 30), st.binary()))
+def test_a_damaged_address_is_refused_or_read_within_its_bounds(content: bytes) -> None:
+    try:
+        published = read_blob(content)
+    except ValueError:
+        return
+    assert published.at + 128 <= len(content)
+    assert len(published.moved("127.64.0.5", 80)) == len(content)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_header_comes_back_as_it_was(plain: bool) -> None:
+    target = Target(own_address(3), 4711, plain)
+    assert len(target.to_bytes()) == HEADER_BYTES
+    assert Target.from_bytes(target.to_bytes()) == target
+
+
+@given(st.binary(max_size=2 * HEADER_BYTES))
+def test_foreign_bytes_are_no_header(content: bytes) -> None:
+    with pytest.raises(ValueError, match="header"):
+        Target.from_bytes(content)
+
+
+@pytest.mark.parametrize("target", [Target("127.0.0.1", 22, False), Target("10.0.0.1", 22, False)])
+def test_a_header_that_leads_elsewhere_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="no tunnel sends"):
+        Target.from_bytes(target.to_bytes())
+
+
+def test_every_answer_has_words() -> None:
+    assert len({answer.words for answer in Answer}) == len(Answer)
+
+
+def test_a_processor_that_is_slow_at_aes_offers_nothing_else_than_chacha() -> None:
+    assert offered({AES: 1e-9, CHACHA: 2e-9}) == [AES, CHACHA]
+    assert offered({AES: 2e-9, CHACHA: 1e-9}) == [CHACHA]
+    assert all(0 < seconds < 1e-5 for seconds in measure().values())
+
+
+@pytest.mark.parametrize("ciphers", [[CHACHA], [AES, CHACHA]])
+def test_a_process_offers_the_ciphers_that_its_configuration_names(tmp_path: object, ciphers: list[str]) -> None:
+    file = f"{tmp_path}/openssl.cnf"
+    with open(file, "w", encoding="ascii") as opened:
+        opened.write(configuration(ciphers))
+    program = (
+        "import ssl; c = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT); c.minimum_version = ssl.TLSVersion.TLSv1_3; "
+        "print(*[one['name'] for one in c.get_ciphers() if one['protocol'] == 'TLSv1.3'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "OPENSSL_CONF": file},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ciphers
+    assert ssl.HAS_TLSv1_3
+
+
+def test_a_machine_may_have_another_port() -> None:
+    assert link_port(29401, {}) == 29401
+    assert link_port(29401, {"HORIZONML_LINK_PORT": "5000"}) == 5000
+    for text in ("x", "0", "65536", "-1"):
+        with pytest.raises(SecurityError, match="HORIZONML_LINK_PORT must be a port"):
+            link_port(29401, {"HORIZONML_LINK_PORT": text})

@@ -1,0 +1,336 @@
+"""Two tunnels as on two machines, without ranks: what they carry, to whom, and what strangers get."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from horizonml.errors import SecurityError
+from horizonml.security.tls import client_context
+from horizonml.security.token import make_token
+from horizonml.tunnel.addresses import own_address, stand_in_address
+from horizonml.tunnel.carrier import MOST_HANDSHAKES
+from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
+from horizonml.tunnel.header import Answer, Target
+from tests.distributed.processes import wait_for
+
+TOKEN = make_token()
+HERE = "127.0.0.1"
+Start = Callable[..., Tunnel]
+
+
+def free_port() -> int:
+    with socket.create_server((HERE, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start tunnels, which must end by themselves."""
+    started: list[psutil.Process] = []
+    with ExitStack() as undo:
+
+        def begin(port: int, token: object = TOKEN, encrypt: bool = True) -> Tunnel:
+            tunnel = Tunnel(token, HERE, port, encrypt)  # type: ignore[arg-type]
+            undo.callback(tunnel.close)
+            assert tunnel._process is not None
+            started.append(psutil.Process(tunnel._process.pid))
+            return tunnel
+
+        yield begin
+    _, left = psutil.wait_procs(started, timeout=10)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def rank(number: int) -> socket.socket:
+    """A socket as gloo's of this rank."""
+    listener = socket.create_server((own_address(number), 0))
+    listener.settimeout(10)
+    return listener
+
+
+def connect(tunnel: Tunnel, port: int, listener: socket.socket) -> tuple[socket.socket, int]:
+    """Connect as gloo does, through a tunnel to the one at a port."""
+    target = listener.getsockname()
+    number, at = tunnel.open(HERE, port, stand_in_address(0), target)
+    connection = socket.create_connection(at, timeout=10)
+    return connection, number
+
+
+def exactly(connection: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        more = connection.recv(1 << 20)
+        assert more, "closed too early"
+        content += more
+    return content
+
+
+@pytest.mark.parametrize("encrypt", [True, False], ids=["encrypted", "plain"])
+def test_bytes_arrive_as_they_were_sent_both_ways_at_once(start: Start, encrypt: bool) -> None:
+    port = free_port()
+    there, here = start(port, encrypt=encrypt), start(free_port(), encrypt=encrypt)
+    content, answer = os.urandom(5_000_001), os.urandom(3_000_007)
+    with rank(0) as listener:
+        near, number = connect(here, port, listener)
+        far, _ = listener.accept()
+        with near, far:
+            sending = [
+                threading.Thread(target=near.sendall, args=(content,)),
+                threading.Thread(target=far.sendall, args=(answer,)),
+            ]
+            for thread in sending:
+                thread.start()
+            received: list[bytes] = []
+            reading = threading.Thread(target=lambda: received.append(exactly(near, len(answer))))
+            reading.start()
+            assert exactly(far, len(content)) == content
+            for thread in (*sending, reading):
+                thread.join(10)
+            assert received == [answer]
+            assert here.failures([number], 5.0) == {}
+            used = here.usage()
+            assert (used.sent, used.received) == (len(content), len(answer))
+            assert used.seconds > 0
+            assert (used.cipher == "none") != encrypt
+            assert there.usage().received == len(content)
+            near.close()  # the last bytes come before the end
+            assert far.recv(1) == b""
+    wait_for(lambda: here.usage().connections == there.usage().connections == 0, "the end of the connection", 10)
+
+
+def test_the_last_bytes_of_a_rank_that_ends_arrive(start: Start) -> None:
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    with rank(0) as listener:
+        near, _ = connect(here, port, listener)
+        far, _ = listener.accept()
+        near.sendall(b"x" * 300_000)
+        near.close()
+        here.close()  # its process ends only after that
+        with far:
+            far.settimeout(10)
+            assert exactly(far, 300_000) == b"x" * 300_000
+            assert far.recv(1) == b""
+
+
+def test_what_a_slow_receiver_leaves_is_not_kept_in_memory(start: Start) -> None:
+    port = free_port()
+    there, here = start(port), start(free_port())
+    with rank(0) as listener:
+        near, _ = connect(here, port, listener)
+        far, _ = listener.accept()
+        with near, far:
+            processes = [psutil.Process(one._process.pid) for one in (here, there) if one._process is not None]
+            before = [process.memory_info().rss for process in processes]
+            near.settimeout(1.0)
+            with pytest.raises(TimeoutError):
+                near.sendall(bytes(200 << 20))  # which nobody reads
+            for process, size in zip(processes, before, strict=True):
+                assert process.memory_info().rss < size + (8 << 20)
+
+
+def test_a_rank_that_has_the_token_reaches_nothing_but_ranks(start: Start) -> None:
+    port = free_port()
+    start(port)
+    with rank(0) as own, socket.create_server(("0.0.0.0", 0)) as service, socket.create_server((HERE, 0)) as local:
+        own_port, everywhere, inside = (one.getsockname()[1] for one in (own, service, local))
+        assert ask(port, Target(own_address(0), own_port, False).to_bytes()) == Answer.CONNECTED
+        assert ask(port, Target(own_address(0), everywhere, False).to_bytes()) == Answer.NOBODY
+        assert ask(port, Target(own_address(1), own_port, False).to_bytes()) == Answer.NOBODY
+        for content in (Target(HERE, inside, False).to_bytes(), b"GET / HTTP/1.1\r\n", bytes(12)):
+            assert ask(port, content) is None
+        for other in (service, local):
+            other.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                other.accept()
+
+
+def ask(port: int, content: bytes) -> int | None:
+    """What a tunnel answers to somebody with the token."""
+    with socket.create_connection((HERE, port), timeout=10) as raw, client_context(TOKEN).wrap_socket(raw) as line:
+        line.sendall(content)
+        try:
+            answer = line.recv(1)
+        except ConnectionResetError:
+            return None
+        return answer[0] if answer else None
+
+
+def test_strangers_get_nothing_and_disturb_nobody(start: Start) -> None:
+    port = free_port()
+    there, here = start(port), start(free_port())
+    assert there._process is not None
+    process = psutil.Process(there._process.pid)
+    wrong = client_context(make_token())
+    with rank(0) as listener, ExitStack() as open_ones:
+        near, number = connect(here, port, listener)
+        far, _ = listener.accept()
+        open_ones.enter_context(near)
+        open_ones.enter_context(far)
+        descriptors, memory = process.num_fds(), process.memory_info().rss
+        for count in range(300):
+            stranger = open_ones.enter_context(socket.create_connection((HERE, port), timeout=10))
+            if count % 3 == 1:
+                stranger.sendall(os.urandom(200))
+            elif count % 3 == 2:
+                stranger.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a handshake, and no more of it
+        for _ in range(5):
+            with socket.create_connection((HERE, port), timeout=10) as raw:
+                line = wrong.wrap_socket(raw, do_handshake_on_connect=False)
+                with line, pytest.raises((ssl.SSLError, ConnectionResetError)):
+                    line.do_handshake()
+        assert process.num_fds() <= descriptors + MOST_HANDSHAKES
+        assert process.memory_info().rss < memory + (16 << 20)
+        near.sendall(b"still here")
+        assert exactly(far, 10) == b"still here"
+        again, _ = connect(here, port, listener)  # while the strangers' handshakes are open
+        with again, listener.accept()[0] as other:
+            again.sendall(b"a new one")
+            assert exactly(other, 9) == b"a new one"
+        assert here.failures([number], 5.0) == {}
+        wait_for(lambda: process.num_fds() <= descriptors, "the end of the half-open connections", 15)
+        assert there.usage().refused >= 300
+
+
+def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    with rank(0) as listener:
+        number, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
+        child = os.fork()
+        if child == 0:
+            os.setuid(65534)
+            with socket.create_connection(at, timeout=10) as stranger:
+                stranger.settimeout(10)
+                os._exit(0 if stranger.recv(1) == b"" else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with socket.create_connection(at, timeout=10), listener.accept()[0]:
+            assert here.failures([number], 5.0) == {}
+
+
+def test_another_token_is_named_as_the_reason(start: Start) -> None:
+    port = free_port()
+    start(port, make_token())
+    here = start(free_port())
+    with rank(0) as listener:
+        near, number = connect(here, port, listener)
+        with near:
+            assert "does not have this job's token" in here.failures([number], 10.0)[number]
+            assert near.recv(1) == b""
+
+
+def test_nobody_there_is_named_as_the_reason(start: Start) -> None:
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    number, at = here.open(HERE, port, stand_in_address(0), (own_address(0), 9))
+    with socket.create_connection(at, timeout=10) as near:
+        assert here.failures([number], 10.0)[number].startswith("no rank of that machine's user listens there")
+        assert near.recv(1) == b""
+
+
+def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
+    port = free_port()
+    first, second, far_away = start(port), start(port), start(free_port())
+    assert [tunnel._ask({"do": "state", "numbers": []})["serving"][0] for tunnel in (first, second)] == [
+        "yes",
+        "standby",
+    ]
+    first.close()
+    with rank(0) as listener:
+        near, number = connect(far_away, port, listener)  # before the second one has noticed
+        with near, listener.accept()[0]:
+            assert far_away.failures([number], 10.0) == {}
+    assert second.usage().received == 0
+    wait_for(lambda: second.usage().connections == 0, "the end of the connection")
+
+
+def test_a_rank_that_has_ended_still_carries_what_belongs_to_another(start: Start) -> None:
+    port = free_port()
+    first, second, far_away = start(port), start(port), start(free_port())
+    with rank(0) as listener:
+        near, _ = connect(far_away, port, listener)
+        far, _ = listener.accept()
+        first.close()  # which has accepted the connection of the other's
+        wait_for(lambda: second._ask({"do": "state", "numbers": []})["serving"][0] == "yes", "the port")
+        with near, far:
+            near.sendall(b"go on")
+            assert exactly(far, 5) == b"go on"
+
+
+def test_a_port_that_something_else_has_is_named_with_what_to_do(start: Start) -> None:
+    with socket.create_server((HERE, 0)) as other:
+        port = other.getsockname()[1]
+
+        def hang_up() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        with pytest.raises(SecurityError, match=r"free the port, or choose another one with security\.port"):
+            start(port)
+
+
+def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
+    tunnel = start(free_port())
+    killed = tunnel._process
+    assert killed is not None
+    killed.kill()
+    killed.wait(10)
+    assert tunnel.usage() == Usage()
+    with pytest.raises(TunnelGone):
+        tunnel.open(HERE, 1, stand_in_address(0), (own_address(0), 1))
+    tunnel.ensure()
+    assert tunnel._process is not None
+    assert tunnel._process.pid != killed.pid
+    assert tunnel.usage().seconds > 0
+
+
+def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None:
+    program = (
+        "import os, sys, time; from horizonml.security.token import make_token; "
+        "from horizonml.tunnel.client import Tunnel; "
+        f"tunnel = Tunnel(make_token(), '127.0.0.1', {free_port()}); "
+        "child = os.fork(); child or [os.close(1), os.close(2), time.sleep(20), os._exit(0)]; "
+        "print(tunnel._process.pid, child, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    tunnel, child = map(int, done.stdout.split())
+    try:
+        wait_for(lambda: not psutil.pid_exists(tunnel), "the end of the tunnel", 10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_machines_may_have_addresses_of_version_6(start: Start) -> None:
+    port = free_port()
+    try:
+        there = Tunnel(TOKEN, "::1", port)
+    except SecurityError:
+        pytest.skip("this machine has no IPv6")
+    here = start(free_port())
+    with rank(0) as listener:
+        number, at = here.open("::1", port, stand_in_address(0), listener.getsockname())
+        with socket.create_connection(at, timeout=10) as near, listener.accept()[0] as far:
+            near.sendall(b"hello")
+            assert exactly(far, 5) == b"hello"
+            assert here.failures([number], 5.0) == {}
+    there.close()
