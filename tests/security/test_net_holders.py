@@ -255,7 +255,7 @@ def test_many_connections_of_one_peer_leave_nothing_behind(target: Target) -> No
     many_files()
     with undisturbed(target) as ranks:
         files = target.descriptors()
-        peers = [target.raw() for _ in range(300)]
+        peers = [target.raw() for _ in range(100)]
         assert "missing" in ranks.members[0]._contact.ask({"do": "status"})
         for peer in peers:
             peer.close()
