@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from horizonml.tunnel.addresses import kernel_table, others_connected
 from horizonml.tunnel.blob import Published
 
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
@@ -32,6 +33,15 @@ def silence(own: Published) -> bool:
             with select.epoll.fromfd(os.dup(number)) as poll, suppress(OSError):
                 poll.modify(listener, 0)
                 return True
+    return False
+
+
+def others_there(own: Published) -> bool:
+    """Return whether another user of this machine is connected to a loopback socket that gloo has published."""
+    if own.address is None or not own.address.startswith("127."):
+        return False
+    with suppress(OSError):  # a container may hide the kernel's list
+        return others_connected(kernel_table(), (own.address, own.port), os.geteuid())
     return False
 
 

@@ -10,6 +10,8 @@ from horizonml.security.token import Token
 from horizonml.tunnel.client import Tunnel
 from horizonml.tunnel.links import Links, Peer
 
+_END_SECONDS = 1.0  # for a tunnel to end, which may have other ranks' connections to carry
+
 
 class Linking:
     """Holds the tunnel of this process, through all the groups that it is a member of."""
@@ -46,5 +48,5 @@ class Linking:
     def close(self) -> None:
         """Let go of the tunnel."""
         if self._tunnel is not None:
-            self._tunnel.close()
+            self._tunnel.close(_END_SECONDS)
             self._tunnel = None

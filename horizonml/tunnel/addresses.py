@@ -76,6 +76,11 @@ def connected_from(table: str, source: tuple[str, int], target: tuple[str, int])
     return next(found, None)
 
 
+def others_connected(table: str, target: tuple[str, int], user: int) -> bool:
+    """Return whether a socket of another user than this one is connected to `target`."""
+    return any(one.remote == target and one.state in _CONNECTED and one.user != user for one in entries(table))
+
+
 def kernel_table() -> str:
     """Return the kernel's list of this network namespace's TCP sockets. Raises OSError."""
     return _TABLE.read_text(encoding="ascii", errors="replace")

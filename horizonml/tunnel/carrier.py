@@ -91,6 +91,12 @@ class Carrier:
             self._loop.close(self._listener)
             self._listener = None
 
+    def end(self) -> None:
+        """Accept no more, because the rank has ended; what belongs to other ranks of this machine goes on."""
+        self.stop_serving()
+        for pipe in list(self._pipes):
+            pipe.hurry()
+
     def _take_port(self, address: str, port: int) -> Task:
         """Listen at the machine's port, or stand by until whoever does so now is gone."""
         try:

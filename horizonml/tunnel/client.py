@@ -173,13 +173,17 @@ class Tunnel:
         )
         return self._last
 
-    def close(self) -> None:
-        """Let go of the process, which ends with its last connection."""
+    def close(self, seconds: float = 0.0) -> None:
+        """Let go of the process, which ends with its last connection; wait for that no longer than `seconds`."""
         line, process = self._line, self._process
         self._line = self._process = None
         if line is not None:
             line.close()
-        if process is not None:  # its end is noted whenever it comes
+        if process is None:
+            return
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:  # its end is noted whenever it comes
             threading.Thread(target=process.wait, name="tunnel-end", daemon=True).start()
 
     def _ask(self, request: Fields) -> Fields:

@@ -36,7 +36,7 @@ class Pipe:
         """Carry from now on, and call `closed` at the end."""
         self._loop, self._near, self._far, self._closed = loop, near, far, closed
         self._out, self._in = _Way(near, far), _Way(far, near)
-        self._open = True
+        self._open, self._hurried = True, False
         for end in (near, far):
             end.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         far.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -67,7 +67,7 @@ class Pipe:
                     self.close()
         if not self._open:
             return
-        if self._out.done and self._in.done:
+        if self._out.done and (self._in.done or self._hurried):
             self.close()
             return
         for end, reads, writes in ((self._near, self._out, self._in), (self._far, self._in, self._out)):
@@ -117,6 +117,12 @@ class Pipe:
         way.done = True
         with suppress(OSError):  # which says that the connection is gone already
             way.sink.socket.shutdown(socket.SHUT_WR)
+
+    def hurry(self) -> None:
+        """Close as soon as all that the rank has written has gone out: nobody is left to read what comes back."""
+        self._hurried = True
+        if self._out.done:
+            self.close()
 
     def _linger(self) -> Task:
         """Close everything some time after one direction has ended."""

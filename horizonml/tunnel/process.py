@@ -129,7 +129,7 @@ class Control:
         self.over = True
         self._loop.close(self._line)
         if self._carrier is not None:
-            self._carrier.stop_serving()
+            self._carrier.end()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
+from horizonml.comm.published import PublishedAddresses
 from horizonml.errors import PeerLost
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -28,6 +30,7 @@ from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
 from horizonml.tasks.task import InputSpec
 from horizonml.tunnel.addresses import is_ours
+from horizonml.tunnel.blob import read_blob
 from horizonml.tunnel.ciphers import AES, CHACHA
 from horizonml.tunnel.client import Tunnel, Usage
 from horizonml.tunnel.links import Links, Peer
@@ -233,3 +236,37 @@ def test_ranks_measure_what_links_cost_their_processors(pool: Pool) -> None:
     assert results[0] == results[1] == results[2]
     assert all(1e-10 < seconds < 1e-6 for seconds in results[0])
     assert results[0][0] == results[0][2], "ranks of one machine share its tunnel"
+
+
+def beside_another_user(rank: int, world_size: int, store: Store) -> str:
+    """Connect while a process of another user connects to every socket of this rank."""
+    original = PublishedAddresses.set
+
+    def set_and_let_in(self: PublishedAddresses, key: str, value: bytes) -> None:
+        at = read_blob(value).address, read_blob(value).port
+        if rank == 0:
+            command = ["bash", "-c", f"exec 3<>/dev/tcp/{at[0]}/{at[1]}; echo; read -u 3"]
+            strangers.append(subprocess.Popen(command, user=65534, cwd="/", stdout=subprocess.PIPE))
+            assert strangers[0].stdout is not None
+            strangers[0].stdout.readline()
+        original(self, key, value)
+
+    strangers: list[subprocess.Popen[bytes]] = []
+    PublishedAddresses.set = set_and_let_in  # type: ignore[method-assign]
+    try:
+        Group(store, rank, world_size, 5.0, ["here"] * world_size).close()
+    except PeerLost as error:
+        return str(error)
+    finally:
+        PublishedAddresses.set = original  # type: ignore[method-assign]
+        for stranger in strangers:
+            stranger.kill()
+            stranger.communicate()
+    return "connected"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_who_connects_with_the_group_is_noticed(pool: Pool) -> None:
+    first, second = pool.run(2, beside_another_user)
+    assert first == "another user of this machine has connected to this rank while its group connected"
+    assert second == "connected"

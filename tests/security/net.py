@@ -189,6 +189,7 @@ def undisturbed(target: Target) -> Iterator[Ranks]:
     """Two ranks that met before an attack go on during it and after it; at the end of all, two others meet."""
     if target.ranks is None:
         target.ranks = Ranks(target)
+        target.ranks.check()  # all their connections are made
     yield target.ranks
     target.ranks.check()
     target.check_log()

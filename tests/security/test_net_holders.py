@@ -243,11 +243,19 @@ def test_a_peer_that_misbehaves_does_no_harm(target: Target, name: str) -> None:
         ATTACKS[name](target)
 
 
+def test_no_rank_writes_what_belongs_to_another(target: Target) -> None:
+    with undisturbed(target) as ranks:
+        ranks.members[0].store.set("own", "right")
+        with pytest.raises(RuntimeError, match="belongs to another rank"):
+            ranks.members[1].store.set("own", "wrong")
+        assert ranks.members[1].store.get("own") == b"right"
+
+
 def test_many_connections_of_one_peer_leave_nothing_behind(target: Target) -> None:
     many_files()
     with undisturbed(target) as ranks:
         files = target.descriptors()
-        peers = [target.raw() for _ in range(300)]
+        peers = [target.raw() for _ in range(100)]
         assert "missing" in ranks.members[0]._contact.ask({"do": "status"})
         for peer in peers:
             peer.close()

@@ -142,7 +142,7 @@ def byte_by_byte(target: Target) -> None:
         for byte in client_hello()[:-1]:
             stranger.sendall(bytes([byte]))
         stranger.settimeout(20.0)
-        with suppress(OSError):
+        with suppress(ConnectionError):
             assert not stranger.recv(100)  # the service gives up first
 
 
@@ -162,7 +162,7 @@ def half_open(target: Target) -> None:
 def replayed(target: Target) -> None:
     """What a rank has sent is sent again, by somebody who has recorded it."""
     recorded = record(target)
-    assert len(recorded) > 1000
+    assert len(recorded) > 500
     for content in (recorded, recorded[: len(recorded) // 2]):
         with connect(target.port) as stranger:
             stranger.sendall(content)
@@ -245,6 +245,9 @@ def test_a_stranger_without_the_token_does_no_harm(target: Target, name: str) ->
 
 
 def test_ranks_meet_after_all_that(pool: Pool, target: Target) -> None:
+    if target.ranks is not None:
+        target.ranks.close()
+        target.ranks = None
     assert pool.run(2, meet_there, target.port, TOKEN.text) == [[0, 1], [0, 1]]
 
 

@@ -21,6 +21,7 @@ from horizonml.tunnel.addresses import (
     is_ours,
     kernel_table,
     listener_of,
+    others_connected,
     own_address,
     stand_in_address,
 )
@@ -67,6 +68,9 @@ def test_the_kernels_table_tells_who_listens_and_who_connects() -> None:
     assert listener_of(TABLE, "127.64.0.4", 22) is None, "a socket that listens everywhere is another service's"
     assert connected_from(TABLE, ("127.0.0.1", 0xD431), ("127.64.0.4", 33949)) == 1001
     assert connected_from(TABLE, ("127.0.0.1", 0xD430), ("127.64.0.4", 33949)) is None
+    assert others_connected(TABLE, ("127.64.0.4", 33949), 1000)
+    assert not others_connected(TABLE, ("127.64.0.4", 33949), 1001)
+    assert not others_connected(TABLE, ("127.64.0.6", 33949), 1000)
     assert len(list(entries(TABLE))) == 3
 
 

@@ -1,0 +1,148 @@
+"""The port of the links between machines under the same attacks: what it carries arrives, and strangers get nothing."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from horizonml.security.tls import client_context
+from horizonml.tunnel.addresses import own_address
+from horizonml.tunnel.carrier import MOST_HANDSHAKES
+from horizonml.tunnel.client import Tunnel
+from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
+from tests.distributed.processes import wait_for
+from tests.security.net import LOCAL, many_files
+from tests.security.test_net_strangers import ATTACKS, TOKEN
+from tests.unit.test_tunnel_process import connect, exactly, free_port, rank
+
+# These talk to the service in its own protocol.
+OTHERS = ("many that stay", "replay")
+
+
+class Link:
+    """A connection of two ranks through two tunnels."""
+
+    def __init__(self) -> None:
+        self.port, self.token = free_port(), TOKEN
+        self._tunnels = [Tunnel(TOKEN, LOCAL, port) for port in (self.port, free_port())]
+        there = self._tunnels[0]._process
+        assert there is not None
+        self.process = psutil.Process(there.pid)
+        self._listener = rank(0)
+        self._near, _ = connect(self._tunnels[1], self.port, self._listener)
+        self._far, _ = self._listener.accept()
+        self.check()
+        self._files, self._memory = self.process.num_fds(), self.process.memory_info().rss
+
+    def check(self) -> None:
+        """What is sent arrives in both directions."""
+        for source, sink in ((self._near, self._far), (self._far, self._near)):
+            source.sendall(b"x" * 100_000)
+            assert exactly(sink, 100_000) == b"x" * 100_000
+
+    def check_bounds(self) -> None:
+        """Nothing is left of strangers, once their time is over."""
+        assert self.process.num_fds() <= self._files + MOST_HANDSHAKES
+        wait_for(lambda: self.process.num_fds() <= self._files, "the descriptors of strangers", 20)
+        assert self.process.memory_info().rss < self._memory + (24 << 20)
+
+    def close(self) -> None:
+        for one in (self._near, self._far, self._listener):
+            one.close()
+        for tunnel in self._tunnels:
+            tunnel.close(10.0)
+
+
+@pytest.fixture(scope="module")
+def link() -> Iterator[Link]:
+    found = Link()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in OTHERS])
+def test_a_stranger_at_the_port_of_links_does_no_harm(link: Link, name: str) -> None:
+    target: Any = SimpleNamespace(port=link.port, token=TOKEN)
+    ATTACKS[name](target)
+    link.check()
+
+
+def test_2000_connections_leave_nothing_behind(link: Link) -> None:
+    many_files()
+    strangers = []
+    for number in range(2000):
+        strangers.append(socket.create_connection((LOCAL, link.port), timeout=20))
+        if number % 500 == 499:
+            link.check()
+            assert ask(link, Target(own_address(0), 1, False).to_bytes()) == [Answer.NOBODY]
+    for stranger in strangers:
+        stranger.close()
+    link.check()
+    link.check_bounds()
+
+
+def header(address: str, port: int, magic: bytes = b"hzml", version: int = 1, flags: int = 0) -> bytes:
+    return struct.pack(">4sBB4sH", magic, version, flags, socket.inet_aton(address), port)
+
+
+def ask(link: Link, content: bytes) -> list[int]:
+    """What the tunnel answers to somebody with the token: nothing if it ends the connection."""
+    with secured(link) as line:
+        try:
+            line.sendall(content)
+            return list(line.recv(1))
+        except (ConnectionError, ssl.SSLError):
+            return []
+
+
+def secured(link: Link) -> ssl.SSLSocket:
+    """A connection of somebody with the token."""
+    return client_context(TOKEN).wrap_socket(socket.create_connection((LOCAL, link.port), timeout=20))
+
+
+def own_machine() -> str:
+    """An address of this machine that others reach, or else any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "192.0.2.1"
+        return str(probe.getsockname()[0])
+
+
+HEADERS: dict[str, Callable[[Link], bytes]] = {
+    "this machine's SSH": lambda link: header("127.0.0.1", 22),
+    "the tunnel itself": lambda link: header("127.0.0.1", link.port),
+    "all addresses": lambda link: header("0.0.0.0", link.port),
+    "this machine's address": lambda link: header(own_machine(), link.port),
+    "another machine": lambda link: header("192.0.2.1", 80),
+    "broadcast": lambda link: header("255.255.255.255", 80),
+    "port 0": lambda link: header(own_address(0), 0),
+    "another version": lambda link: header(own_address(0), 80, version=9),
+    "unknown flags": lambda link: header(own_address(0), 80, flags=0xFE),
+    "HTTP": lambda link: b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a rank where nobody listens": lambda link: header(own_address(0), 1),
+    "a long header": lambda link: b"hzml" + bytes(1 << 20),
+    "the tunnel's port at a rank's address": lambda link: header(own_address(0), link.port),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_names_another_target_leads_nowhere(link: Link, name: str) -> None:
+    assert ask(link, HEADERS[name](link)) in ([], [Answer.NOBODY])
+    link.check()
+
+
+def test_a_header_that_never_ends_is_given_up(link: Link) -> None:
+    with secured(link) as line, suppress(ConnectionError, ssl.SSLError):
+        line.sendall(header(own_address(0), 1)[: HEADER_BYTES - 1])
+        assert not line.recv(1)
+    link.check()
