@@ -86,15 +86,16 @@ class Announcement:
 
         while not self._end.is_set():
             chosen = usable()
-            async with _zeroconf(chosen) as (zeroconf, self.problem):
+            async with _zeroconf(chosen) as (zeroconf, failure):
                 if zeroconf is not None:
                     try:
                         await zeroconf.async_register_service(self._info(chosen), cooperating_responders=True)
                     except (OSError, Error) as error:
-                        self.problem = f"mDNS does not work: {error or type(error).__name__}"
+                        failure = f"mDNS does not work: {error or type(error).__name__}"
+                self.problem = failure or _only_virtual(chosen)
                 self._ready.set()
                 while not await _wait(_INTERFACES_SECONDS, self._end.is_set):
-                    if self.problem is not None or usable() != chosen:
+                    if failure is not None or usable() != chosen:
                         break  # it may work by now
 
     def _info(self, chosen: Sequence[Interface]) -> Any:
@@ -233,6 +234,13 @@ def _open(chosen: Sequence[Interface]) -> tuple[AsyncZeroconf | None, str | None
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             problem = f"mDNS cannot be used on {', '.join(map(str, chosen))}: {reason}"
     return None, problem
+
+
+def _only_virtual(chosen: Sequence[Interface]) -> str | None:
+    """Return that no other device can be on these interfaces, if that is so."""
+    if not all(interface.virtual for interface in chosen):
+        return None
+    return f"only {', '.join(interface.name for interface in chosen)} is up, where only this device's containers are"
 
 
 def _named(address: str) -> str:

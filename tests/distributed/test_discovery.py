@@ -40,11 +40,18 @@ import sys
 from horizonml.discovery.peer import diagnose_peer
 print(diagnose_peer(sys.argv[1], 29400, None, seconds=2.0))
 """
-# What a stranger can say by mDNS: nonsense, addresses elsewhere, too many services, names that paint the terminal.
+# What a stranger can say: junk, nonsense, addresses elsewhere, too many services, names that paint the terminal.
 FLOOD = """
-import sys
+import random, socket, sys
 from zeroconf import ServiceInfo, Zeroconf
-own = sys.argv[1]
+own, dice = sys.argv[1], random.Random(1)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plain:
+    plain.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(own))
+    for _ in range(500):
+        junk = dice.randbytes(dice.randrange(1400))
+        header = dice.choice([b"", b"\\0" * 4 + b"\\0\\1" * 4, b"\\0\\0\\x84\\0" + b"\\xff" * 8])
+        for target in ("224.0.0.251", sys.argv[3]):
+            plain.sendto(header + junk, (target, 5353))
 zeroconf = Zeroconf(interfaces=[own])
 TYPE = "_horizonml._tcp.local."
 plain = {"format": "1", "token": "0123abcd", "name": "evil", "version": "1", "job": ""}
@@ -132,10 +139,11 @@ def test_services_with_one_name_are_two_and_any_name_is_safe(lab: Lab) -> None:
 
 
 def test_a_stranger_can_neither_confuse_a_browse_nor_hide_the_others(lab: Lab) -> None:
-    stranger = lab.start(STRANGER, sys.executable, "-c", FLOOD, lab.addresses[STRANGER], "600")
+    laptop = announce(lab, HOST, "29400", "0123abcd", "digits")
+    addresses = lab.addresses[STRANGER], lab.addresses[HOST]
+    stranger = lab.start(STRANGER, sys.executable, "-c", FLOOD, addresses[0], "600", addresses[1])
     assert stranger.stdout is not None
     assert stranger.stdout.readline() == "said\n"
-    laptop = announce(lab, HOST, "29400", "0123abcd", "digits")
     found = browse(lab, SEEKER, 300, "laptop")
     assert "laptop" in [each["name"] for each in found]
     assert len(found) <= 256
@@ -160,6 +168,10 @@ def test_a_device_without_a_network_and_one_with_docker_s_alone_say_so(lab: Lab)
         assert time.monotonic() < deadline, f"docker0 is not up within 20 s: {said}"
         lab.configure(LATE, "ip addr flush dev veth0")  # which gets a link-local address of its own
         lab.configure(LATE, "ip addr flush dev veth1")
+    process = lab.start(LATE, sys.executable, "-c", ANNOUNCE, "29400", "0123abcd", "digits")
+    assert process.stdout is not None
+    assert "only docker0 is up" in process.stdout.readline()
+    withdraw(process)
 
 
 def test_what_is_wrong_with_a_peer_is_said(lab: Lab) -> None:

@@ -71,13 +71,16 @@ def test_real_networks_are_not_taken_for_those_of_containers(name: str) -> None:
     assert not Interface(name, ("192.168.1.5",)).virtual
 
 
-@pytest.mark.parametrize("name", ["raspberrypi", "Käse Brett\n", "", "x" * 300, "日本語", "a.b.local", "<&\"'>", "\0"])
+ODD_NAMES = ["raspberrypi", "Käse Brett\n", "", "x" * 300, "日本語", "a.b.local", "<&\"'>", "\0", "🍓" * 99]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
 def test_any_host_name_becomes_a_safe_name_and_no_two_are_the_same(name: str) -> None:
     first, second = records.instance(name), records.instance(name)
     assert first != second
     assert len(first) <= 63
     assert all(character in "abcdefghijklmnopqrstuvwxyz0123456789-" for character in first)
-    text = records.text(name, "0123abcd", "1.0", "digits")
+    text = records.text(name, "0123abcd", "1.0", "日" * 500)
     assert all(len(f"{key}={value}".encode()) <= 255 for key, value in text.items())
     raw: dict[bytes, bytes | None] = {key.encode(): value.encode() for key, value in text.items()}
     found = records.read(raw, 29400, ["192.168.1.9"], [ETH])

@@ -59,6 +59,7 @@ def test_an_installed_package_trains_its_ready_jobs_and_a_job_of_ones_own(instal
     loss, accuracy = re.findall(r"epoch 1/1: held-out loss ([\d.]+), accuracy ([\d.]+%)", trained.stdout)[0]
     assert measured.stdout == f"loss {loss}, accuracy {accuracy} (359 samples)\n"
     assert (installed / "horizonml" / "kube" / "base" / "workers.yaml").is_file()
+    assert (installed / "horizonml" / "machine" / "join.service").is_file()
     assert {path.name for path in (installed / "horizonml" / "jobs").iterdir()} == {
         path.name for path in (ROOT / "jobs").glob("*.yaml")
     }
