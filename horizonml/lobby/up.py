@@ -243,13 +243,15 @@ class Up:
         """Say who has come and gone, and return who is there."""
         now = {guest.sign.id: guest for guest in self._lobby.guests()}
         for id, guest in now.items():
+            name = printable(guest.sign.device.name)
             if id not in known and guest.rank is not None:
-                print(f"{printable(guest.sign.device.name)} joins as rank {guest.rank}", file=sys.stderr, flush=True)
+                known[id] = name
+                print(f"{name} joins as rank {guest.rank}", file=sys.stderr, flush=True)
+            if guest.sign.standing is Standing.UNABLE and known.get(id) == name:
+                known[id] = f"{name}, which cannot train ({printable(guest.sign.words)}),"
         for id in known.keys() - now.keys():
             print(f"{known[id]} is gone", file=sys.stderr, flush=True)
-        return {
-            id: printable(guest.sign.device.name) for id, guest in now.items() if id in known or guest.rank is not None
-        }
+        return {id: name for id, name in known.items() if id in now}
 
     def _all_done(self) -> bool:
         """Return whether devices have trained the job to the end, and none is left that still does."""

@@ -111,6 +111,7 @@ class Visit:
             if news.run != self._run:
                 return self._again()
             if news.phase is Phase.OVER:
+                self._voice.leave(_OVER)
                 return self._tell_end(news)
             if news.rank is not None and self._voice.lost_at is None:
                 return self._train(job, lineage, news)
