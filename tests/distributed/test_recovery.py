@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 from horizonml.machine.network import can_connect, split_address
-from horizonml.rendezvous.mailbox import peek
+from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, rank_process, steps, wait_for
 from tests.web import get
@@ -46,16 +44,16 @@ def service(start: Start) -> Iterator[Service]:
     process.communicate(timeout=10)
 
 
-def connect(address: str) -> TCPStore:
+def connect(address: str) -> Client:
     """A client of the service, once it is there."""
     host, port = split_address(address)
     wait_for(lambda: can_connect(host, port, 1.0) is None, "the service")
-    return TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    return Endpoint(host, port).connect(60)
 
 
-def running(store: TCPStore) -> int:
+def running(client: Client) -> int:
     """How many ranks of the group that runs the service knows."""
-    return len(json.loads(peek(store, "status") or b"{}").get("running", []))
+    return int(str(client.ask({"do": "status"}, 60)["running"]))
 
 
 def runs(folder: Path, rank: int) -> list[dict[str, object]]:
@@ -102,8 +100,9 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     service.process.kill()
     service.process.communicate()
     again = start("rendezvous", "--port", service.address.rpartition(":")[2])
-    store = connect(service.address)
-    wait_for(lambda: running(store) == 2, "the group of two reporting to the new service")
+    client = connect(service.address)
+    wait_for(lambda: running(client) == 2, "the group of two reporting to the new service")
+    client.close()
     assert len(runs(folder, 0)) == 3
 
     # The lost rank comes after all, and is taken in.

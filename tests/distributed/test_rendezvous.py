@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, Store
 
 from horizonml import __version__
 from horizonml.comm.group import Group
@@ -23,11 +22,13 @@ from horizonml.errors import PeerLost, RendezvousError
 from horizonml.machine import network
 from horizonml.machine.network import interface_of, listen, route_to, split_address
 from horizonml.machine.signals import Cancelled
+from horizonml.rendezvous.answers import Ended
+from horizonml.rendezvous.checks import Fields
+from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
-from horizonml.rendezvous.mailbox import peek, post
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
-from horizonml.rendezvous.messages import Departure, Ended
+from horizonml.rendezvous.messages import Departure, Join
 from horizonml.rendezvous.roster import LOST_SECONDS
 from horizonml.rendezvous.service import Service
 from tests.distributed.pool import Pool
@@ -79,7 +80,7 @@ def join(
     identity = Identity(rank if me is None else me, world_size if size is None else size, "test")
     started, listener = time.monotonic(), Listener()
     try:
-        membership = meet(identity, settings(timeout, digest), ("127.0.0.1", port), listener)
+        membership = meet(identity, settings(timeout, digest), Endpoint("127.0.0.1", port), listener)
     except RendezvousError as error:
         return {"error": str(error), "seconds": time.monotonic() - started, "said": listener.said}
     group = Group(membership.store, membership.rank, membership.world_size, 20.0)
@@ -150,11 +151,10 @@ def test_no_service_is_a_clear_error_at_the_deadline(pool: Pool) -> None:
 
 def test_a_name_that_does_not_resolve_is_told() -> None:
     with pytest.raises(RendezvousError, match=r"the name no-such-host\.invalid does not resolve"):
-        meet(Identity(0, 2, "test"), settings(1.0), ("no-such-host.invalid", 29400), Listener())
+        meet(Identity(0, 2, "test"), settings(1.0), Endpoint("no-such-host.invalid", 29400), Listener())
 
 
 def test_a_mute_listener_does_not_hang_a_rank(pool: Pool) -> None:
-    """PyTorch's own client would wait for ever."""
     with listen("127.0.0.1", 0) as mute:
         (result,) = pool.run(1, join, mute.getsockname()[1], None, 2, "d1", 3.0)
     assert "accepts connections but does not answer" in result["error"]
@@ -185,11 +185,12 @@ def test_a_rank_that_waits_joins_the_service_that_is_started_anew(pool: Pool, mo
     first = Running(0)
     waiting = threading.Thread(target=lambda: results.extend(pool.run_each([(join, (0, 2), (first.port,))])))
     waiting.start()
-    store = TCPStore("127.0.0.1", first.port, None, False, wait_for_workers=False)
-    wait_for(lambda: json.loads(peek(store, "status") or b"{}").get("missing") == [1], "rank 0 waiting for rank 1")
+    watching = Endpoint("127.0.0.1", first.port).connect()
+    wait_for(lambda: watching.ask({"do": "status"})["missing"] == [1], "rank 0 waiting for rank 1")
+    watching.close()
     first.end()
     second = Running(first.port)
-    assert join(1, 2, store, first.port)["ranks"] == [0, 1]
+    assert join(1, 2, HashStore(), first.port)["ranks"] == [0, 1]
     waiting.join()
     assert results[0][1]["ranks"] == [0, 1]
     second.end()
@@ -205,15 +206,14 @@ class Running:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop; the store ends with the last reference to the service, which is the thread's."""
+        """Stop, and let go of the port."""
         self._stop.set()
         self._thread.join()
-        del self._thread
 
 
 def lose_a_peer(rank: int, world_size: int, store: Store, port: int) -> str:
     """Rank 1 stops without a word; the others must learn its name."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
     group = Group(membership.store, rank, world_size, 5.0)
     try:
         group.gather_json(None)  # all are connected
@@ -239,7 +239,7 @@ def test_a_lost_peer_is_named(pool: Pool, service: int) -> None:
 
 def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:
     """Rank 1's process is stopped, and goes on once the others have been told."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
     told = threading.Event()
     endings: list[Ended] = []
     membership.on_end(lambda ended: (endings.append(ended), told.set()))
@@ -253,7 +253,7 @@ def stop_a_peer(rank: int, world_size: int, store: Store, port: int) -> dict[str
         assert told.wait(60)
     named = membership.name_lost(PeerLost("a wait was broken off"))
     membership.leave("lost a peer", Departure.LOST_PEER)
-    identity, address = Identity(rank, world_size, "test"), ("127.0.0.1", port)
+    identity, address = Identity(rank, world_size, "test"), Endpoint("127.0.0.1", port)
     if rank == 1:
         again = meet(identity, settings(60.0), address, Listener(), membership)
     else:
@@ -287,17 +287,15 @@ def test_a_process_that_is_stopped_is_published_and_learns_of_it_when_it_wakes(p
 
 def outlive_the_service(rank: int, world_size: int, store: Store, port: int, pid: int) -> dict[str, Any]:
     """Rank 0 stops the service for longer than a rank may be silent; nobody is lost, and no call hangs."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
     named = None
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(LOST_SECONDS + 1.0)
         named = str(membership.name_lost(PeerLost("a wait was broken off")))
         os.kill(pid, signal.SIGCONT)
-        watched = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        number = membership._joins[0]
-        before = peek(watched, f"beat/{number}")
-        wait_for(lambda: peek(watched, f"beat/{number}") != before, "a heartbeat")
+        before = membership._beats(membership._peers())
+        wait_for(lambda: membership._beats(membership._peers()) != before, "a heartbeat")
         time.sleep(1.0)  # in which the service would have declared somebody lost
         store.set("awake", "")
     store.wait(["awake"], timedelta(seconds=60))
@@ -316,7 +314,7 @@ def test_a_service_that_was_stopped_takes_nobody_for_lost(pool: Pool, start: Cal
 
 def be_busy(rank: int, world_size: int, store: Store, port: int) -> dict[str, Any]:
     """Rank 0 collects garbage among millions of objects, then writes to what takes nothing, for longer than silence."""
-    membership = meet(Identity(rank, world_size, "test"), settings(20.0), ("127.0.0.1", port), Listener())
+    membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
     collections, longest = 0, 0.0
     if rank == 0:
         objects: list[object] = [[] for _ in range(3_000_000)]
@@ -351,40 +349,34 @@ def test_a_busy_rank_is_no_lost_rank(pool: Pool, service: int) -> None:
 @pytest.mark.parametrize("formed", [True, False])
 def test_a_rank_that_is_stopped_while_its_group_forms_is_a_member_or_told_to_all(formed: bool) -> None:
     """Otherwise the others would wait for it for as long as a step may take."""
-    service, stop = Service(listen("127.0.0.1", 0)), threading.Event()
-    store = TCPStore("127.0.0.1", service.port, None, False, wait_for_workers=False)
+    service = Running(0)
     fingerprint = Fingerprint(
         1, 2, "digits", "d1", __version__, torch.__version__.partition("+")[0], "pi", "m1", "127.0.0.1", os.getpid() + 1
     )
-    post(store, {"id": 1, "join": fingerprint.to_json()})
+    other = Endpoint("127.0.0.1", service.port).connect()
 
     def stopped() -> bool:
-        """Asked to stop once both have joined; the verdict comes before or after the service hears of that."""
-        if store.queue_len("events") == 0:
-            return False
-        thread = threading.Thread(target=service.run, args=(stop.is_set,), daemon=True)
-        threads.append(thread)
+        """Asked to stop while this rank waits; the other one comes at this very moment, or never."""
         if formed:
-            wait_for(lambda: store.queue_len("events") == 2, "both joins")
-        else:
-            post(store, {"id": 1, "leave": "gone"})
-        thread.start()
-        if formed:  # on a busy machine the service would read that this rank withdraws before it decides
-            wait_for(lambda: peek(store, "verdict/1") is not None, "the verdict")
+            other.ask(Join(1, fingerprint).to_json())
+            wait_for(lambda: "verdict" in beat(other), "the verdict")
         return True
 
-    threads: list[threading.Thread] = []
     identity = Identity(0, 2, "test")
     try:
-        membership = meet(identity, settings(30.0), ("127.0.0.1", service.port), Listener(), None, stopped)
+        membership = meet(identity, settings(30.0), Endpoint("127.0.0.1", service.port), Listener(), None, stopped)
     except Cancelled:
         assert not formed
     else:
         assert formed
         assert (membership.rank, membership.world_size) == (0, 2)
         membership.leave("done")
-    stop.set()
-    threads[0].join()
+    other.close()
+    service.end()
+
+
+def beat(client: Client) -> Fields:
+    return client.ask({"do": "beat", "count": 1, "verdict": True, "seconds": 0})
 
 
 def test_the_interface_is_chosen_anew_for_each_group_unless_the_user_names_one(monkeypatch: pytest.MonkeyPatch) -> None:

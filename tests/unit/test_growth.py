@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from horizonml.rendezvous.answers import Complete, Formed, Refused
 from horizonml.rendezvous.crashes import Crashes
-from horizonml.rendezvous.messages import Ask, Complete, Departure, Farewell, Formed, Refused
+from horizonml.rendezvous.messages import Ask, Departure, Farewell
 from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
 from tests.unit.test_roster import (

@@ -7,32 +7,30 @@ from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.checks import MOST_RANKS, parse, printable
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import (
-    Ask,
+from horizonml.rendezvous.answers import (
     Complete,
-    Departure,
     Ended,
-    Event,
-    Farewell,
     Formed,
     HeldBack,
-    Join,
-    Leave,
     Lost,
+    Member,
     Refused,
-    Resume,
     Status,
-    UnreadableJoin,
-    Verdict,
-    Withdraw,
     read_ended,
-    read_event,
     read_status,
     read_verdict,
 )
+from horizonml.rendezvous.checks import MOST_RANKS, Fields, parse, printable
+from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.keys import MOST_VALUE, Keys
+from horizonml.rendezvous.messages import Ask, Departure, Farewell, Join, Resume
+from horizonml.rendezvous.wire import PROTOCOL, check_hello, encode, hello
 from tests.unit.test_roster import rank
+
+
+def travelled(fields: Fields) -> Fields:
+    """What the other side reads."""
+    return parse(encode(fields))
 
 
 def test_a_fingerprint_survives_the_way_through_json() -> None:
@@ -113,37 +111,29 @@ def test_texts_from_the_network_are_shown_on_one_line() -> None:
     "event",
     [
         Join(7, rank(0)),
-        Withdraw(7),
         Ask(7, "m1/10.0.0.1", 42, "d1", 3, 5),
-        Leave(7, Farewell("lost a peer", Departure.LOST_PEER)),
         Resume(7, rank(1, generation=2, group_size=3), (0, 1, 2)),
     ],
 )
-def test_an_event_survives_the_way_through_the_store(event: Event) -> None:
-    assert read_event(json.dumps(event.to_json()).encode()) == event
+def test_a_request_survives_the_way_over_the_wire(event: Join | Ask | Resume) -> None:
+    assert type(event).from_json(travelled(event.to_json())) == event
 
 
 @pytest.mark.parametrize(
-    ("event", "words"),
+    ("kind", "event", "words"),
     [
-        ({"join": rank(0).to_json()}, "id must be a whole number"),
-        ({"id": -1, "withdraw": True}, "id must be a whole number"),
-        ({"id": 7, "ask": 3}, "a question must be an object, not 3"),
-        ({"id": 7, "ask": {"host_id": "m", "pid": 0}}, "pid must be"),
-        ({"id": 7, "resume": []}, "a fingerprint must be an object, not list"),
-        ({"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
-        ({"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
+        (Join, {"join": rank(0).to_json()}, "id must be a whole number"),
+        (Join, {"id": 7}, "a fingerprint must be an object"),
+        (Ask, {"id": 7, "ask": 3}, "a question must be an object, not 3"),
+        (Ask, {"id": 7, "ask": {"host_id": "m", "pid": 0}}, "pid must be"),
+        (Resume, {"id": 7, "resume": [], "beside": []}, "a fingerprint must be an object, not list"),
+        (Resume, {"id": 7, "resume": rank(1).to_json(), "beside": [True]}, "beside must be a list of ranks"),
+        (Resume, {"id": 7, "resume": rank(1).to_json()}, "beside must be a list of ranks"),
     ],
 )
-def test_a_malformed_event_is_refused(event: dict[str, object], words: str) -> None:
+def test_a_malformed_request_is_refused(kind: type[Any], event: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        read_event(json.dumps(event).encode())
-
-
-def test_who_sends_an_unreadable_join_can_be_told() -> None:
-    with pytest.raises(UnreadableJoin, match="rank must be") as caught:
-        read_event(json.dumps({"id": 7, "join": rank(0).to_json() | {"rank": -1}}).encode())
-    assert caught.value.number == 7
+        kind.from_json(travelled(event))
 
 
 @pytest.mark.parametrize("said", [None, "gone", [], {"reason": "a\nb", "kind": "unheard of"}])
@@ -153,41 +143,100 @@ def test_a_rank_that_leaves_is_never_held_back_by_its_words(said: object) -> Non
     assert farewell.reason.isprintable()
 
 
-@pytest.mark.parametrize(
-    "verdict", [Formed(3, [9, 7], [rank(0), rank(1)]), Refused([7], "rank 1 is there twice"), Complete([7])]
-)
-def test_a_verdict_survives_the_way_through_the_store(verdict: Verdict) -> None:
-    assert read_verdict(json.dumps(verdict.to_json()).encode(), 7) == verdict
+def test_a_verdict_tells_a_member_its_place_and_nobody_elses_join() -> None:
+    formed = Formed(3, [9, 7], [rank(0), rank(1)])
+    assert read_verdict(travelled(formed.to_json(7))) == Member(3, 1, [rank(0), rank(1)])
+    assert "9" not in json.dumps({**formed.to_json(7), "members": []})
+    assert read_verdict(travelled(Refused([7], "rank 1 is there twice").to_json(7))) == Refused(
+        [], "rank 1 is there twice"
+    )
+    assert read_verdict(travelled(Complete([7]).to_json(7))) == Complete([])
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"joins": [9]}, {"joins": [9, 8]}, {"joins": [9, "7"]}, {"members": []}, {"members": 1}, {"generation": 0}],
+    "changes", [{"rank": 2}, {"rank": "1"}, {"members": []}, {"members": 1}, {"members": [{}]}, {"generation": 0}]
 )
-def test_a_verdict_that_a_stranger_wrote_is_refused(changes: dict[str, object]) -> None:
-    verdict = {**Formed(3, [9, 7], [rank(0), rank(1)]).to_json(), **changes}
+def test_a_malformed_verdict_is_refused(changes: dict[str, object]) -> None:
+    verdict = {**Formed(3, [9, 7], [rank(0), rank(1)]).to_json(7), **changes}
     with pytest.raises(ValueError, match="must"):
-        read_verdict(json.dumps(verdict).encode(), 7)
+        read_verdict(travelled(verdict))
 
 
 def test_the_end_of_a_generation_survives_and_reads_as_a_sentence() -> None:
-    ended = Ended("it is over", (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0)))
-    assert read_ended(json.dumps(ended.to_json()).encode()) == ended
+    lost = (Lost(1, "pi", "gives no sign of life", 5.25), Lost(2, "", "left: no memory", 0.0))
+    ended = Ended("it is over", lost, evicted=True)
+    assert read_ended(travelled(ended.to_json())) == ended
+    assert read_ended(None) is None
     assert [str(one) for one in ended.lost] == ["rank 1 on pi gives no sign of life (5.2 s)", "rank 2 left: no memory"]
 
 
 @pytest.mark.parametrize(
-    "lost", [None, 3, [3], [{"rank": -1}], [{"rank": 1, "hostname": "pi", "reason": "x", "silent": -1}]]
+    "ended",
+    [
+        3,
+        {"lost": None},
+        {"lost": [3]},
+        {"lost": [{"rank": -1}]},
+        {"lost": [{"rank": 1, "hostname": "pi", "reason": "x", "silent": -1}]},
+    ],
 )
-def test_an_end_that_a_stranger_wrote_is_refused(lost: object) -> None:
+def test_a_malformed_end_is_refused(ended: object) -> None:
     with pytest.raises(ValueError, match="must be"):
-        read_ended(json.dumps({"reason": "x", "lost": lost}).encode())
+        read_ended(ended)
 
 
-def test_the_status_survives_and_rubbish_in_it_is_left_out() -> None:
-    status = Status([1, 2], [7], [3], ["rank 2 has job evil"], "waiting for rank 1", [HeldBack(9, "it dies", 8.5)])
-    assert read_status(json.dumps(status.to_json()).encode()) == status
+def test_the_status_says_to_each_what_concerns_it() -> None:
+    held = [HeldBack(9, "it dies", 8.5), HeldBack(7, "so does that", 2.0)]
+    status = Status([1, 2], 3, None, [3], ["rank 2 has job evil"], "waiting for rank 1", held)
+    read = read_status(travelled(status.to_json(7, member=True)))
+    assert (read.missing, read.running, read.member, read.newcomers) == ([1, 2], 3, True, [3])
+    assert (read.refused, read.short) == (["rank 2 has job evil"], "waiting for rank 1")
+    assert [(one.reason, one.own) for one in read.held] == [("it dies", False), ("so does that", True)]
+
+
+def test_rubbish_in_the_status_is_left_out() -> None:
     rubbish = {"missing": [1, -1, "2", True], "running": "all", "newcomers": {}, "refused": 3, "held": [3, {}]}
-    assert read_status(json.dumps(rubbish).encode()) == Status([1], None, [], [], "", [])
-    for message in (None, b"[" * 60_000, b"x" * (1 << 20)):
-        assert read_status(message).running is None
+    assert read_status(rubbish) == Status([1], 0, None, [], [], "", [])
+    for values in (None, [], "x"):
+        assert read_status(values).member is None
+
+
+def test_a_client_of_another_protocol_is_told_so() -> None:
+    check_hello(hello())
+    with pytest.raises(ValueError, match="says hello first"):
+        check_hello({"do": "join"})
+    with pytest.raises(ValueError, match=f"speaks protocol {PROTOCOL} .* speaks protocol 9 .*HorizonML 9.9"):
+        check_hello({**hello(), "protocol": PROTOCOL + 8, "version": "9.9"})
+
+
+def test_a_key_belongs_to_who_set_it_first() -> None:
+    keys = Keys()
+    keys.set(1, "a", b"x")
+    keys.set(1, "a", b"y")
+    with pytest.raises(ValueError, match="belongs to another rank"):
+        keys.set(2, "a", b"z")
+    assert (keys.get("a"), keys.get("b")) == (b"y", None)
+
+
+def test_what_a_rank_stores_is_bounded() -> None:
+    keys = Keys()
+    for key, value, words in (
+        ("a\n", b"", "printable"),
+        ("k" * 600, b"", "512"),
+        ("a", bytes(MOST_VALUE + 1), "bytes"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            keys.set(1, key, value)
+
+    def fill(owner: int, value: bytes, most: int) -> int:
+        """How many keys an owner can set before it is refused."""
+        for number in range(most):
+            try:
+                keys.set(owner, f"{owner}-{number}", value)
+            except ValueError:
+                return number
+        return most
+
+    assert 30e6 < fill(1, bytes(MOST_VALUE), 1000) * MOST_VALUE < 34e6
+    assert fill(2, b"1", 10) == 10  # which is nobody else's problem
+    assert fill(3, b"", 30_000) == 20_000

@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Departure, Ended, Farewell, Formed, Lost, Refused
+from horizonml.rendezvous.messages import Departure, Farewell
 from horizonml.rendezvous.roster import Roster
 
 
@@ -279,7 +280,7 @@ def test_a_silent_member_is_lost_after_five_seconds_and_a_slow_one_is_not() -> N
 def test_a_service_that_was_away_itself_takes_nobody_for_lost() -> None:
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
-    roster.slept(60.0)
+    roster.slept(60.0, 60.2)
     assert roster.decide(60.0) == []
     assert len(roster.running()) == 3
     assert roster.endings() == {}
