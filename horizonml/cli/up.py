@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +14,11 @@ from horizonml.cli.options import JobFile, Overrides, load_job
 
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
+    from horizonml.job.schema import Job
     from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner
     from horizonml.lobby.settings import Place
+    from horizonml.lobby.up import Up
     from horizonml.machine.signals import StopRequest
     from horizonml.security.token import Token
 
@@ -54,6 +57,10 @@ def up(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
+    page: Annotated[
+        bool, typer.Option("--page", help="Serve a page about the run, as `horizonml watch` does, on this machine.")
+    ] = False,
+    page_port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the page.")] = 8400,
     insecure: Insecure = False,
 ) -> None:
     """Train a job with all devices that join.
@@ -71,8 +78,22 @@ def up(
     if token is None:
         print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
     settings = Settings(job, token, workers, name, host, port, train, share_data, fresh)
-    if Up(settings).run() is Outcome.STOPPED:
+    run = Up(settings)
+    with _page(run, job, token, page_port) if page else nullcontext():
+        outcome = run.run()
+    if outcome is Outcome.STOPPED:
         sys.exit(130)
+
+
+@contextmanager
+def _page(run: Up, job: Job, token: Token | None, port: int) -> Iterator[None]:
+    """Serve a page about the run; whoever has the token may start and stop it there. Raises HorizonError."""
+    from horizonml.page.server import PageServer
+
+    actions = {"start": run.start_now, "stop": run.stop_now}
+    with PageServer(job.run_folder, ("127.0.0.1", port), token, actions, run.devices) as server:
+        print(f"the page of the run is at http://127.0.0.1:{server.port}/", flush=True)
+        yield
 
 
 def _token() -> Token:
