@@ -30,6 +30,7 @@ from horizonml.tunnel.links import Links
 T = TypeVar("T")
 _ARRIVE_SECONDS = 60.0  # for the ranks of a group that has just formed
 _LOOK_SECONDS = 0.02  # between two looks at who has arrived
+_MANY = 16  # ranks, beyond which each of them looks less often
 _BROKEN_OFF = "the group was broken off before all of its ranks had connected"
 _MARGIN_SECONDS = 2.0  # in which gloo, or the store, says by itself that its time is up
 
@@ -68,6 +69,7 @@ class Connections:
         assert store is not None
         keys = [f"arrived/{rank}" for rank in range(self._world_size)]
         until = time.monotonic() + seconds
+        pause = _LOOK_SECONDS * max(1.0, self._world_size / _MANY)  # all of them ask one service
 
         def missing() -> list[str]:
             """Return the ranks that have not come in time; in the thread."""
@@ -75,7 +77,7 @@ class Connections:
             while not store.check(keys) and not self._over.is_set():
                 if time.monotonic() > until:
                     return [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(pause)
             return []
 
         try:
