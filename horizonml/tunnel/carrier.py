@@ -59,6 +59,7 @@ class Carrier:
         self._pipes: set[Pipe] = set()
         self._openings: dict[int, Opening] = {}
         self._opened = 0
+        self._ended = False
         self._sent = self._received = self.refused = self.handshakes = 0
         self.cipher = ""
 
@@ -91,8 +92,14 @@ class Carrier:
             self._loop.close(self._listener)
             self._listener = None
 
+    @property
+    def busy(self) -> bool:
+        """Return whether connections are carried, or a rank's own is about to be."""
+        return bool(self._pipes) or any(opening.state == "connecting" for opening in self._openings.values())
+
     def end(self) -> None:
         """Accept no more, because the rank has ended; what belongs to other ranks of this machine goes on."""
+        self._ended = True
         self.stop_serving()
         for pipe in list(self._pipes):
             pipe.hurry()
@@ -204,6 +211,8 @@ class Carrier:
         pipe = Pipe(self._loop, PlainEnd(near), far, self._forget)
         self._pipes.add(pipe)
         pipe.begin()
+        if self._ended:
+            pipe.hurry()
 
     def _forget(self, pipe: Pipe) -> None:
         self._pipes.discard(pipe)
