@@ -33,6 +33,7 @@ class Opening:
     listener: socket.socket
     at: tuple[str, int]
     target: Target
+    where: tuple[str, int]  # the other machine's tunnel
     state: str = "waiting"  # then "connecting", and "connected" or "failed"
     reason: str = ""
 
@@ -101,6 +102,9 @@ class Carrier:
         """Accept no more, because the rank has ended; what belongs to other ranks of this machine goes on."""
         self._ended = True
         self.stop_serving()
+        for opening in self._openings.values():
+            if opening.state == "waiting":
+                self._depart(opening)  # if its rank has connected at the last moment
         for pipe in list(self._pipes):
             pipe.hurry()
 
@@ -227,10 +231,10 @@ class Carrier:
         listener = socket.create_server((stand_in, 0), backlog=4)
         listener.setblocking(False)
         at = listener.getsockname()
-        opening = Opening(listener, (at[0], at[1]), target)
+        opening = Opening(listener, (at[0], at[1]), target, (host, port))
         self._opened += 1
         self._openings[self._opened] = opening
-        self._loop.watch(listener, READ, lambda _: self._depart(opening, host, port))
+        self._loop.watch(listener, READ, lambda _: self._depart(opening))
         return self._opened, opening.at
 
     def state_of(self, number: int) -> tuple[str, str]:
@@ -244,7 +248,7 @@ class Carrier:
         if opening is not None:
             self._loop.close(opening.listener)
 
-    def _depart(self, opening: Opening, host: str, port: int) -> None:
+    def _depart(self, opening: Opening) -> None:
         """Take the connection of this machine's rank, if it is its, and begin to connect it with the other machine."""
         try:
             near, source = opening.listener.accept()
@@ -256,13 +260,13 @@ class Carrier:
             return
         self._loop.close(opening.listener)
         opening.state = "connecting"
-        self._loop.start(self._go_out(opening, near, host, port), _REACH_SECONDS)
+        self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
 
-    def _go_out(self, opening: Opening, near: socket.socket, host: str, port: int) -> Task:
+    def _go_out(self, opening: Opening, near: socket.socket) -> Task:
         """Connect a rank with the other machine, whose tunnel may be about to be taken over by another rank's."""
         connected = False
         try:
-            where = _resolve(host, port)
+            where = _resolve(*opening.where)
             while not connected:
                 try:
                     connected = yield from self._attempt(opening, near, where)
