@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
@@ -86,7 +87,8 @@ class Child:
         self._reader.join(2.0)
         for stream in (self._process.stdin, self._process.stderr):
             if stream is not None:
-                stream.close()
+                with suppress(BrokenPipeError):  # what it was told at its end was never written
+                    stream.close()
         if self._ready >= 0:
             os.close(self._ready)
             self._ready = -1

@@ -16,6 +16,7 @@ import pytest
 from horizonml.discovery.device import Device
 from horizonml.errors import HorizonError, JobError, RendezvousError
 from horizonml.job.jobfile import from_values
+from horizonml.lobby.child import Child
 from horizonml.lobby.finding import at
 from horizonml.lobby.join import Joiner
 from horizonml.lobby.lobby import Guest, Lobby
@@ -179,6 +180,15 @@ def test_progress_is_read_from_the_records_of_this_run_alone(tmp_path: Path) -> 
         opened.write('ep", "step": 5, "time": 11.0, "loss": 1.0, "batch": 1, "wall": 1.0}\n')
     assert progress.look() is None, "lines come now and then"
     assert (progress.step, progress.first) == (5, 10.0)
+
+
+def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path) -> None:
+    child = Child(tmp_path / "job.yaml", True)
+    child._process.kill()
+    child._process.wait(10)
+    child.begin({"RANK": "0"})
+    child.end()
+    assert child.error().startswith("it was killed by SIGKILL")
 
 
 def guest(name: str, standing: Standing = Standing.READY, **more: Any) -> Guest:
