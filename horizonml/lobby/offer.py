@@ -35,6 +35,11 @@ class Offer:
         """Return the name of the job."""
         return self.job.name
 
+    @property
+    def least(self) -> int:
+        """Return the devices without which training does not begin."""
+        return self.job.parallel.min_world_size()
+
 
 def offer(job: Job, lineage: str) -> Offer:
     """Return what devices are given of a job, whose world size is open. Raises JobError."""
@@ -45,8 +50,9 @@ def offer(job: Job, lineage: str) -> Offer:
         strategy = "auto" if parallel.strategy == "single" else parallel.strategy
         changes |= {
             "parallel.strategy": strategy,
-            "parallel.min_workers": 3 if strategy == "hybrid" else 1,
-            "parallel.max_workers": parallel.max_workers or max(MOST_WORKERS, parallel.workers or 1),
+            "parallel.min_workers": parallel.min_workers or (3 if strategy == "hybrid" else 1),
+            "parallel.max_workers": parallel.max_workers
+            or max(MOST_WORKERS, parallel.workers or 1, parallel.min_workers or 1),
         }
     own = changed(job, changes)
     text = job_text(changed(own, {"folder": None}))
@@ -68,6 +74,11 @@ def check_wanted(offered: Offer, wanted: int | None) -> None:
         raise JobError(
             f"--workers: {wanted}, but parallel.stages is a plan for exactly {count(offered.exactly, 'device')}; say "
             f"--workers {offered.exactly}, or leave out the stages"
+        )
+    if wanted < offered.least:
+        raise JobError(
+            f"--workers: {wanted}, but the job needs at least {count(offered.least, 'device')} (parallel.min_workers); "
+            "change one of them"
         )
     if wanted > offered.most:
         raise JobError(

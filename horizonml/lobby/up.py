@@ -163,10 +163,16 @@ class Up:
                 self._started |= terminal.typed(_LOOK_SECONDS) is not None
                 if loaded and (self._started or (wanted is not None and present >= wanted)):
                     self._started = False
-                    if present > 0:
+                    least = self._offer.least
+                    if present >= least:
                         self._start(shown)
                         return True
-                    shown.say("nobody is here who could train yet")
+                    shown.say(
+                        f"the job needs at least {count(least, 'device')} (parallel.min_workers), and {present} "
+                        f"{'is' if present == 1 else 'are'} ready"
+                        if least > 1
+                        else "nobody is here who could train yet"
+                    )
             return False
         finally:
             shown.close()

@@ -267,6 +267,16 @@ def test_an_offer_leaves_the_world_open() -> None:
     assert offer(job(parallel={"strategy": "hybrid", "workers": 4}), LINEAGE).job.parallel.min_workers == 3
 
 
+def test_the_job_says_with_how_few_devices_training_begins_and_goes_on() -> None:
+    offered = offer(job(parallel={"strategy": "ddp", "min_workers": 3, "max_workers": 6}), LINEAGE)
+    theirs = accept(offered.text, "it", Path("runs"), allow_code=False)
+    assert (theirs.parallel.min_workers, theirs.parallel.max_workers, offered.least) == (3, 6, 3)
+    check_wanted(offered, 3)
+    with pytest.raises(JobError, match=r"at least 3 devices \(parallel.min_workers\)"):
+        check_wanted(offered, 2)
+    assert offer(job(parallel={"strategy": "ddp", "min_workers": 70}), LINEAGE).most == 70
+
+
 def test_a_plan_for_some_devices_waits_for_exactly_these() -> None:
     stages = {"stages": [{"ranks": [0]}, {"ranks": [1]}]}
     offered = offer(job(parallel=stages), LINEAGE)
