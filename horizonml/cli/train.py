@@ -69,6 +69,7 @@ def train(
     one more rank of a run. If you start it by hand, it runs the rendezvous service and all ranks on this machine. The
     run goes on from its newest checkpoint, if there is one. Ctrl-C saves a checkpoint and stops.
     """
+    from horizonml.machine.network import metrics_address
     from horizonml.rendezvous.identity import identify
 
     job = load_job(job_file, overrides, workers)
@@ -77,7 +78,7 @@ def train(
 
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
-    metrics_at = _metrics_address(metrics)
+    metrics_at = metrics_address(metrics)
     if seeds is not None:
         from horizonml.cli.seeds import parse_seeds, train_seeds
         from horizonml.errors import JobError
@@ -96,19 +97,3 @@ def train(
     from horizonml.runtime.launch import train_as_rank
 
     train_as_rank(job, identity, fresh, metrics_at, stay)
-
-
-def _metrics_address(text: str | None) -> tuple[str, int] | None:
-    """Return the host and the port of an option, if it is given. Raises JobError."""
-    from horizonml.errors import JobError
-    from horizonml.machine.network import split_address
-
-    if not text:
-        return None
-    try:
-        host, port = split_address(text)
-        if not 0 <= port <= 65535:
-            raise ValueError
-    except ValueError:
-        raise JobError(f"--metrics: {text!r} is not [HOST:]PORT, for example 9400 or 0.0.0.0:9400") from None
-    return host or "127.0.0.1", port

@@ -44,10 +44,10 @@ class Child:
         self._reader.start()
         self._order({"job": str(job), "fresh": fresh, "ready": ready})
 
-    def begin(self, env: Mapping[str, str], metrics: int = 0) -> None:
-        """Let it train, as the environment says; `metrics` is the port of its metrics, or 0."""
+    def begin(self, env: Mapping[str, str]) -> None:
+        """Let it train, as the environment says."""
         self.began = time.monotonic()
-        self._order({"env": dict(env), "metrics": metrics})
+        self._order({"env": dict(env)})
 
     @property
     def loaded(self) -> bool:

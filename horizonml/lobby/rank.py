@@ -12,11 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from horizonml.machine.network import METRICS, metrics_address
 from horizonml.runtime.process import run_and_exit
 
 
 def main() -> None:
     """Prepare, wait for the rank, and train. Raises HorizonError."""
+    metrics = metrics_address(os.environ.get(METRICS))
     first = _order()
     if first is None:
         return
@@ -42,7 +44,6 @@ def main() -> None:
 
     identity = identify(os.environ, job.parallel.max_workers)
     assert identity is not None
-    metrics = ("127.0.0.1", second["metrics"]) if second["metrics"] else None
     train_as_rank(job, identity, first["fresh"], metrics, stay=False)
 
 

@@ -54,7 +54,6 @@ class Settings:
     take_part: bool = True
     share_data: bool = False
     fresh: bool = False
-    metrics: int = 0  # the port of rank 0's metrics, or 0
 
 
 class Up:
@@ -213,7 +212,7 @@ class Up:
             address = f"{own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
             token = self._settings.token
             env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
-            self._child.begin(env | secret(token), self._settings.metrics)
+            self._child.begin(env | secret(token))
 
     def _train(self) -> Outcome:
         """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""

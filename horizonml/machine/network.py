@@ -7,8 +7,9 @@ import socket
 
 import psutil
 
-from horizonml.errors import RendezvousError
+from horizonml.errors import JobError, RendezvousError
 
+METRICS = "HORIZONML_METRICS"  # environment variable: where ranks serve their metrics
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _chosen: str | None = None  # the interface that this process has set
 
@@ -17,6 +18,21 @@ def split_address(address: str) -> tuple[str, int]:
     """Return the host and the port of "host:port" or "[::1]:port". Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def metrics_address(text: str | None) -> tuple[str, int] | None:
+    """Return the host and the port of --metrics or of $HORIZONML_METRICS, if it is given. Raises JobError."""
+    if not text:
+        return None
+    try:
+        host, port = split_address(text)
+        if not 0 <= port <= 65535:
+            raise ValueError
+    except ValueError:
+        raise JobError(
+            f"--metrics (${METRICS}): {text!r} is not [HOST:]PORT, for example 9400 or 0.0.0.0:9400"
+        ) from None
+    return host or "127.0.0.1", port
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -16,7 +16,7 @@ import yaml
 
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
-from horizonml.machine.network import split_address
+from horizonml.machine.network import METRICS, split_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
@@ -30,8 +30,6 @@ from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.sinks import check_packages
 from horizonml.text import count, human_bytes
-
-METRICS = "HORIZONML_METRICS"
 
 
 def train_as_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -70,8 +71,15 @@ class Devices:
         for home in lab.homes:
             save_token(token, home / ".config" / "horizonml" / "token")
 
-    def start(self, device: int, *arguments: str) -> Output:
-        return Output(self.lab.start(device, sys.executable, "-m", "horizonml", *arguments))
+    def start(self, device: int, *arguments: str, **extra: str) -> Output:
+        return Output(self.lab.start(device, sys.executable, "-m", "horizonml", *arguments, **extra))
+
+    def metrics(self, device: int) -> str:
+        """What a device serves for Prometheus."""
+        script = "from urllib.request import urlopen; print(urlopen('http://127.0.0.1:9400/metrics').read().decode())"
+        done = self.lab.run(device, sys.executable, "-c", script)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def records(self, device: int, rank: int, kind: str) -> list[dict[str, Any]]:
         file = self.lab.homes[device] / "runs" / "digits" / f"rank-{rank}.jsonl"
@@ -88,10 +96,14 @@ def devices(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Devices]
 
 @pytest.mark.parametrize("devices", [6], indirect=True)
 def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_comes(devices: Devices) -> None:
-    host = devices.start(0, "up", "digits", "--workers", "5", "--set", "epochs=30")
-    joiners = [devices.start(number, "join") for number in range(1, 5)]
+    host = devices.start(0, "up", "digits", "--workers", "5", "--set", "epochs=30", HORIZONML_METRICS="9400")
+    joiners = [devices.start(number, "join", HORIZONML_METRICS="9400") for number in range(1, 5)]
     wait_for(lambda: len(devices.records(0, 0, "step")) > 5, "the first steps")
     assert devices.records(0, 0, "run")[0]["world_size"] == 5
+    ranks = {
+        rank for device in range(5) for rank in re.findall(r'horizonml_step{rank="(\d)"}', devices.metrics(device))
+    }
+    assert ranks == set("01234")
 
     joiners[0].process.send_signal(signal.SIGINT)
     joiners.append(devices.start(5, "join"))

@@ -28,13 +28,13 @@ from horizonml.lobby.reach import own_address
 from horizonml.lobby.settings import JoinSettings, Place
 from horizonml.lobby.view import Lines, rows
 from horizonml.lobby.visit import Ending
-from horizonml.machine.network import listen
+from horizonml.machine.network import listen, metrics_address
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.server import Handler
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
-from tests.distributed.processes import horizonml
+from tests.distributed.processes import horizonml, wait_for
 
 JOB = from_values({"name": "test"}, "the test's job")
 RUN, LINEAGE = "a" * 32, "b" * 32
@@ -223,6 +223,19 @@ def test_what_devices_say_cannot_paint_the_terminal() -> None:
 def test_long_words_are_shortened_to_what_a_lobby_accepts() -> None:
     sign = shortened(Sign(RUN, Device("pi", 4.0, 1 << 30), words="line\n" + "x" * 500))
     assert Sign.from_json(sign.to_json()).words.startswith("line x")
+
+
+def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert metrics_address(None) is None
+    assert metrics_address("") is None
+    assert metrics_address("9400") == ("127.0.0.1", 9400)
+    assert metrics_address("0.0.0.0:9400") == ("0.0.0.0", 9400)
+    assert metrics_address("[::1]:9400") == ("::1", 9400)
+    monkeypatch.setenv("HORIZONML_METRICS", "9400x")
+    child = Child(tmp_path / "job.yaml", True)
+    wait_for(lambda: child.poll() is not None, "the end of a rank that cannot tell where to serve its metrics", 30)
+    child.end()
+    assert child.error().startswith("--metrics ($HORIZONML_METRICS): '9400x' is not [HOST:]PORT")
 
 
 @pytest.mark.parametrize(
