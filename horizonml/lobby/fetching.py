@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from horizonml.text import human_bytes
 Ask = Callable[[Fields], Fields]
 _SPARE_BYTES = 256 << 20  # that stay free on the disk, for records and checkpoints
 _MOST_BYTES = 1 << 50
+_PATIENCE_SECONDS = 60.0  # for a device that hashes its files, and gets no further
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -39,11 +41,23 @@ class Listing:
         return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def listing(ask: Ask, wait: Callable[[int, int], None]) -> Listing:
-    """Return what is shared; `wait` is called with the bytes hashed so far and all of them. Raises DataError."""
+def listing(ask: Ask, wait: Callable[[int, int], None], patience: float = _PATIENCE_SECONDS) -> Listing:
+    """Return what is shared; `wait` is called with the bytes hashed so far and all of them.
+
+    Raises DataError, also if the other device has hashed nothing more for some seconds.
+    """
+    most, until = -1, time.monotonic() + patience
     try:
         while (page := ask({"do": "data", "list": 0})).get("ready") is not True:
-            wait(whole(page, "done", 0, _MOST_BYTES), whole(page, "bytes", 0, _MOST_BYTES))
+            done, size = whole(page, "done", 0, _MOST_BYTES), whole(page, "bytes", 0, _MOST_BYTES)
+            if done > most:
+                most, until = done, time.monotonic() + patience
+            elif time.monotonic() > until:
+                raise DataError(
+                    f"the list of the files that are shared is not ready: for {patience:.0f} s the other device has "
+                    f"not hashed more than {human_bytes(done)} of {human_bytes(size)}; see whether its disk answers"
+                )
+            wait(done, size)
         announced, size = whole(page, "count", 1, MOST_FILES), whole(page, "bytes", 0, _MOST_BYTES)
         items: list[Item] = []
         while len(items) < announced:

@@ -20,6 +20,10 @@ from horizonml.state.runfolder import RunFolder, foreign, make_run_folder
 from horizonml.text import count, human_bytes
 
 
+class CalledAway(Exception):
+    """Ends a preparation because this device is needed for something else, or, without a reason, was asked to stop."""
+
+
 class Preparation:
     """Asks a lobby for the job and the data. `where` is what the lobby is called, for people."""
 
@@ -41,7 +45,7 @@ class Preparation:
         return accept(text, f"the job of {self._where}", self._settings.runs, self._settings.allow_code), lineage
 
     def with_data(self, job: Job) -> Job:
-        """Return the job with its data where this device has it, fetched if need be. Raises HorizonError."""
+        """Return the job with its data where this device has it, or fetches it. Raises HorizonError, CalledAway."""
         where = needed(job)
         if where is None:
             return job
@@ -60,6 +64,7 @@ class Preparation:
         if not self._settings.accept_data and not self._settings.ask(
             f"{self._where} shares the data, {files}, which would be kept in {folder}. Fetch it?"
         ):
+            self._go_on()  # or nobody has answered
             raise JobError(
                 f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or say "
                 f"`horizonml join --accept-data`, which fetches {files} from {self._where}"
@@ -68,8 +73,7 @@ class Preparation:
 
         def show(done: int) -> None:
             self._voice.say(Standing.PREPARING, f"fetches the data ({_part(done, found.bytes)})")
-            if self._stop.wanted:
-                raise JobError("stopped as asked, while the data was fetched")
+            self._go_on()
 
         path = fetch(self._ask, found, folder, show)
         print(f"the data is in {path}", flush=True)
@@ -83,11 +87,17 @@ class Preparation:
             raise DataError(f"{self._where} does not share the data: {error}") from None
 
     def _wait(self, words: str) -> None:
-        """Wait a moment, and say for what. Raises JobError if this device is to leave."""
+        """Wait a moment, and say for what. Raises CalledAway."""
         self._voice.say(Standing.PREPARING, words)
-        if self._stop.wanted:
-            raise JobError("stopped as asked, while the data was awaited")
+        self._go_on()
         time.sleep(0.2)
+
+    def _go_on(self) -> None:
+        """Raise CalledAway if this device is to leave."""
+        if self._stop.wanted:
+            raise CalledAway("")
+        if reason := self._settings.busy():
+            raise CalledAway(reason)
 
 
 def take_folder(job: Job, lineage: str) -> None:

@@ -14,7 +14,7 @@ from horizonml.lobby.accept import check_lead
 from horizonml.lobby.child import Child
 from horizonml.lobby.messages import News, Outcome, Phase, Standing
 from horizonml.lobby.offer import job_text
-from horizonml.lobby.prepare import Preparation, take_folder
+from horizonml.lobby.prepare import CalledAway, Preparation, take_folder
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.settings import JoinSettings, Place, secret
 from horizonml.lobby.voice import Voice
@@ -63,6 +63,8 @@ class Visit:
                 self._child = Child(file, True)
                 self._voice.say(Standing.PREPARING, "loads PyTorch", link=echo.measure(self._voice.ask))
                 return self._stay(job, lineage)
+            except CalledAway as away:
+                return self._leave(str(away))
             except ServiceError as error:
                 raise RendezvousError(f"{self._where} does not answer any more: {error}") from None
             except HorizonError as error:
@@ -99,13 +101,9 @@ class Visit:
                 loaded = True
                 self._voice.say(Standing.READY, run=self._run)
             if self._stop.wanted:
-                self._voice.leave("was stopped")
-                print("left before the training began", flush=True)
-                return Ending.LEFT
+                return self._leave("")
             if reason := self._settings.busy():
-                self._voice.leave(reason)
-                print(f"left, because {reason}", flush=True)
-                return Ending.YIELDED
+                return self._leave(reason)
             if news.refused:
                 raise RendezvousError(f"{self._where} does not let this device in: {news.words}")
             if news.run != self._run:
@@ -117,6 +115,12 @@ class Visit:
                 return self._train(job, lineage, news)
             self._say(self._lost() or (_waiting(news) if loaded else "loading PyTorch ..."))
             time.sleep(_LOOK_SECONDS)
+
+    def _leave(self, reason: str) -> Ending:
+        """Leave before the training: for a reason, or because this process was asked to stop."""
+        self._voice.leave(reason or "was stopped")
+        print(f"left, because {reason}" if reason else "left before the training began", flush=True)
+        return Ending.YIELDED if reason else Ending.LEFT
 
     def _train(self, job: Job, lineage: str, news: News) -> Ending:
         """Train as a rank until the end. Raises HorizonError."""

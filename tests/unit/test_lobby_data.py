@@ -107,6 +107,18 @@ def test_a_single_file_arrives_under_its_name(tmp_path: Path) -> None:
     assert (there.name, there.read_text()) == ("table.csv", "a,b\n1,2\n")
 
 
+def test_a_device_that_hashes_its_files_and_gets_no_further_is_not_awaited_for_ever() -> None:
+    waits: list[int] = []
+    dones = iter([0, 1, 2])
+
+    def ask(request: Fields) -> Fields:
+        return {"ready": False, "done": next(dones, 2), "bytes": 10}
+
+    with pytest.raises(DataError, match="has not hashed more than 2 B of 10 B"):
+        listing(ask, lambda done, size: waits.append(done), patience=0.2)
+    assert waits[:3] == [0, 1, 2]
+
+
 def test_many_files_are_listed_in_several_answers(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
