@@ -201,8 +201,14 @@ def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Cour
             return
 
 
-def _join_forever(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy, stop: StopRequest) -> None:
-    """Take part in one run after the other until this process is stopped."""
+def _join_forever(
+    joiner: Joiner,
+    place: Callable[[], Place | None],
+    courtesy: Courtesy,
+    stop: StopRequest,
+    pause: float = _AGAIN_SECONDS,
+) -> None:
+    """Take part in one run after the other until this process is stopped; what goes wrong may be right next time."""
     from horizonml.errors import HorizonError
 
     said = ""
@@ -210,11 +216,11 @@ def _join_forever(joiner: Joiner, place: Callable[[], Place | None], courtesy: C
         try:
             _join_once(joiner, place, courtesy)
             said = ""
-        except HorizonError as error:
+        except (HorizonError, OSError) as error:  # the latter, for example, where a disk is full
             if str(error) != said:  # and not again every few seconds
                 said = str(error)
                 print(f"{error}\ntrying again every few seconds", file=sys.stderr, flush=True)
-        courtesy.sleep(_AGAIN_SECONDS)
+        courtesy.sleep(pause)
 
 
 def _print_unit(flags: Sequence[str], values: Mapping[str, object]) -> None:
