@@ -43,7 +43,7 @@ def up(
             metavar="N",
             min=1,
             max=4096,
-            help="Start when so many devices are ready, with this one. Default: start on Enter.",
+            help="Start when so many devices are ready, with this one. Default: start on Enter, or on the page.",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +77,7 @@ def up(
     token = None if insecure or accepted() else _token()
     if token is None:
         print("warning: there is no token, so any stranger who reaches this device can take part", file=sys.stderr)
-    settings = Settings(job, token, workers, name, host, port, train, share_data, fresh)
+    settings = Settings(job, token, workers, name, host, port, train, share_data, fresh, page and token is not None)
     run = Up(settings)
     with _page(run, job, token, page_port) if page else nullcontext():
         outcome = run.run()

@@ -54,6 +54,7 @@ class Settings:
     take_part: bool = True
     share_data: bool = False
     fresh: bool = False
+    page: bool = False  # whether somebody can start the run on its page
 
 
 class Up:
@@ -66,8 +67,11 @@ class Up:
         self._lineage = lineage_of(self._folder, settings.fresh)
         self._offer = offer(settings.job, self._lineage)
         check_wanted(self._offer, settings.wanted)
-        if settings.wanted is None and not terminal.is_there():
-            raise JobError("--workers: say with how many devices training starts, because nobody can press Enter here")
+        if settings.wanted is None and not settings.page and not terminal.is_there():
+            raise JobError(
+                "--workers: say with how many devices training starts, because nobody can press Enter here (with a "
+                "token, --page lets you start it on its page)"
+            )
         problem = foreign(self._folder) if settings.fresh else None
         if problem is not None:
             raise JobError(problem)
@@ -159,7 +163,8 @@ class Up:
                 present = self._lobby.present() - (not loaded)
                 shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
                 self._check_child()
-                self._started |= terminal.typed(_LOOK_SECONDS) is not None
+                if terminal.typed(_LOOK_SECONDS) is not None:
+                    self._started = True  # and never False, since the page may set it at any time
                 if loaded and (self._started or (wanted is not None and present >= wanted)):
                     self._started = False
                     least = self._offer.least
@@ -282,7 +287,8 @@ def _hint(present: int, wanted: int | None) -> str:
         return f"ready: {present} of {count(wanted, 'device')}" + (
             "; Enter starts at once" if terminal.is_there() else ""
         )
-    return f"ready: {count(present, 'device')}; press Enter to start"
+    start = "press Enter to start" if terminal.is_there() else "start it on its page"
+    return f"ready: {count(present, 'device')}; {start}"
 
 
 def _shelf(settings: Settings) -> Shelf | None:

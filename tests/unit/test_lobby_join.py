@@ -263,7 +263,7 @@ def test_rank_0_is_met_where_the_others_reach_it() -> None:
         (("up", "digits", "--workers", "2", "--share-data"), 2, "--share-data: this job's data lies in no file"),
         (("up", "digits", "--workers", "65"), 2, "at most 64"),
         (("up", "explicit-plan", "--workers", "3"), 2, "a plan for exactly 4 devices"),
-        (("up", "folder", "--workers", "2"), 2, "data.folder: pictures does not exist"),
+        (("up", "folder", "--workers", "3"), 2, "data.folder: pictures does not exist"),
         (("join",), 2, "this device has no token"),
         (("join", "--insecure", "--peer", "x:y"), 2, "--peer"),
         (("join", "--insecure", "--max-temperature", "500"), 2, "--max-temperature"),
