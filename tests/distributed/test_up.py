@@ -22,6 +22,8 @@ from tests.programs import need_networks
 
 pytestmark = pytest.mark.slow
 
+SETTINGS = ("--set", "epochs=30", "--set", "batch_size=32")  # of a training that ends between 99.4% and 100%
+
 
 class Output:
     """What a process says, which is read while it runs."""
@@ -96,7 +98,9 @@ def devices(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Devices]
 
 @pytest.mark.parametrize("devices", [6], indirect=True)
 def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_comes(devices: Devices) -> None:
-    host = devices.start(0, "up", "digits", "--workers", "5", "--set", "epochs=30", HORIZONML_METRICS="9400")
+    host = devices.start(
+        0, "up", "digits", "--workers", "5", "--set", "epochs=30", "--set", "batch_size=32", HORIZONML_METRICS="9400"
+    )
     joiners = [devices.start(number, "join", HORIZONML_METRICS="9400") for number in range(1, 5)]
     wait_for(lambda: len(devices.records(0, 0, "step")) > 5, "the first steps")
     assert devices.records(0, 0, "run")[0]["world_size"] == 5
@@ -115,7 +119,7 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     codes = [joiner.ends() for joiner in joiners]
     assert codes == [0] * 5, "\n\n".join(joiner.text for joiner in joiners)
     assert all("digits is trained to the end; the result is on device-0" in joiner.text for joiner in joiners[1:])
-    assert devices.records(0, 0, "evaluation")[-1]["accuracy"] > 0.98
+    assert devices.records(0, 0, "evaluation")[-1]["accuracy"] >= 0.99
     sizes = {run["world_size"] for run in devices.records(0, 0, "run")}
     assert {4, 5} <= sizes
     assert devices.records(5, 5, "step"), "the device that came later has trained"
