@@ -26,7 +26,8 @@ _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 60.0  # for a lobby that does not answer
 _FIRST_SECONDS = 10.0  # for its first answer
 _OVER = "the run is over"
-_OVER_SECONDS = 10.0  # for the news that a run is over, once this device's rank has ended well
+_OVER_SECONDS = 10.0  # for the news that a run is over, once this device's rank has ended
+_LAST_LOOK_SECONDS = 65.0  # the same where it has ended well: rank 0 may wait until Prometheus has asked once more
 
 
 class Ending(Enum):
@@ -168,7 +169,7 @@ class Visit:
             return Ending.LEFT if self._stop.wanted else Ending.YIELDED
         if code == 0:
             self._voice.say(Standing.DONE)
-        deadline = time.monotonic() + _OVER_SECONDS
+        deadline = time.monotonic() + (_LAST_LOOK_SECONDS if code == 0 else _OVER_SECONDS)
         while time.monotonic() < deadline and self._voice.lost_at is None and not self._stop.wanted:
             news = self._news_of_run()
             if news is None:
