@@ -47,6 +47,15 @@ class Interface:
         """
         return (*self.ipv4, *self.link_local) if self.ipv4 else self.ipv6
 
+    def listening(self, host: str) -> tuple[str, ...]:
+        """Return those of its addresses at which others reach a service that listens at `host`: `::` is any address."""
+        if host == "::":
+            return self.addresses
+        if host == "0.0.0.0":  # noqa: S104  (any address of IPv4)
+            return self.ipv4
+        bare = host.partition("%")[0]
+        return tuple(address for address in (*self.ipv4, *self.ipv6) if address.partition("%")[0] == bare)
+
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(self.addresses)})"
 

@@ -54,12 +54,21 @@ class Announcement:
     """
 
     def __init__(
-        self, port: int, token_id: str, job: str = "", name: str | None = None, version: str = __version__
+        self,
+        port: int,
+        token_id: str,
+        job: str = "",
+        name: str | None = None,
+        version: str = __version__,
+        host: str = "::",
     ) -> None:
-        """Prepare to announce a service with this name, which is the host's unless given."""
+        """Prepare to announce a service with this name, which is the host's unless given.
+
+        Only addresses are announced at which a service is reached that listens at `host`.
+        """
         self.name = name or socket.gethostname() or "device"
         self.problem: str | None = None
-        self._port = port
+        self._port, self._host = port, host
         self._text = records.text(self.name, token_id, version, job)
         self._instance = records.instance(self.name)
         self._ready, self._end = threading.Event(), threading.Event()
@@ -87,7 +96,9 @@ class Announcement:
         while not self._end.is_set():
             chosen = usable()
             async with _zeroconf(chosen) as (zeroconf, failure):
-                if zeroconf is not None:
+                if zeroconf is not None and not self._addresses(chosen):
+                    failure = f"it listens at {self._host}, which is no address of {', '.join(map(str, chosen))}"
+                elif zeroconf is not None:
                     try:
                         await zeroconf.async_register_service(self._info(chosen), cooperating_responders=True)
                     except (OSError, Error) as error:
@@ -101,15 +112,19 @@ class Announcement:
     def _info(self, chosen: Sequence[Interface]) -> Any:
         from zeroconf.asyncio import AsyncServiceInfo
 
-        addresses = [address.partition("%")[0] for interface in chosen for address in interface.addresses]
         return AsyncServiceInfo(
             TYPE,
             f"{self._instance}.{TYPE}",
             port=self._port,
             properties=self._text,
             server=f"{self._instance}.local.",
-            parsed_addresses=list(dict.fromkeys(addresses))[: records.MOST_ADDRESSES],
+            parsed_addresses=self._addresses(chosen),
         )
+
+    def _addresses(self, chosen: Sequence[Interface]) -> list[str]:
+        """Return the addresses to announce."""
+        found = [address.partition("%")[0] for interface in chosen for address in interface.listening(self._host)]
+        return list(dict.fromkeys(found))[: records.MOST_ADDRESSES]
 
 
 @dataclass

@@ -108,7 +108,7 @@ class Up:
             stack.enter_context(handling(self._stop.note))
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="horizonml-")))
             listener = stack.enter_context(listen(settings.host, settings.port))
-            self._port = listener.getsockname()[1]
+            self._host, self._port = listener.getsockname()[:2]
             stack.enter_context(self._serving(listener))
             stack.enter_context(self._announced())
             self._measuring.join()  # the child would take the processor from it
@@ -142,7 +142,8 @@ class Up:
         from horizonml.discovery.service import Announcement
 
         token, name = self._settings.token, self._settings.name
-        with Announcement(self._port, token.id if token is not None else "", self._offer.name, name) as announced:
+        token_id = token.id if token is not None else ""
+        with Announcement(self._port, token_id, self._offer.name, name, host=self._host) as announced:
             if announced.problem is not None:
                 where = f"horizonml join --peer ADDRESS:{self._port}"
                 print(f"devices cannot find this one by themselves ({announced.problem}); use `{where}` there")

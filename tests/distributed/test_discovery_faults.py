@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from horizonml import __version__
 from tests.distributed.test_discovery import ANNOUNCE, announce, browse, explain, withdraw
 from tests.netns import CABLE, Lab
 from tests.programs import need, need_networks
@@ -75,4 +76,9 @@ def test_devices_without_ipv4_find_each_other_by_link_local_addresses(lab: Lab) 
     [found] = browse(lab, LINK, 300, "linked")
     assert found["host"].startswith("fe80::")
     assert found["host"].endswith(f"%{CABLE}")
+    withdraw(service)
+    words = ("29400", "0123abcd", "digits", "linked", __version__, "0.0.0.0")
+    service = lab.start(LINK_HOST, sys.executable, "-c", ANNOUNCE, *words)
+    assert service.stdout is not None
+    assert "it listens at 0.0.0.0, which is no address of cable (fe80::" in service.stdout.readline()
     withdraw(service)

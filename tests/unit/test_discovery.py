@@ -59,6 +59,21 @@ def test_interfaces_are_those_that_are_up_with_an_address_of_their_own() -> None
     assert not wireless.virtual
 
 
+@pytest.mark.parametrize(
+    ("host", "addresses"),
+    [
+        ("::", ("192.168.1.5", "fe80::5%eth0")),
+        ("0.0.0.0", ("192.168.1.5",)),
+        ("192.168.1.5", ("192.168.1.5",)),
+        ("fe80::5%eth0", ("fe80::5%eth0",)),
+        ("2001:db8::5", ("2001:db8::5",)),
+        ("127.0.0.1", ()),
+    ],
+)
+def test_only_addresses_at_which_a_service_listens_are_announced(host: str, addresses: tuple[str, ...]) -> None:
+    assert ETH.listening(host) == addresses
+
+
 @pytest.mark.parametrize("name", ["docker0", "veth12ab", "br-0f3a", "virbr0", "podman1", "cni0", "lxcbr0"])
 def test_networks_of_containers_are_used_only_where_there_is_nothing_else(name: str) -> None:
     virtual = Interface(name, ("172.17.0.1",))
