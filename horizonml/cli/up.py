@@ -183,7 +183,7 @@ def join(
 
             if peer is not None:
                 return at(peer)
-            return find(token.id if token else "", lambda found: _choose(found, stop), lambda: stop.wanted)
+            return find(token, lambda found: _choose(found, stop), lambda: stop.wanted)
 
         if forever:
             _join_forever(joiner, place, courtesy, stop)

@@ -38,13 +38,14 @@ def browse(
     seconds: float,
     enough: Callable[[Found], bool] = lambda found: False,
     stop: Callable[[], bool] = lambda: False,
+    wanted: Callable[[Found], bool] = lambda found: False,
 ) -> list[Found]:
     """Return the services that announce themselves within some seconds, by name.
 
-    It returns as soon as `enough` is true of one of them, or `stop` says so. Where it finds nothing,
-    `diagnosis.explain_nobody` says why.
+    It returns as soon as `enough` is true of one of them, or `stop` says so. It returns 256 at most, and those that are
+    `wanted` rather than others. Where it finds nothing, `diagnosis.explain_nobody` says why.
     """
-    return asyncio.run(_Search(enough).run(seconds, stop))
+    return asyncio.run(_Search(enough, wanted).run(seconds, stop))
 
 
 class Announcement:
@@ -132,6 +133,7 @@ class _Search:
     """Looks for services, once."""
 
     enough: Callable[[Found], bool]
+    wanted: Callable[[Found], bool]
     own: list[Interface] = field(default_factory=list)
     found: dict[str, Found] = field(default_factory=dict)  # by the name in DNS
     asking: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -204,10 +206,15 @@ class _Search:
             service = records.read(info.properties, info.port, addresses, self.own)
         except ValueError:
             return
-        wanted = self.enough(service)
-        if len(self.found) < _MOST_FOUND or (wanted and not self.done):
-            self.found[name] = service
-        self.done = self.done or wanted
+        enough = self.enough(service) and not self.done
+        self.done = self.done or enough
+        if len(self.found) >= _MOST_FOUND and name not in self.found:
+            unwanted = (other for other, known in self.found.items() if not self.wanted(known))
+            other = next(unwanted, None) if enough or self.wanted(service) else None
+            if other is None:
+                return
+            del self.found[other]
+        self.found[name] = service
 
 
 async def _wait(seconds: float, ended: Callable[[], bool]) -> bool:

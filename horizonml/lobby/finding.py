@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 
 from horizonml import __version__
 from horizonml.discovery.diagnosis import explain_nobody
+from horizonml.discovery.peer import diagnose_peer
 from horizonml.discovery.records import Found
 from horizonml.discovery.service import browse
 from horizonml.errors import JobError, RendezvousError
+from horizonml.lobby.proving import PORT, Prover
 from horizonml.lobby.settings import Place
 from horizonml.machine.network import split_address
+from horizonml.security.token import Token
 from horizonml.text import printable
 
-PORT = 29400
 SECONDS = 10.0  # in which a lobby is found, if one is there
+_MOST_NAMED = 5  # services that are not for this device
 _SETTLE_SECONDS = 0.5  # in which a second one may announce itself, too
 
 
@@ -32,42 +35,91 @@ def at(peer: str) -> Place:
     return Place(host, (host,), port)
 
 
-def find(token_id: str, choose: Callable[[Sequence[Found]], Found | None], stop: Callable[[], bool]) -> Place | None:
+def find(
+    token: Token | None, choose: Callable[[Sequence[Found]], Found | None], stop: Callable[[], bool]
+) -> Place | None:
     """Return the lobby to join, or None if `stop` says so.
 
-    Of several with this device's token, `choose` names one, or None if nobody can be asked. Raises RendezvousError with
-    the reasons if there is none.
+    Announcements prove nothing, so only services count that show the token; where none of those that were announced
+    does, others are looked for. Of several runs, `choose` names one, or None if nobody can be asked. Raises
+    RendezvousError with the reasons if there is none.
     """
-    first: list[float] = []
-
-    def note(service: Found) -> bool:
-        if fits(service, token_id):
-            first.append(time.monotonic())
-        return False
-
-    def settled() -> bool:
-        return stop() or bool(first and time.monotonic() - first[0] > _SETTLE_SECONDS)
-
-    begin = time.monotonic()
-    found = browse(SECONDS, note, settled)
+    search = _Search(token, stop)
+    runs = search.run()
     if stop():
         return None
-    fitting = [service for service in found if fits(service, token_id)]
-    for service in found:
-        mark = f" (after {first[0] - begin:.1f} s)" if service in fitting else ", but not for this device"
-        print(f"found {words(service)}{mark}", flush=True)
-    if not fitting:
-        raise RendezvousError(
-            f"no run was found within {SECONDS:.0f} s\n{explain_nobody(found, token_id, __version__)}\n"
-            "`horizonml join --peer HOST` goes to a device's address without looking for it."
-        )
-    chosen = fitting[0] if len(fitting) == 1 else choose(fitting)
+    search.tell(runs)
+    if not runs:
+        raise RendezvousError(search.explain())
+    chosen = runs[0] if len(runs) == 1 else choose(runs)
     if stop():
         return None
     if chosen is None:
-        names = "; ".join(f"--peer {service.host}:{service.port} for {words(service)}" for service in fitting)
-        raise RendezvousError(f"there are {len(fitting)} runs with this device's token; choose one: {names}")
+        names = "; ".join(f"--peer {service.host}:{service.port} for {words(service)}" for service in runs)
+        raise RendezvousError(f"there are {len(runs)} runs with this device's token; choose one: {names}")
     return Place(chosen.name, chosen.addresses or (chosen.host,), chosen.port)
+
+
+class _Search:
+    """A search for the runs that this device can join."""
+
+    def __init__(self, token: Token | None, stop: Callable[[], bool]) -> None:
+        self._token, self._token_id, self._stop = token, token.id if token is not None else "", stop
+        self._prover = Prover(token)
+        self._found: list[Found] = []  # all, whether they fit or not
+        self._seconds = 0.0  # until the first that fits
+
+    def run(self) -> list[Found]:
+        """Return the runs, as soon as there is one."""
+        begin, runs = time.monotonic(), list[Found]()
+        while not runs and not self._stop() and (left := begin + SECONDS - time.monotonic()) > 0:
+            first = self._look(left)
+            self._seconds = (first or time.monotonic()) - begin
+            runs = self._prover.prove(self._fitting(), self._stop)
+        return runs
+
+    def tell(self, runs: Sequence[Found]) -> None:
+        """Say what was found."""
+        for service in runs:
+            print(f"found {words(service)} (after {self._seconds:.1f} s)", flush=True)
+        known = {(host, service.port) for service in runs for host in service.addresses}
+        others = [service for service in self._found if (service.host, service.port) not in known]
+        for service in others[:_MOST_NAMED]:
+            why = "it does not show this device's token" if fits(service, self._token_id) else "not for this device"
+            print(f"found {words(service)}, but {why}", flush=True)
+        if len(others) > _MOST_NAMED:
+            print(f"found {len(others) - _MOST_NAMED} more that this device cannot join", flush=True)
+
+    def explain(self) -> str:
+        """Return why there is no run."""
+        fitting, reasons = self._fitting(), explain_nobody(self._found, self._token_id, __version__)
+        if len(fitting) == 1 and len(self._found) == 1:
+            reasons = diagnose_peer(fitting[0].host, fitting[0].port, self._token) or reasons
+        return (
+            f"no run was found within {SECONDS:.0f} s\n{reasons}\n"
+            "`horizonml join --peer HOST` goes to a device's address without looking for it."
+        )
+
+    def _look(self, seconds: float) -> float | None:
+        """Look for services until some may be tried, and return when the first of them was found."""
+        first: list[float] = []
+
+        def note(service: Found) -> bool:
+            if fits(service, self._token_id) and self._prover.is_worth_a_try(service):
+                first.append(time.monotonic())
+            return False
+
+        def settled() -> bool:
+            return self._stop() or bool(first and time.monotonic() - first[0] > _SETTLE_SECONDS)
+
+        def wanted(service: Found) -> bool:
+            return fits(service, self._token_id) and self._prover.is_new(service)
+
+        self._found = browse(seconds, note, settled, wanted) or self._found
+        return first[0] if first else None
+
+    def _fitting(self) -> list[Found]:
+        return [service for service in self._found if fits(service, self._token_id)]
 
 
 def fits(service: Found, token_id: str) -> bool:

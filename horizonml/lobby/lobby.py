@@ -201,6 +201,7 @@ class Lobby:
             "job": self.offer.text,
             "name": self.offer.name,
             "lineage": self.offer.lineage,
+            "run": self.run,
             "shared": self.shelf is not None,
         }
 

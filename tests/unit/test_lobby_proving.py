@@ -1,0 +1,64 @@
+"""Which of the services that announce themselves show the token: on this machine, with the real service."""
+
+from __future__ import annotations
+
+import socket
+
+from horizonml import __version__
+from horizonml.discovery.records import Found
+from horizonml.job.jobfile import from_values
+from horizonml.lobby.lobby import Lobby
+from horizonml.lobby.offer import offer
+from horizonml.lobby.proving import MOST_AT_ONCE, Prover
+from horizonml.security.tls import server_context
+from horizonml.security.token import make_token
+from tests.unit.test_lobby_join import LINEAGE, serving
+
+TOKEN = make_token()
+
+
+def lobby() -> Lobby:
+    return Lobby(offer(from_values({"name": "test"}, "the test's job"), LINEAGE))
+
+
+def announced(name: str, port: int, *hosts: str) -> Found:
+    hosts = hosts or ("127.0.0.1",)
+    return Found(name, hosts[0], port, TOKEN.id, __version__, "test", hosts)
+
+
+def test_only_runs_that_show_the_token_count_and_each_of_them_once() -> None:
+    first, second, strange = lobby(), lobby(), lobby()
+    with (
+        serving(dict(first.handlers()), server_context(TOKEN)) as one,
+        serving(dict(second.handlers()), server_context(TOKEN)) as two,
+        serving(dict(strange.handlers()), server_context(make_token())) as other,
+        serving(dict(strange.handlers()), None) as plain,
+        socket.create_server(("127.0.0.1", 0)) as mute,
+    ):
+        real = [announced("a", one.port), announced("b", two.port, "127.0.0.9", "127.0.0.1")]
+        copy = announced("c", one.port)
+        fakes = [announced(f"d{port}", port) for port in (other.port, plain.port, mute.getsockname()[1], 1)]
+        prover = Prover(TOKEN)
+        assert all(prover.is_new(service) for service in fakes)
+        found = prover.prove([*fakes, *real, copy], lambda: False)
+        assert [(service.name, service.port) for service in found] == [("a", one.port), ("b", two.port)]
+        assert found[1].host in found[1].addresses
+        assert not any(prover.is_new(service) for service in [*fakes, *real, copy])
+        assert Prover(TOKEN).prove(fakes[:2], lambda: False) == []
+        assert Prover(None).prove([announced("e", plain.port)], lambda: False)[0].name == "e"
+
+
+def test_who_announces_a_thousand_ports_does_not_come_before_another_device() -> None:
+    """Nothing answers at these ports, and each search tries a few of them."""
+    with serving(dict(lobby().handlers()), server_context(TOKEN)) as place:
+        flood = [announced(f"x{port}", port, "127.0.0.2") for port in range(1, 1001)]
+        found = Prover(TOKEN).prove([*flood, announced("laptop", place.port)], lambda: False)
+        assert [service.name for service in found] == ["laptop"]
+        assert len(flood) > MOST_AT_ONCE
+
+
+def test_an_address_is_tried_twice_and_no_more() -> None:
+    prover, gone = Prover(TOKEN), announced("gone", 1)
+    for worth in (True, True, False):
+        assert prover.is_worth_a_try(gone) is worth
+        assert prover.prove([gone], lambda: False) == []
