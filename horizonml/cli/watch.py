@@ -39,8 +39,8 @@ def watch(
     The page shows devices and links, the plan, where the time goes, the loss, what has happened, and what another
     device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C.
     """
+    from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
-    from horizonml.page.guard import is_loopback
     from horizonml.page.server import PageServer
     from horizonml.page.stopping import StopHere
 

@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import socket
 
+from horizonml.machine.network import is_loopback
 from horizonml.web.messages import Reply, Request
 
 # Nothing is loaded from elsewhere, nothing inline runs, and no other site may show the page in a frame.
@@ -24,12 +25,6 @@ ACTIONS = "/api/actions/"
 def guarded(reply: Reply) -> Reply:
     """Return an answer with the headers that every answer has."""
     return Reply(reply.status, reply.body, reply.kind, {**_HEADERS, **reply.headers})
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address, or the name localhost, cannot be reached from other machines."""
-    address = _address(host)
-    return host.lower() in ("localhost", "localhost.") or (address is not None and address.is_loopback)
 
 
 class Guard:
@@ -58,7 +53,7 @@ class Guard:
 
     def may_act(self, request: Request) -> bool:
         """Return whether a client may send the token: without encryption it must not travel over a network."""
-        return self._token is not None and is_loopback(request.peer.partition("%")[0])
+        return self._token is not None and is_loopback(request.peer)
 
     def _refuse_action(self, request: Request) -> Reply | None:
         if not self.may_act(request):
