@@ -114,7 +114,7 @@ def test_the_commands(recorded: Path) -> None:
     nowhere = horizonml(folder, "top", "nowhere")
     assert (nowhere.returncode, nowhere.stderr) == (
         1,
-        "error: nowhere is no folder; name that of a run, such as runs/digits\n",
+        "error: nowhere is not a folder; name that of a run, such as runs/digits\n",
     )
 
 
