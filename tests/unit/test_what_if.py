@@ -275,7 +275,7 @@ def test_a_device_with_stated_speed_memory_and_links(planning: Planning) -> None
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ({"remove": ["4"]}, r"^remove: '4' is no device of this run; there are 0 \(laptop\), 1 \(pi-rank1\)"),
+        ({"remove": ["4"]}, r"^remove: '4' is not a device of this run; there are 0 \(laptop\), 1 \(pi-rank1\)"),
         ({"remove": ["pi"]}, "^remove: 'pi' is no device"),
         ({"remove": ["0", "1", "2", "3"]}, "^remove: no device would be left"),
         ({"remove": ["-1"]}, "^remove: '-1' is no device"),
@@ -307,7 +307,7 @@ def test_a_device_with_stated_speed_memory_and_links(planning: Planning) -> None
         ),
         ({"rates": {"0-1": "1e40Gbit"}}, "^rate: '0-1': '1e40Gbit' is not from"),
         ({"rates": {"0-1": "1Mbit,x"}}, "^rate: latency of '0-1': 'x' is not a number"),
-        ({"rates": {"1-1": "1Mbit"}}, "^rate: '1-1' is no link"),
+        ({"rates": {"1-1": "1Mbit"}}, "^rate: '1-1' is not a link"),
         ({"rates": {"0-9": "1Mbit"}}, "^rate: '9' is no device"),
         ({"rates": {"0-1-2": "1Mbit"}}, "^rate: '0-1-2' is no device"),
         ({"rates": {"\x1b": "1Mbit"}}, r"^rate: '\\x1b' is no device"),
