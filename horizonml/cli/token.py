@@ -21,6 +21,7 @@ def token(
     Devices with the same token find each other, encrypt what they send, and let nobody else in. Make it once, on any
     of them, and copy the file to the others:
 
+    \b
         horizonml token
         ssh pi@raspberry mkdir -p .config/horizonml
         scp ~/.config/horizonml/token pi@raspberry:.config/horizonml/token

@@ -53,7 +53,7 @@ def up(
     share_data: Annotated[
         bool, typer.Option("--share-data", help="Send the job's data to devices that lack it and accept it.")
     ] = False,
-    train: Annotated[bool, typer.Option(help="Let this device train, too, as rank 0.")] = True,
+    train: Annotated[bool, typer.Option(help="Train on this device, too, as rank 0.")] = True,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
@@ -125,7 +125,7 @@ def join(
     max_temperature: Annotated[
         float | None,
         typer.Option(
-            metavar="DEGREES", help="Train only while the processor is no hotter, in Celsius.", show_default=False
+            metavar="DEGREES", help="Train only while the processor is no hotter (in °C).", show_default=False
         ),
     ] = None,
     on_mains: Annotated[bool, typer.Option("--on-mains", help="Train only while this device is plugged in.")] = False,
