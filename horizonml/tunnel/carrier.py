@@ -33,6 +33,7 @@ class Opening:
     listener: socket.socket
     at: tuple[str, int]
     target: Target
+    where: tuple[str, int]  # the other machine's tunnel
     state: str = "waiting"  # then "connecting", and "connected" or "failed"
     reason: str = ""
 
@@ -59,6 +60,7 @@ class Carrier:
         self._pipes: set[Pipe] = set()
         self._openings: dict[int, Opening] = {}
         self._opened = 0
+        self._ended = False
         self._sent = self._received = self.refused = self.handshakes = 0
         self.cipher = ""
 
@@ -91,9 +93,18 @@ class Carrier:
             self._loop.close(self._listener)
             self._listener = None
 
+    @property
+    def busy(self) -> bool:
+        """Return whether connections are carried, or a rank's own is about to be."""
+        return bool(self._pipes) or any(opening.state == "connecting" for opening in self._openings.values())
+
     def end(self) -> None:
         """Accept no more, because the rank has ended; what belongs to other ranks of this machine goes on."""
+        self._ended = True
         self.stop_serving()
+        for opening in self._openings.values():
+            if opening.state == "waiting":
+                self._depart(opening)  # if its rank has connected at the last moment
         for pipe in list(self._pipes):
             pipe.hurry()
 
@@ -204,6 +215,8 @@ class Carrier:
         pipe = Pipe(self._loop, PlainEnd(near), far, self._forget)
         self._pipes.add(pipe)
         pipe.begin()
+        if self._ended:
+            pipe.hurry()
 
     def _forget(self, pipe: Pipe) -> None:
         self._pipes.discard(pipe)
@@ -218,10 +231,10 @@ class Carrier:
         listener = socket.create_server((stand_in, 0), backlog=4)
         listener.setblocking(False)
         at = listener.getsockname()
-        opening = Opening(listener, (at[0], at[1]), target)
+        opening = Opening(listener, (at[0], at[1]), target, (host, port))
         self._opened += 1
         self._openings[self._opened] = opening
-        self._loop.watch(listener, READ, lambda _: self._depart(opening, host, port))
+        self._loop.watch(listener, READ, lambda _: self._depart(opening))
         return self._opened, opening.at
 
     def state_of(self, number: int) -> tuple[str, str]:
@@ -235,7 +248,7 @@ class Carrier:
         if opening is not None:
             self._loop.close(opening.listener)
 
-    def _depart(self, opening: Opening, host: str, port: int) -> None:
+    def _depart(self, opening: Opening) -> None:
         """Take the connection of this machine's rank, if it is its, and begin to connect it with the other machine."""
         try:
             near, source = opening.listener.accept()
@@ -247,13 +260,13 @@ class Carrier:
             return
         self._loop.close(opening.listener)
         opening.state = "connecting"
-        self._loop.start(self._go_out(opening, near, host, port), _REACH_SECONDS)
+        self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
 
-    def _go_out(self, opening: Opening, near: socket.socket, host: str, port: int) -> Task:
+    def _go_out(self, opening: Opening, near: socket.socket) -> Task:
         """Connect a rank with the other machine, whose tunnel may be about to be taken over by another rank's."""
         connected = False
         try:
-            where = _resolve(host, port)
+            where = _resolve(*opening.where)
             while not connected:
                 try:
                     connected = yield from self._attempt(opening, near, where)

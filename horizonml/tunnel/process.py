@@ -40,7 +40,7 @@ class Control:
     @property
     def busy(self) -> bool:
         """Return whether connections are carried, of which other ranks of this machine may have one end."""
-        return self._carrier is not None and self._carrier.pipes > 0
+        return self._carrier is not None and self._carrier.busy
 
     def look(self) -> None:
         """Notice that the rank has ended, although processes that it has left behind may hold its end of the line."""

@@ -73,7 +73,11 @@ class Storm:
     def _attack(self, port: int, number: int, draw: random.Random) -> None:
         connection = socket.create_connection((LOCAL, port), timeout=1.0)
         said = (b"", client_hello(), draw.randbytes(500), encode(hello()), b"GET / HTTP/1.0\r\n\r\n", bytes(5000))
-        connection.sendall(said[number % len(said)])
+        try:
+            connection.sendall(said[number % len(said)])
+        except OSError:  # whoever listened there has gone
+            connection.close()
+            return
         match draw.randrange(3):
             case 0:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

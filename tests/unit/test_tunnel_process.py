@@ -117,10 +117,10 @@ def test_the_last_bytes_of_a_rank_that_ends_arrive(start: Start) -> None:
     here = start(free_port())
     with rank(0) as listener:
         near, _ = connect(here, port, listener)
-        far, _ = listener.accept()
         near.sendall(b"x" * 300_000)
+        here.close()  # while the tunnel still shakes hands; its process ends only after all has been carried
+        far, _ = listener.accept()
         near.close()
-        here.close()  # its process ends only after that
         with far:
             far.settimeout(10)
             assert exactly(far, 300_000) == b"x" * 300_000
