@@ -1,4 +1,4 @@
-"""Makes gloo deaf once a group has connected.
+"""Makes gloo ignore further connections once a group has connected.
 
 gloo listens as long as a process group lasts, and every connection of a stranger costs the process a descriptor, until
 it has none left and is aborted.

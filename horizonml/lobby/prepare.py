@@ -61,7 +61,7 @@ class Preparation:
             f"{self._where} shares the data, {files}, which would be kept in {folder}. Fetch it?"
         ):
             raise JobError(
-                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or say "
+                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or start "
                 f"`horizonml join --accept-data`, which fetches {files} from {self._where}"
             )
         print(f"fetching {files} from {self._where} ...", flush=True)

@@ -1,4 +1,4 @@
-"""Decides who may ask what of the page's service, and says to browsers what they may do with its answers."""
+"""Decides who may ask what of the page's service, and tells browsers what they may do with its answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Guard:
         """Return why a request is not answered, or None if it is."""
         if not self._is_for_us(request.headers.get("host", "")):
             # A name that an attacker's server has pointed here would make this page part of the attacker's site.
-            return Reply.text(421, "this service is not called by that name; use its address\n")
+            return Reply.text(421, "this service does not answer under that name; use its address\n")
         if request.headers.get("sec-fetch-site", "none") == "cross-site" and request.path.startswith("/api/"):
             return Reply.text(403, "other sites may not ask this service\n")
         if request.method == "POST" and request.path.startswith(ACTIONS):

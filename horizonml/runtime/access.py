@@ -11,7 +11,7 @@ from horizonml.rendezvous.client import Endpoint
 from horizonml.security.token import INSECURE, TOKEN, Token, find_token
 
 _CURES = (
-    "run `horizonml token` there and copy its file to the other devices (it says which), "
+    "run `horizonml token` on this machine and copy the file that it names to the others, "
     f"or accept that any stranger may take part: --insecure, or {INSECURE}=1"
 )
 

@@ -137,7 +137,7 @@ class Carrier:
                 except (ConnectionRefusedError, ConnectionResetError):
                     continue  # it has just ended
                 except OSError as error:
-                    self.serving, self.reason = "failed", f"what listens there is no tunnel with this token ({error})"
+                    self.serving, self.reason = "failed", f"the port belongs to no tunnel with this token ({error})"
                     return
                 if not found:
                     self.serving, self.reason = "failed", "another user's tunnel listens there"
@@ -330,5 +330,5 @@ def _words(error: Exception) -> str:
     if isinstance(error, ssl.SSLEOFError):
         return "it closed the connection"
     if isinstance(error, ssl.SSLError):
-        return f"it does not have this job's token, or is no tunnel ({error.reason or error})"
+        return f"it does not have this job's token, or is not a tunnel ({error.reason or error})"
     return (getattr(error, "strerror", None) or str(error)).lower()

@@ -67,8 +67,8 @@ class Tunnel:
         """
         if sys.platform != "linux":
             raise SecurityError(
-                "links between machines are protected on Linux only; train in containers or in a private network "
-                "(--insecure), or on this machine alone"
+                "links between machines are protected on Linux only; train in containers, on this machine alone, or "
+                "in a private network without a token (HORIZONML_INSECURE=1)"
             )
         self._token, self._encrypt, self._at = token, encrypt, (address, port)
         self._lock = threading.Lock()
