@@ -20,6 +20,7 @@ from horizonml.security.token import Token
 from horizonml.tunnel.ciphers import configuration, measure, offered
 
 LINK_PORT = "HORIZONML_LINK_PORT"  # overrides `security.port` on this machine
+_START_SECONDS = 60.0  # for the process to start; a small board that is busy takes long to load what it needs
 _ANSWER_SECONDS = 10.0
 _SERVE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
@@ -28,7 +29,7 @@ Fields = dict[str, Any]
 
 
 class TunnelGone(RuntimeError):
-    """Raised when the side process has ended, or does not answer."""
+    """Raised when the side process cannot be started, has ended, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,15 @@ class Tunnel:
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._start()
-        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
+        try:
+            self._start()
+            self._serve()
+        except TunnelGone:
+            self.close()
+            raise
+
+    def _serve(self) -> None:
+        """Accept other machines' connections, or stand by. Raises SecurityError, TunnelGone."""
         address, port = self._at
         self._ask({"do": "serve", "address": address, "port": port})
         until = time.monotonic() + _SERVE_SECONDS
@@ -100,27 +108,15 @@ class Tunnel:
             )
 
     def _start(self) -> None:
-        """Start the process with the configuration of OpenSSL that this processor calls for."""
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
-        # Linux keeps this file in memory: a container may have no other place to write to.
-        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
-            configured.write(configuration(offered(measure())).encode())
-            configured.flush()
-            number = configured.fileno()
-            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
-            for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
-                env.pop(name, None)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=env,
-                pass_fds=[number],
-                start_new_session=True,  # Ctrl-C is for the rank
-            )
-        ours.settimeout(_ANSWER_SECONDS)
-        self._line = ours
+        """Start the process, and tell it the token. Raises TunnelGone."""
+        try:
+            process, line = _spawn()
+        except OSError as error:
+            raise TunnelGone(f"the side process of the tunnel cannot be started: {error.strerror or error}") from error
+        self._process, self._line = process, line
+        line.settimeout(_START_SECONDS)
+        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
+        line.settimeout(_ANSWER_SECONDS)
 
     def open(self, host: str, port: int, stand_in: str, target: tuple[str, int]) -> tuple[int, tuple[str, int]]:
         """Return the number and the address of a socket that stands for a rank on another machine. Raises TunnelGone.
@@ -205,3 +201,30 @@ class Tunnel:
                 raise TunnelGone("the side process of the tunnel has ended, or does not answer") from error
         reply: Fields = json.loads(answer)
         return reply
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process with the configuration of OpenSSL that this processor calls for. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
+    try:
+        # Linux keeps this file in memory: a container may have no other place to write to.
+        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
+            configured.write(configuration(offered(measure())).encode())
+            configured.flush()
+            number = configured.fileno()
+            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
+            for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
+                env.pop(name, None)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=env,
+                pass_fds=[number],
+                start_new_session=True,  # Ctrl-C is for the rank
+            )
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
