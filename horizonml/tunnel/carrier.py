@@ -23,6 +23,7 @@ MOST_HANDSHAKES = 64  # at a time
 HANDSHAKE_SECONDS = 5.0
 _REACH_SECONDS = 30.0  # in which another machine's tunnel must answer
 _AGAIN_SECONDS = 0.25  # between two attempts to reach it, or to take over the machine's port
+_MOST_WAITING = 16  # connections to a stand-in; the kernel keeps less
 _PROBE = str(NETWORK[-2])  # no rank's address
 
 
@@ -250,17 +251,25 @@ class Carrier:
 
     def _depart(self, opening: Opening) -> None:
         """Take the connection of this machine's rank, if it is its, and begin to connect it with the other machine."""
-        try:
-            near, source = opening.listener.accept()
-        except OSError:
-            return
-        near.setblocking(False)
-        if connected_from(kernel_table(), (source[0], source[1]), opening.at) != os.geteuid():
+        for _ in range(_MOST_WAITING):
+            try:
+                near, source = opening.listener.accept()
+            except OSError:  # nobody is left, or who was there has gone
+                return
+            near.setblocking(False)
+            try:
+                own = connected_from(kernel_table(), (source[0], source[1]), opening.at) == os.geteuid()
+            except OSError as error:  # nobody can say who it is
+                near.close()
+                self._loop.close(opening.listener)
+                opening.state, opening.reason = "failed", f"the kernel does not say who connects ({_words(error)})"
+                return
+            if own:
+                self._loop.close(opening.listener)
+                opening.state = "connecting"
+                self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
+                return
             near.close()  # another user of this machine
-            return
-        self._loop.close(opening.listener)
-        opening.state = "connecting"
-        self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
 
     def _go_out(self, opening: Opening, near: socket.socket) -> Task:
         """Connect a rank with the other machine, whose tunnel may be about to be taken over by another rank's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import psutil
 import pytest
@@ -206,6 +207,21 @@ def test_strangers_get_nothing_and_disturb_nobody(start: Start) -> None:
         assert there.usage().refused >= 300
 
 
+@contextmanager
+def as_another_user(at: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
+    """Connect as another user of this machine: the kernel notes who has made a socket."""
+    with ExitStack() as opened:
+        os.seteuid(65534)
+        try:
+            strangers = [opened.enter_context(socket.socket()) for _ in range(count)]
+        finally:
+            os.seteuid(0)
+        for stranger in strangers:
+            stranger.settimeout(10)
+            stranger.connect(at)
+        yield strangers
+
+
 def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -214,15 +230,61 @@ def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -
     here = start(free_port())
     with rank(0) as listener:
         number, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
-        child = os.fork()
-        if child == 0:
-            os.setuid(65534)
-            with socket.create_connection(at, timeout=10) as stranger:
-                stranger.settimeout(10)
-                os._exit(0 if stranger.recv(1) == b"" else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        with as_another_user(at, 1) as (stranger,):
+            assert stranger.recv(1) == b""
         with socket.create_connection(at, timeout=10), listener.accept()[0]:
             assert here.failures([number], 5.0) == {}
+
+
+def test_a_ranks_last_connection_is_found_behind_those_of_another_user(start: Start) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    with rank(0) as listener:
+        _, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
+        assert here._process is not None
+        here._process.send_signal(signal.SIGSTOP)  # so that all of them wait when the rank ends
+        with as_another_user(at, 3), socket.create_connection(at, timeout=10) as near:
+            near.sendall(b"the last words")
+            process = here._process
+            here.close()
+            process.send_signal(signal.SIGCONT)
+            far, _ = listener.accept()
+            with far:
+                far.settimeout(10)
+                assert exactly(far, 14) == b"the last words"
+
+
+def test_a_tunnel_without_a_descriptor_for_a_moment_says_so_and_goes_on(start: Start) -> None:
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    assert here._process is not None
+    process = psutil.Process(here._process.pid)
+    with rank(0) as listener:
+        number, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
+        with descriptors_left(process, 1), socket.create_connection(at, timeout=10) as near:
+            near.settimeout(10)  # it is accepted, but the kernel's list of connections cannot be opened
+            assert near.recv(1) == b""
+        assert "the kernel does not say who connects (too many open files)" in here.failures([number], 5.0)[number]
+        near, number = connect(here, port, listener)
+        with near, listener.accept()[0]:
+            assert here.failures([number], 5.0) == {}
+
+
+@contextmanager
+def descriptors_left(process: psutil.Process, count: int) -> Iterator[None]:
+    """Let a process open no more files than this."""
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    free = itertools.islice((number for number in itertools.count() if number not in taken), count + 1)
+    process.rlimit(psutil.RLIMIT_NOFILE, (list(free)[-1], before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, before)
 
 
 def test_another_token_is_named_as_the_reason(start: Start) -> None:
