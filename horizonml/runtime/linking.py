@@ -59,9 +59,10 @@ class Linking:
 
     def counted(self) -> Mapping[str, float]:
         """Return what the tunnel has counted so far, by metric; nothing if there is none."""
-        if self._tunnel is None:
+        tunnel = self._tunnel  # which the rank's own thread may let go of meanwhile
+        if tunnel is None:
             return {}
-        usage = self._tunnel.usage()
+        usage = tunnel.usage()
         return {
             "link_sent_bytes": usage.sent,
             "link_received_bytes": usage.received,

@@ -24,6 +24,7 @@ _START_SECONDS = 60.0  # for the process to start; a small board that is busy ta
 _ANSWER_SECONDS = 10.0
 _SERVE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
+_GONE = "the side process of the tunnel has ended, or does not answer"
 _PACKAGE = Path(__file__).resolve().parents[2]
 Fields = dict[str, Any]
 
@@ -113,10 +114,19 @@ class Tunnel:
             process, line = _spawn()
         except OSError as error:
             raise TunnelGone(f"the side process of the tunnel cannot be started: {error.strerror or error}") from error
-        self._process, self._line = process, line
+        self._process = process
         line.settimeout(_START_SECONDS)
-        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
+        begin = {"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()}
+        try:
+            reply = _answer(line, begin)
+        except OSError as error:
+            line.close()
+            raise TunnelGone(_GONE) from error
+        if "error" in reply:
+            line.close()
+            raise TunnelGone(f"the side process of the tunnel cannot begin: {reply['error']}")
         line.settimeout(_ANSWER_SECONDS)
+        self._line = line  # from now on other threads may ask, too
 
     def open(self, host: str, port: int, stand_in: str, target: tuple[str, int]) -> tuple[int, tuple[str, int]]:
         """Return the number and the address of a socket that stands for a rank on another machine. Raises TunnelGone.
@@ -188,19 +198,24 @@ class Tunnel:
             if self._line is None:
                 raise TunnelGone("the tunnel is closed")
             try:
-                self._line.sendall(json.dumps(request).encode() + b"\n")
-                answer = b""
-                while not answer.endswith(b"\n"):
-                    more = self._line.recv(64 << 10)
-                    if not more:
-                        raise ConnectionResetError
-                    answer += more
+                return _answer(self._line, request)
             except OSError as error:
                 self._line.close()
                 self._line = None
-                raise TunnelGone("the side process of the tunnel has ended, or does not answer") from error
-        reply: Fields = json.loads(answer)
-        return reply
+                raise TunnelGone(_GONE) from error
+
+
+def _answer(line: socket.socket, request: Fields) -> Fields:
+    """Send a request, and return its reply. Raises OSError."""
+    line.sendall(json.dumps(request).encode() + b"\n")
+    answer = b""
+    while not answer.endswith(b"\n"):
+        more = line.recv(64 << 10)
+        if not more:
+            raise ConnectionResetError
+        answer += more
+    reply: Fields = json.loads(answer)
+    return reply
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:

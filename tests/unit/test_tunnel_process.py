@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import psutil
 import pytest
@@ -364,6 +365,31 @@ def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
     assert tunnel._process is not None
     assert tunnel._process.pid != killed.pid
     assert tunnel.usage().seconds > 0
+
+
+def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) -> None:
+    tunnel = start(free_port())
+    killed = tunnel._process
+    assert killed is not None
+    killed.kill()
+    killed.wait(10)
+    seen: list[Usage] = []
+
+    def read(frame: FrameType, event: str, _: object) -> None:
+        """Ask between any two steps of the start, as a thread might."""
+        ours = frame.f_globals["__name__"] == "horizonml.tunnel.client" and event in ("call", "return")
+        if ours and not tunnel._lock.locked():  # a thread would wait for that
+            sys.setprofile(None)
+            seen.append(tunnel.usage())
+            sys.setprofile(read)
+
+    sys.setprofile(read)
+    try:
+        tunnel.ensure()
+    finally:
+        sys.setprofile(None)
+    assert seen[0] == Usage()
+    assert seen[-1].seconds > 0
 
 
 def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None:
