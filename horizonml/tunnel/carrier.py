@@ -117,15 +117,11 @@ class Carrier:
             self.serving, self.reason = "failed", error.strerror or str(error)
             return
         while True:
-            listener = socket.socket(where[0], socket.SOCK_STREAM)
             try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.setblocking(False)
-                listener.bind(where[1])
-                listener.listen(512)
+                listener = _listen(where)
             except OSError as error:
-                listener.close()
-                if error.errno != errno.EADDRINUSE:
+                # Whoever stands by goes on trying: the machine's address may be gone for a moment.
+                if error.errno != errno.EADDRINUSE and self.serving != "standby":
                     self.serving, self.reason = "failed", error.strerror or str(error)
                     return
             else:
@@ -321,6 +317,20 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     """Return the family and the target of a numeric address. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     return int(family), target  # type: ignore[return-value]
+
+
+def _listen(where: tuple[int, tuple[str, int]]) -> socket.socket:
+    """Return a socket that listens for other machines. Raises OSError."""
+    listener = socket.socket(where[0], socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(where[1])
+        listener.listen(512)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _connect(connection: socket.socket, target: tuple[str, int]) -> Generator[Wait, None, None]:

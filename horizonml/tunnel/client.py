@@ -74,31 +74,45 @@ class Tunnel:
             )
         self._token, self._encrypt, self._at = token, encrypt, (address, port)
         self._lock = threading.Lock()
+        self._ensuring = threading.Lock()  # a thread that connected the last group may still be at it
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._last = Usage()
         self.ensure()
 
     def ensure(self) -> None:
-        """Start the process again if it has ended. Raises SecurityError, TunnelGone."""
-        if self._line is not None and self._process is not None and self._process.poll() is None:
-            return
-        self.close()
-        try:
-            self._start()
-            self._serve()
-        except TunnelGone:
-            self.close()
-            raise
+        """Start the process again if it has ended, and serve again if that has failed.
+
+        Raises SecurityError, TunnelGone.
+        """
+        with self._ensuring:
+            try:
+                serving = self._serving()[0]
+            except TunnelGone:
+                self.close()
+                serving = "gone"
+            try:
+                if serving == "gone":
+                    self._start()
+                if serving not in ("yes", "standby"):
+                    self._serve()
+            except TunnelGone:
+                self.close()
+                raise
+
+    def _serving(self) -> tuple[str, str]:
+        """Return whether the process serves: "yes", "standby", "no" or "failed"; and why not. Raises TunnelGone."""
+        state, reason = self._ask({"do": "state", "numbers": []})["serving"]
+        return state, reason
 
     def _serve(self) -> None:
         """Accept other machines' connections, or stand by. Raises SecurityError, TunnelGone."""
         address, port = self._at
         self._ask({"do": "serve", "address": address, "port": port})
         until = time.monotonic() + _SERVE_SECONDS
-        while (state := self._ask({"do": "state", "numbers": []})["serving"])[0] == "no":
+        while (state := self._serving())[0] == "no":
             if time.monotonic() > until:
-                state = ["failed", f"no answer from what listens there within {_SERVE_SECONDS:.0f} s"]
+                state = "failed", f"no answer from what listens there within {_SERVE_SECONDS:.0f} s"
                 break
             time.sleep(_LOOK_SECONDS)
         if state[0] == "failed":

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -312,7 +313,7 @@ def test_nobody_there_is_named_as_the_reason(start: Start) -> None:
 def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
     port = free_port()
     first, second, far_away = start(port), start(port), start(free_port())
-    assert [tunnel._ask({"do": "state", "numbers": []})["serving"][0] for tunnel in (first, second)] == [
+    assert [tunnel._serving()[0] for tunnel in (first, second)] == [
         "yes",
         "standby",
     ]
@@ -325,6 +326,31 @@ def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
     wait_for(lambda: second.usage().connections == 0, "the end of the connection")
 
 
+def test_whoever_stands_by_goes_on_trying_after_another_trouble(start: Start) -> None:
+    port = free_port()
+    first, second = start(port), start(port)
+    assert second._serving()[0] == "standby"
+    assert first._process is not None
+    assert second._process is not None
+    process, before = psutil.Process(second._process.pid), first._process
+    with descriptors_left(process, 0):
+        first.close()
+        before.wait(10)
+        time.sleep(0.6)  # it has tried again twice
+        assert second._serving()[0] == "standby"
+    wait_for(lambda: second._serving()[0] == "yes", "the port", 10)
+
+
+def test_a_tunnel_that_failed_to_serve_is_told_to_serve_again(start: Start) -> None:
+    tunnel = start(free_port())
+    process = tunnel._process
+    tunnel._ask({"do": "serve", "address": "192.0.2.1", "port": 9})  # an address that no machine has
+    wait_for(lambda: tunnel._serving()[0] == "failed", "the failure", 10)
+    tunnel.ensure()
+    assert tunnel._serving()[0] == "yes"
+    assert tunnel._process is process
+
+
 def test_a_rank_that_has_ended_still_carries_what_belongs_to_another(start: Start) -> None:
     port = free_port()
     first, second, far_away = start(port), start(port), start(free_port())
@@ -332,7 +358,7 @@ def test_a_rank_that_has_ended_still_carries_what_belongs_to_another(start: Star
         near, _ = connect(far_away, port, listener)
         far, _ = listener.accept()
         first.close()  # which has accepted the connection of the other's
-        wait_for(lambda: second._ask({"do": "state", "numbers": []})["serving"][0] == "yes", "the port")
+        wait_for(lambda: second._serving()[0] == "yes", "the port")
         with near, far:
             near.sendall(b"go on")
             assert exactly(far, 5) == b"go on"
