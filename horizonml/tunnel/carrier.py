@@ -62,7 +62,7 @@ class Carrier:
         self._openings: dict[int, Opening] = {}
         self._opened = 0
         self._ended = False
-        self._sent = self._received = self.refused = self.handshakes = 0
+        self._sent = self._received = self.refused = 0
         self.cipher = ""
 
     @property
@@ -175,7 +175,6 @@ class Carrier:
         try:
             far = SecureEnd(accepted, self._server, True)
             yield from far.handshake()
-            self.handshakes += 1
             target = Target.from_bytes((yield from far.receive(HEADER_BYTES)))
             answer, near = yield from self._reach(target)
             yield from far.send(bytes([answer]))

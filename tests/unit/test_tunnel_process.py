@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from types import FrameType
 
 import psutil
@@ -390,6 +391,7 @@ def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
     tunnel.ensure()
     assert tunnel._process is not None
     assert tunnel._process.pid != killed.pid
+    assert set(tunnel._ask({"do": "stats"})) == {field.name for field in fields(Usage)}, "nothing is counted in vain"
     assert tunnel.usage().seconds > 0
 
 
