@@ -29,7 +29,7 @@ def rendezvous(
             metavar="N",
             min=0,
             max=65535,
-            help="Port to listen on; 0 for any free one. Default: 29400; before a command any.",
+            help="Port to listen on; 0 for any free one. Default: 29400, or with COMMAND any free one.",
         ),
     ] = None,
     advertise: Annotated[
@@ -46,13 +46,13 @@ def rendezvous(
 ) -> None:
     """Serve the rendezvous, where the ranks of a job meet.
 
-    Alone it serves until it is stopped. Before a command that starts ranks it serves for as long as that runs, and
-    tells it the address in HORIZONML_RENDEZVOUS, whatever the launcher:
+    Without a command, it serves until it is stopped. With a command that starts ranks, it serves for as long as the
+    command runs, and passes the address to it in HORIZONML_RENDEZVOUS, whatever the launcher:
 
         horizonml rendezvous -- mpirun -n 4 horizonml train digits
 
-    Connections are encrypted with the token of `horizonml token`, and nobody without it gets in. On this machine alone
-    it may be missing; a command's ranks get one that is made for them.
+    Connections are encrypted, and nobody gets in without the token that `horizonml token` makes. Ranks on this machine
+    alone need none; a command's ranks get one that is made for them.
     """
     from horizonml.runtime.serve import become_service, serve_command
 

@@ -10,7 +10,7 @@ import typer
 def token(
     show: Annotated[bool, typer.Option("--show", help="Print the token, and nothing else.")] = False,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace the token by a new one; do it between runs, on one device.")
+        bool, typer.Option("--rotate", help="Replace the token by a new one. Do this between runs, on one device.")
     ] = False,
     secret: Annotated[
         bool, typer.Option("--secret", help="Print a Kubernetes Secret with the token, for `kubectl apply -f -`.")
@@ -21,10 +21,12 @@ def token(
     Devices with the same token find each other, encrypt what they send, and let nobody else in. Make it once, on any
     of them, and copy the file to the others:
 
+    \b
         horizonml token
+        ssh pi@raspberry mkdir -p .config/horizonml
         scp ~/.config/horizonml/token pi@raspberry:.config/horizonml/token
 
-    $HORIZONML_TOKEN, or a file that $HORIZONML_TOKEN_FILE names, comes before that file.
+    $HORIZONML_TOKEN, or a file that $HORIZONML_TOKEN_FILE names, takes precedence over that file.
     """
     import os
 

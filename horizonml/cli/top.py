@@ -30,17 +30,17 @@ def top(
     ],
     once: Annotated[
         bool,
-        typer.Option("--once", help="Print how the run stands now, and end; without a terminal, that is the rule."),
+        typer.Option("--once", help="Print one view and end; without a terminal, this is always so."),
     ] = False,
     every: Annotated[
-        float, typer.Option(metavar="S", min=0.1, max=3600, help="Read and draw every so many seconds.")
+        float, typer.Option(metavar="S", min=0.1, max=3600, help="Refresh the view every S seconds.")
     ] = 1.0,
 ) -> None:
     """Watch a run in the terminal.
 
-    Shows how far the run is, its loss and speed; for each rank, where its time goes, and its memory; the plan, what
-    flows over the links, and what has happened. Everything is read from the run's folder, so the run may be finished,
-    and it is never disturbed. Press q or Ctrl-C to leave; the run goes on.
+    Shows how far the run is, its loss and speed, each rank's memory and where its time goes, the plan, what flows over
+    the links, and what has happened. Everything is read from the run's folder, so the run may be finished, and it is
+    never disturbed. Press q or Ctrl-C to leave; the run goes on.
     """
     from rich.console import Console
 
@@ -48,7 +48,7 @@ def top(
     from horizonml.report.live import LiveRun
 
     if not run.is_dir():
-        raise HorizonError(f"{run} is no folder; name that of a run, such as runs/digits")
+        raise HorizonError(f"{run} is not a folder; name that of a run, such as runs/digits")
     console = Console(highlight=False)
     shown = _Shown(LiveRun(run), console.encoding.lower().startswith("utf"))
     if once or not console.is_terminal:

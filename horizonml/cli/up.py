@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
 Name = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="What this device is called there. Default: its host name.", show_default=False),
+    typer.Option(metavar="NAME", help="Name of this device in the run. Default: its host name.", show_default=False),
 ]
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Do without a token: any stranger who reaches the port can take part.")
@@ -43,7 +43,7 @@ def up(
             metavar="N",
             min=1,
             max=4096,
-            help="Start when so many devices are ready, with this one. Default: start on Enter, or on the page.",
+            help="Start when N devices are ready, this one included. Default: start on Enter, or on the page.",
             show_default=False,
         ),
     ] = None,
@@ -51,23 +51,23 @@ def up(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "0.0.0.0",  # noqa: S104
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on.")] = 29400,
     share_data: Annotated[
-        bool, typer.Option("--share-data", help="Hand the job's data to devices that lack it and accept it.")
+        bool, typer.Option("--share-data", help="Send the job's data to devices that lack it and accept it.")
     ] = False,
-    train: Annotated[bool, typer.Option(help="Whether this device trains, too, as rank 0.")] = True,
+    train: Annotated[bool, typer.Option(help="Train on this device, too, as rank 0.")] = True,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
     page: Annotated[
-        bool, typer.Option("--page", help="Serve a page about the run, as `horizonml watch` does, on this machine.")
+        bool, typer.Option("--page", help="Serve a page about the run on this machine, as `horizonml watch` does.")
     ] = False,
     page_port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port of the page.")] = 8400,
     insecure: Insecure = False,
 ) -> None:
     """Train a job with all devices that join.
 
-    Run `horizonml join` on the other devices. They find this one by themselves, if they are on its network and have its
-    token, and they need neither the job file nor a rank or an address. Training starts on Enter, or at --workers N, and
-    goes on when devices join or leave.
+    Run `horizonml join` on the other devices. They find this one by themselves if they are on its network and have its
+    token, and they need neither the job file nor a rank or an address. Training starts when you press Enter, or when
+    --workers N devices are ready, and goes on when devices join or leave.
     """
     from horizonml.lobby.messages import Outcome
     from horizonml.lobby.up import Settings, Up
@@ -105,7 +105,7 @@ def _token() -> Token:
         token = make_token()
         file = save_token(token)
         print(f"a new token ({token.id}) is in {file}")
-        print("Copy that file to the other devices, with mode 600, or paste there what `horizonml token --show` says.")
+        print("Copy that file to the other devices, with mode 600; `horizonml token --show` prints its content.")
     return token
 
 
@@ -120,15 +120,17 @@ def join(
         bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
     ] = False,
     when_idle: Annotated[
-        bool, typer.Option("--when-idle", help="Train only while nobody uses this device and nothing else is busy.")
+        bool, typer.Option("--when-idle", help="Train only while nobody uses this device and other programs are idle.")
     ] = False,
     max_temperature: Annotated[
         float | None,
-        typer.Option(metavar="DEGREES", help="Leave while the processor is hotter, in Celsius.", show_default=False),
+        typer.Option(
+            metavar="DEGREES", help="Train only while the processor is no hotter (in °C).", show_default=False
+        ),
     ] = None,
     on_mains: Annotated[bool, typer.Option("--on-mains", help="Train only while this device is plugged in.")] = False,
     accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Fetch the job's data without a question where it is missing here.")
+        bool, typer.Option("--accept-data", help="Fetch the job's data without asking if this device lacks it.")
     ] = False,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run code of this device that the job names as `module:callable`.")
@@ -144,10 +146,10 @@ def join(
 ) -> None:
     """Let this device take part in a run that `horizonml up` has begun on another one.
 
-    It finds the run by itself, on the network that it is in. It gives its processor and its memory, gets the job and,
-    if you agree, the data, and may join and leave at any time; Ctrl-C leaves after the step.
+    It finds the run by itself on its network. It contributes its processor and its memory, receives the job and, if you
+    agree, the data, and may join and leave at any time. Ctrl-C leaves after the step.
 
-    This device always joins, and its owner comes first:
+    Print a systemd unit for a device that joins every run while nobody uses it:
 
         horizonml join --forever --when-idle --print-unit
     """

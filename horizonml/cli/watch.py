@@ -19,19 +19,17 @@ def watch(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="A run's folder (runs/NAME), or a folder of several: the newest.", show_default=False
+            metavar="RUN", help="A run's folder (runs/NAME), or a folder of runs, for the newest.", show_default=False
         ),
     ],
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on; others than 127.0.0.1 need --insecure.")
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; all but 127.0.0.1 need --insecure.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 for any free one.")] = 8400,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser.")] = False,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure", help="Let everyone who reaches the address read the page, which is not encrypted then."
-        ),
+        typer.Option("--insecure", help="Let everyone who reaches the address read the page, which is not encrypted."),
     ] = False,
 ) -> None:
     """Serve a page about a run, live or finished.
@@ -39,8 +37,8 @@ def watch(
     The page shows devices and links, the plan, where the time goes, the loss, what has happened, and what another
     device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C.
     """
+    from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
-    from horizonml.page.guard import is_loopback
     from horizonml.page.server import PageServer
     from horizonml.page.stopping import StopHere
 
@@ -81,12 +79,12 @@ def _token() -> Token | None:
 def find_run(path: Path) -> Path:
     """Return a run's folder, or the newest run in a folder of several. Raises JobError."""
     if not path.is_dir():
-        raise JobError(f"{path} is no folder; name that of a run, such as runs/digits")
+        raise JobError(f"{path} is not a folder; name that of a run, such as runs/digits")
     if _is_run(path):
         return path
     runs = [inner for inner in path.iterdir() if inner.is_dir() and _is_run(inner)]
     if not runs:
-        raise JobError(f"{path} is no run, and has none in it; runs are in the folder `runs`, or where `folder` says")
+        raise JobError(f"{path} is not a run and contains none; runs are in `runs`, or where the job's `folder` says")
     return max(runs, key=_newest)
 
 

@@ -44,7 +44,7 @@ def what_if(
             show_default=False,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Give up after so many seconds of planning.")] = 60.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Give up after S seconds of planning.")] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Predict what other devices or links would change about a run.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from horizonml.comm.listener import others_there, silence
+from horizonml.comm.listener import guard
 from horizonml.comm.published import PublishedAddresses
 from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
 from horizonml.errors import PeerLost
@@ -104,9 +104,7 @@ class Connections:
         finally:
             self._sockets |= _open_sockets() - before
             store.forget()
-        for own in store.own:
-            if silence(own) and others_there(own):  # who may have taken a rank's place
-                raise PeerLost("another user of this machine has connected to this rank while its group connected")
+        guard(store.own)
         return group
 
     def _make(self, store: PublishedAddresses, ranks: tuple[int, ...]) -> Any:

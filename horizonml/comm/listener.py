@@ -1,4 +1,4 @@
-"""Makes gloo deaf once a group has connected.
+"""Makes gloo ignore further connections once a group has connected.
 
 gloo listens as long as a process group lasts, and every connection of a stranger costs the process a descriptor, until
 it has none left and is aborted.
@@ -6,18 +6,45 @@ it has none left and is aborted.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import select
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
+from horizonml.errors import PeerLost
 from horizonml.tunnel.addresses import kernel_table, others_connected
 from horizonml.tunnel.blob import Published
 
+_log = logging.getLogger(__name__)
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+
+
+def guard(own: Sequence[Published]) -> None:
+    """Make gloo deaf at all the sockets that it has published, and check who has connected to them by now.
+
+    Raises PeerLost.
+    """
+    deaf = [silence(one) for one in own]
+    if not all(deaf) and sys.platform == "linux":  # other systems have no such lists
+        _warn()
+    if any(others_there(one) for one in own):  # who may have taken a rank's place
+        raise PeerLost("another user of this machine has connected to this rank while its group connected")
+
+
+@cache
+def _warn() -> None:
+    """Say it once in the life of this process, and not for each group."""
+    _log.warning(
+        "gloo's listening sockets cannot be found in /proc/self (fd, fdinfo), so they stay open to every process of "
+        "this machine: many connections to them would use up this rank's file descriptors and end it. Let this "
+        "process read /proc, and train beside nobody else until then"
+    )
 
 
 def silence(own: Published) -> bool:

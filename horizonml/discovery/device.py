@@ -1,4 +1,4 @@
-"""What a device says of itself to those that it trains with: what it is, what it has, and how fast it is."""
+"""Describes a device to those that it trains with: what it is, what it has, and how fast it is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FILLER = re.compile(r"(to be filled|default string|system product|system versio
 
 @dataclass(frozen=True)
 class Device:
-    """Describes a device. All of it is its own word, and only for people and for a first guess at a plan."""
+    """Describes a device. Nothing of it is proven; it serves people, and a first guess at a plan."""
 
     name: str
     cores: float  # that it lets a process use

@@ -143,14 +143,14 @@ def _silence(seen: Surroundings) -> list[str]:
         lines.append(f"On this device {firewall.says}; let in what is needed: {firewall.remedy}.")
     if not seen.firewalls and not seen.rules_are_known:
         lines.append(
-            "Whether this device has a firewall in the way, only its administrator can see: run `sudo iptables -S` or "
-            "`sudo nft list ruleset`."
+            "Whether a firewall of this device is in the way, only its administrator can see: run `sudo iptables -S` "
+            "or `sudo nft list ruleset`."
         )
     lines.append(
-        "See that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
+        "Check that `horizonml up JOB` runs on one device of the same network, and that its firewall lets in UDP port "
         "5353 and TCP ports 29400 and 29401."
     )
-    lines.append("Where multicast does not pass, name that device: `horizonml join --peer HOST`.")
+    lines.append("If the network does not pass multicast, name that device: `horizonml join --peer HOST`.")
     return lines
 
 

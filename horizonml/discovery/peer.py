@@ -1,4 +1,4 @@
-"""Says in a sentence why a service at a known address cannot be used: `horizonml join --peer HOST`."""
+"""Says in a sentence why a service at a known address (`horizonml join --peer HOST`) cannot be used."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _unreachable(host: str, port: int) -> str | None:
             return (
                 f"The name {host} does not resolve on this device, as names on a local network often do not: {advice}."
             )
-        return f"The name {host} does not resolve: see that it is spelled right, or {advice}."
+        return f"The name {host} does not resolve: check the spelling, or {advice}."
     try:
         route_to(host, port)
     except OSError as error:
@@ -64,7 +64,7 @@ def _unreachable(host: str, port: int) -> str | None:
 
 
 def _closed(host: str, port: int, seconds: float) -> str | None:
-    """Return why no connection to a port comes about, or None if one does."""
+    """Return why no connection to a port can be made, or None if one can."""
     try:
         socket.create_connection((host, port), timeout=seconds).close()
     except TimeoutError:
@@ -74,8 +74,8 @@ def _closed(host: str, port: int, seconds: float) -> str | None:
         )
     except ConnectionRefusedError:
         return (
-            f"{host} is there, but nothing listens on port {port}: see that `horizonml up JOB` runs on it, and whether "
-            "it names another port."
+            f"{host} is there, but nothing listens on port {port}: check that `horizonml up JOB` runs on it, and "
+            "on which port."
         )
     except OSError as error:
         if error.errno in _NO_ROUTE:
@@ -83,7 +83,7 @@ def _closed(host: str, port: int, seconds: float) -> str | None:
                 f"Nobody on the network answers for {host} ({_words(error)}): it is off or has another address by now, "
                 "or a firewall rejects what is sent there."
             )
-        return f"No connection to {host}:{port} comes about: {_words(error)}."
+        return f"No connection to {host}:{port} can be made: {_words(error)}."
     return None
 
 
@@ -92,7 +92,7 @@ def _misunderstood(host: str, port: int, token: Token | None, seconds: float, er
     place = f"{host}:{port}"
     encrypts = _encrypts(host, port, seconds)
     if encrypts is False:
-        return f"{place} encrypts, but is no service of HorizonML: see whether the service has another port."
+        return f"{place} encrypts, but is not a service of HorizonML: check which port the service has."
     if encrypts and token is None:
         return (
             f"{place} has a token, and this device has none: copy the file ~/.config/horizonml/token from there, or "
@@ -110,7 +110,7 @@ def _misunderstood(host: str, port: int, token: Token | None, seconds: float, er
     try:
         Client((host, port), None, seconds).close()
     except ServiceError:
-        return f"{place} is no service of HorizonML: see whether the service has another port."
+        return f"{place} is not a service of HorizonML: check which port the service has."
     return (
         f"{place} has no token (--insecure), and this device has one: run `horizonml token` there, and start the "
         "service again."

@@ -1,4 +1,4 @@
-"""What a service says of itself by mDNS, and how what others say is checked: anyone on the network may write it."""
+"""Writes what a service announces by mDNS, and checks what others announce: anyone on the network may write it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def accept(text: str, source: str, runs: Path, allow_code: bool) -> Job:
     if code and not allow_code:
         raise JobError(
             f"{source} names code, which would run on this device ({'; '.join(code)}); if you trust whoever offers it, "
-            "have that code here and say `horizonml join --allow-code`"
+            "have that code here and start `horizonml join --allow-code`"
         )
     for entry in code:
         name = entry.rpartition(": ")[2].partition(":")[0].split(".")[0]

@@ -132,7 +132,7 @@ def _fetch_one(ask: Ask, number: int, item: Item, path: Path, done: Callable[[in
         while size < item.size:
             piece = ask({"do": "data", "file": number, "from": size}).get("piece")
             if not isinstance(piece, str) or len(piece) > 2 * MOST_CHUNK:
-                raise DataError(f"the data that is shared is refused: a piece of {item.name} is no text")
+                raise DataError(f"the data that is shared is refused: a piece of {item.name} is not text")
             try:
                 content = base64.b64decode(piece, validate=True)
             except binascii.Error:
@@ -162,7 +162,7 @@ def _intact(path: Path, item: Item) -> bool:
 def _item(value: object) -> Item:
     """Return an entry of a list. Raises ValueError."""
     if not isinstance(value, list) or len(value) != 3:
-        raise ValueError("an entry of its list is none")
+        raise ValueError("an entry of its list is not that of a file")
     name, size, digest = value
     check_name(name)
     if type(size) is not int or not 0 <= size <= _MOST_BYTES:

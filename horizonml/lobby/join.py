@@ -1,4 +1,4 @@
-"""Implements `horizonml join`: finds a run, takes part in it, and leaves in peace."""
+"""Implements `horizonml join`: finds a run, takes part in it, and leaves when it is over or on request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Joiner:
         """Describe this device, which takes half a second."""
         own = this_device()
         self._device = replace(own, name=self._settings.name) if self._settings.name is not None else own
-        print(f"this device gives {device_words(self._device)}", flush=True)
+        print(f"this device offers {device_words(self._device)}", flush=True)
 
     def _connect(self, place: Place) -> Client:
         """Connect to the first address that answers. Raises ServiceError."""

@@ -24,5 +24,5 @@ def check_name(name: object) -> PurePosixPath:
     for part in parts:
         fits = len(part.encode()) <= _MOST_PART and _PART.fullmatch(part) is not None and part.isprintable()
         if not fits or part.endswith((" ", ".")) or part.partition(".")[0].lower() in _RESERVED:
-            raise ValueError(f"{name[:60]!a} is no name of a file that is taken from another device")
+            raise ValueError(f"{name[:60]!a} cannot be the name of a file from another device")
     return PurePosixPath(*parts)

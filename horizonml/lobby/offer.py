@@ -72,7 +72,7 @@ def check_wanted(offered: Offer, wanted: int | None) -> None:
         return
     if offered.exactly is not None and wanted != offered.exactly:
         raise JobError(
-            f"--workers: {wanted}, but parallel.stages is a plan for exactly {count(offered.exactly, 'device')}; say "
+            f"--workers: {wanted}, but parallel.stages is a plan for exactly {count(offered.exactly, 'device')}; give "
             f"--workers {offered.exactly}, or leave out the stages"
         )
     if wanted < offered.least:

@@ -66,7 +66,7 @@ class Preparation:
         ):
             self._go_on()  # or nobody has answered
             raise JobError(
-                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or say "
+                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or start "
                 f"`horizonml join --accept-data`, which fetches {files} from {self._where}"
             )
         print(f"fetching {files} from {self._where} ...", flush=True)

@@ -1,4 +1,4 @@
-"""The process that becomes a rank: `python -m horizonml.lobby.rank`.
+"""Runs the process that becomes a rank: `python -m horizonml.lobby.rank`.
 
 It loads PyTorch while devices still gather, which takes seconds on a small board, and waits for its orders on standard
 input: first the job's file, then the rank. Nothing secret is on its command line.

@@ -1,4 +1,4 @@
-"""What `horizonml join` was asked for, and where it goes."""
+"""Holds the options of `horizonml join`, and the lobby that it goes to."""
 
 from __future__ import annotations
 

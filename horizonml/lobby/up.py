@@ -176,7 +176,7 @@ class Up:
                         f"the job needs at least {count(least, 'device')} (parallel.min_workers), and {present} "
                         f"{'is' if present == 1 else 'are'} ready"
                         if least > 1
-                        else "nobody is here who could train yet"
+                        else "no device is ready to train yet"
                     )
             return False
         finally:
@@ -244,10 +244,10 @@ class Up:
                 return Outcome.COMPLETE
             if self._child is None and self._all_done():
                 self._end(Outcome.COMPLETE, "the result is on the device that had rank 0")
-                print("the devices have trained the job to the end; their run folders have what it left", flush=True)
+                print("the devices have trained the job to the end; the results are in their run folders", flush=True)
                 return Outcome.COMPLETE
             time.sleep(_LOOK_SECONDS)
-        self._end(Outcome.STOPPED, "it was stopped where it was started")
+        self._end(Outcome.STOPPED, "it was stopped on the device that started it")
         return Outcome.STOPPED
 
     def _tell(self, known: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A visit of this device to a lobby: it prepares, waits for the start, trains, and leaves in peace."""
+"""Runs a visit of this device to a lobby: prepares, waits for the start, trains, and leaves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Visit:
         """Prepare, wait for the start, train, and return how that ended. Raises HorizonError."""
         news = self._first_news()
         self._run = news.run
-        print(f"{self._where} trains {printable(news.job)}; this device is the {_th(news.position)} there", flush=True)
+        print(f"{self._where} trains {printable(news.job)}; this device joins as the {_th(news.position)}", flush=True)
         with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
             try:
                 preparation = Preparation(self._settings, self._stop, self._voice, self._where)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -44,10 +46,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
         listener.listen(1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a name, such as a..b
         if listener is not None:
             listener.close()
-        reason = error.strerror or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise RendezvousError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
     return listener
 
@@ -57,7 +59,10 @@ def route_to(host: str, port: int) -> tuple[str, str]:
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route. Raises OSError.
     """
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except UnicodeError:  # for what cannot be a name, such as a..b
+        raise OSError(f"the name {host} does not resolve") from None
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         own = str(probe.getsockname()[0])
@@ -94,14 +99,8 @@ def use_interface(name: str) -> str:
     return os.environ[_GLOO_INTERFACE]
 
 
-def can_connect(host: str, port: int, timeout: float) -> str | None:
-    """Return None if something listens at the address, or else the reason why it cannot be reached."""
-    try:
-        with socket.create_connection((host, port), timeout=timeout):
-            return None
-    except socket.gaierror:
-        return f"the name {host} does not resolve (yet)"
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or the name localhost, is certain to be this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return host.lower().rstrip(".") == "localhost"

@@ -84,7 +84,7 @@ class Policy:
         cool = self._lasts("cool", degrees <= limit - COOL_DEGREES, now)
         if degrees > limit:
             self._since["hot"] = now
-            return f"this device is too hot: {degrees:.0f} °C, and {limit:.0f} °C are allowed"
+            return f"this device is too hot: {degrees:.0f} °C, and at most {limit:.0f} °C is allowed"
         if "hot" in self._since and (degrees > limit - COOL_DEGREES or cool < COOL_SECONDS):
             return f"this device cools down: {degrees:.0f} °C, and it has to stay below {limit - COOL_DEGREES:.0f} °C"
         self._since.pop("hot", None)
@@ -100,7 +100,7 @@ class Policy:
         if idle is None:  # nobody is logged in, and nothing is there to be used
             return None
         if idle < (ACTIVE_SECONDS if self._allowed else IDLE_SECONDS):
-            return f"somebody used this device {idle:.0f} s ago, and it waits for {IDLE_SECONDS:.0f} s without"
+            return f"somebody used this device {idle:.0f} s ago, and it waits until nobody has for {IDLE_SECONDS:.0f} s"
         return None
 
     def _busy(self, readings: Readings, now: float) -> str | None:

@@ -21,7 +21,7 @@ _WORDS = {
     State.WAITING: "no step is done yet",
     State.RUNNING: "training",
     State.FINISHED: "finished",
-    State.STOPPED: "stopped as asked; the same command continues it",
+    State.STOPPED: "stopped as asked; the same command goes on from its checkpoint",
     State.FAILED: "failed; the ranks' logs say why",
     State.LOST: "nothing has been recorded for long: its processes are gone or cannot be reached",
 }

@@ -1,4 +1,4 @@
-"""Decides who may ask what of the page's service, and says to browsers what they may do with its answers."""
+"""Decides who may ask what of the page's service, and tells browsers what they may do with its answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hmac
 import ipaddress
 import socket
 
+from horizonml.machine.network import is_loopback
 from horizonml.web.messages import Reply, Request
 
 # Nothing is loaded from elsewhere, nothing inline runs, and no other site may show the page in a frame.
@@ -26,12 +27,6 @@ def guarded(reply: Reply) -> Reply:
     return Reply(reply.status, reply.body, reply.kind, {**_HEADERS, **reply.headers})
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether an address, or the name localhost, cannot be reached from other machines."""
-    address = _address(host)
-    return host.lower() in ("localhost", "localhost.") or (address is not None and address.is_loopback)
-
-
 class Guard:
     """Refuses requests that a browser was tricked into, and those of people who may not ask."""
 
@@ -47,7 +42,7 @@ class Guard:
         """Return why a request is not answered, or None if it is."""
         if not self._is_for_us(request.headers.get("host", "")):
             # A name that an attacker's server has pointed here would make this page part of the attacker's site.
-            return Reply.text(421, "this service is not called by that name; use its address\n")
+            return Reply.text(421, "this service does not answer under that name; use its address\n")
         if request.headers.get("sec-fetch-site", "none") == "cross-site" and request.path.startswith("/api/"):
             return Reply.text(403, "other sites may not ask this service\n")
         if request.method == "POST" and request.path.startswith(ACTIONS):
@@ -58,7 +53,7 @@ class Guard:
 
     def may_act(self, request: Request) -> bool:
         """Return whether a client may send the token: without encryption it must not travel over a network."""
-        return self._token is not None and is_loopback(request.peer.partition("%")[0])
+        return self._token is not None and is_loopback(request.peer)
 
     def _refuse_action(self, request: Request) -> Reply | None:
         if not self.may_act(request):

@@ -20,14 +20,14 @@ class StopHere:
         """Ask all ranks to stop, and return what happens now. Raises HorizonError if that cannot be done from here."""
         processes = living_ranks(self._folder)
         if processes is None:
-            raise HorizonError("no run trains there whose ranks are all processes of this machine and this user")
+            raise HorizonError("no run is training there whose ranks are all processes of this machine and this user")
         try:
             for process in processes.values():
                 os.kill(process, signal.SIGTERM)
         except ProcessLookupError:
-            return "The run ends already."
+            return "The run is ending already."
         except PermissionError:
-            raise HorizonError("the ranks belong to another user of this machine; stop them there") from None
+            raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
         return "The run stops after its step, and saves a checkpoint from which the same command continues."
 
     def is_possible(self) -> bool:

@@ -66,7 +66,7 @@ def _added(planning: Planning, text: str) -> Added:
         values[name] = value
     like = _rank(planning, "add: like", values["like"]) if "like" in values else None
     if like is None and not {"memory", "speed"} <= values.keys():
-        raise JobError(f"add: {_shown(text)} says neither like which device, nor its speed and memory")
+        raise JobError(f"add: {_shown(text)} names neither the device that it is like, nor its speed and memory")
     name = values.get("name", "")
     if not name.isprintable() or len(name) > 40:
         raise JobError("add: name must be at most 40 printable characters")
@@ -97,7 +97,7 @@ def _rate(planning: Planning, link: str, text: str) -> NewRate:
         ends = _two_names(planning, link)
     ranks = tuple(_rank(planning, "rate", end) for end in ends)
     if len(set(ranks)) != len(ranks):
-        raise JobError(f"rate: {_shown(link)} is no link, for both ends are one rank")
+        raise JobError(f"rate: {_shown(link)} is not a link, for both ends are the same rank")
     return NewRate(ranks, bandwidth, after)
 
 
@@ -126,7 +126,7 @@ def _rank(planning: Planning, parameter: str, text: str) -> int:
     if found is None:
         there = ", ".join(f"{rank} ({name})" for rank, name in list(enumerate(planning.names))[:8])
         more = ", ..." if len(planning.names) > 8 else ""
-        raise JobError(f"{parameter}: {_shown(text)} is no device of this run; there are {there}{more}")
+        raise JobError(f"{parameter}: {_shown(text)} is not a device of this run; there are {there}{more}")
     return found
 
 

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from horizonml.rendezvous.checks import Fields
-from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, is_final, read
+from horizonml.rendezvous.checks import Fields, parse
+from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, is_final
 from horizonml.text import printable
 
 _MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock
@@ -66,7 +66,7 @@ class Client:
             self._socket = plain
         except ssl.SSLError as error:
             raise self._broken(error) from error
-        except socket.gaierror:
+        except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name, such as a..b
             raise ServiceError(f"the name {address[0]} does not resolve (yet)") from None
         except TimeoutError:
             raise ServiceError("no answer" if plain is None else _MUTE) from None
@@ -170,4 +170,4 @@ class Client:
         if rest:
             raise ValueError("it says more than it was asked")
         self._received.clear()
-        return read(bytes(line), MOST_ANSWER)
+        return parse(bytes(line), MOST_ANSWER)

@@ -50,7 +50,7 @@ class Refusals:
             alive = next((other.fingerprint for other in running if other.moved > member.joined), None)
             words = difference(alive, member.fingerprint) if alive else None
             if words is not None:
-                refused.append(self._refuse([number], f"a group runs here that this rank is no part of: {words}"))
+                refused.append(self._refuse([number], f"a group runs here that this rank is not part of: {words}"))
         return refused
 
     def of_duplicates(self, newest: int, now: float) -> list[Refused]:

@@ -31,7 +31,6 @@ _BEAT_SECONDS = 2.5  # a rank whose heartbeat has not moved for this long makes 
 _MOST_HELD_SHOWN = 50
 _DOUBT_SECONDS = 2.0  # no group forms with a rank whose heartbeat has not moved for this long
 
-
 _FURTHEST = 1_000_000  # generations by which a rank may be ahead of a service that was started anew
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import Fields
+from horizonml.rendezvous.checks import Fields, parse
 from horizonml.rendezvous.wire import (
     MOST_REQUEST,
     PROTOCOL,
@@ -31,7 +31,6 @@ from horizonml.rendezvous.wire import (
     encode,
     explain_tls,
     is_plain,
-    read,
 )
 from horizonml.text import printable
 
@@ -211,7 +210,7 @@ class Server:
             return False
         client.request.clear()
         try:
-            fields = read(bytes(line), MOST_REQUEST)
+            fields = parse(bytes(line), MOST_REQUEST)
             if not client.known:
                 check_hello(fields)
         except ValueError as error:

@@ -10,7 +10,7 @@ import json
 import ssl
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import Fields, parse, whole
+from horizonml.rendezvous.checks import Fields, whole
 from horizonml.text import printable
 
 PROTOCOL = 1
@@ -41,11 +41,6 @@ def check_hello(fields: Fields) -> None:
             f"the service speaks protocol {PROTOCOL} (HorizonML {__version__}), and this client speaks protocol "
             f"{theirs} (HorizonML {printable(str(fields.get('version')), 40)}); install the same version everywhere"
         )
-
-
-def read(line: bytes, most: int) -> Fields:
-    """Return the fields that a line stands for. Raises ValueError."""
-    return parse(line, most)
 
 
 def is_final(error: ssl.SSLError) -> bool:

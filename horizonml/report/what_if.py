@@ -37,7 +37,7 @@ def what_if(
     if not 0 < seconds <= MOST_SECONDS:  # which no NaN is
         raise JobError(f"seconds: {seconds} is not from 0 to {MOST_SECONDS:g}")
     if not _asking.acquire(blocking=False):
-        raise HorizonError("another what-if is being answered; ask again in some seconds")
+        raise HorizonError("another what-if is being answered; ask again in a few seconds")
     try:
         return _answer(folder, add, remove, rates or {}, strategy, seconds)
     finally:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-from contextlib import suppress
+import sys
 
 from horizonml.errors import SecurityError
+from horizonml.machine.network import is_loopback
 from horizonml.rendezvous.client import Endpoint
 from horizonml.security.token import INSECURE, TOKEN, Token, find_token
 
 _CURES = (
-    "run `horizonml token` there and copy its file to the other devices (it says which), "
+    "run `horizonml token` on this machine and copy the file that it names to the others, "
     f"or accept that any stranger may take part: --insecure, or {INSECURE}=1"
 )
 
@@ -30,6 +30,7 @@ def endpoint_for(address: tuple[str, int]) -> Endpoint:
             f"from the device that runs the service (`horizonml token` says where it is) into ${TOKEN} or the same "
             f"file here, or accept that any stranger may take part: {INSECURE}=1"
         )
+    warn_of_strangers(f"{host}:{port}")
     return Endpoint(host, port)
 
 
@@ -56,8 +57,8 @@ def insecure() -> bool:
     return os.environ.get(INSECURE, "").lower() in ("1", "true", "yes")
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host is certain to be this machine alone."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def warn_of_strangers(address: str) -> None:
+    """Say aloud that an address has no token, unless only this machine reaches it."""
+    if not is_loopback(address.rpartition(":")[0].strip("[]")):
+        words = f"warning: {address} has no token: any stranger who reaches it can take part, and read what is sent"
+        print(words, file=sys.stderr, flush=True)

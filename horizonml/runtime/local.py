@@ -169,7 +169,7 @@ class LocalRun:
             if self._service is not None and self._service.poll() is not None:
                 code, said = self._service.returncode, self._service_log.text()
                 raise RankFailed(
-                    f"the rendezvous service, which uses PyTorch like the ranks, was killed by {explain_signal(-code)}"
+                    f"the rendezvous service was killed by {explain_signal(-code)}"
                     if code < 0
                     else f"the rendezvous service ended with code {code}: {said[-1000:]}"
                 )

@@ -14,7 +14,7 @@ from typing import NoReturn
 from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.rendezvous.service import SETTLE_SECONDS, Service
-from horizonml.runtime.access import insecure, token_of_service
+from horizonml.runtime.access import insecure, token_of_service, warn_of_strangers
 from horizonml.runtime.command import Command
 from horizonml.runtime.process import run_and_exit
 from horizonml.security.token import INSECURE, TOKEN, Token, find_token, make_token
@@ -30,8 +30,8 @@ def serve(host: str, port: int, inherited: int | None, without_token: bool) -> N
     stop = StopRequest()
     with handling(stop.note):
         token = token_of_service(host if inherited is None else "localhost", without_token)
-        if without_token:
-            _warn(f"{host}:{port}")
+        if token is None:
+            warn_of_strangers(f"{host}:{port}")
         listener = listen(host, port) if inherited is None else socket.socket(fileno=inherited)
         # If ranks have met earlier at a service at this address, the service waits for those.
         service = Service(listener, tls_of(token), settle=SETTLE_SECONDS if inherited is None else 0.0)
@@ -57,7 +57,7 @@ def serve_command(host: str, port: int, advertise: str | None, command: Sequence
     with handling(stop.note):
         token = None if without_token or insecure() else find_token() or make_token()
         if token is None:
-            _warn(f"{host}:{port}")
+            warn_of_strangers(f"{host}:{port}")
         listener = listen(host, port)
         wildcard = host in ("0.0.0.0", "::")  # noqa: S104
         address = f"{advertise or (socket.gethostname() if wildcard else host)}:{listener.getsockname()[1]}"
@@ -72,10 +72,6 @@ def serve_command(host: str, port: int, advertise: str | None, command: Sequence
             done.set()
             thread.join(5)
             return code
-
-
-def _warn(address: str) -> None:
-    print(f"warning: {address} has no token, so any stranger who reaches it can take part", file=sys.stderr)
 
 
 def tls_of(token: Token | None) -> ssl.SSLContext | None:

@@ -54,9 +54,9 @@ def make_token() -> Token:
 def parse_token(text: str, source: str = "the token") -> Token:
     """Return the token that a text stands for. Raises SecurityError, which names the `source` but not the text."""
     found = text.strip()
-    advice = "`horizonml token` makes one, and `horizonml token --show` shows it on the device that has it"
+    advice = "`horizonml token` makes one, and `horizonml token --show` prints it on the device that has it"
     if not found.startswith(_PREFIX):
-        raise SecurityError(f"{source} does not begin with {_PREFIX}, so it is no token of HorizonML; {advice}")
+        raise SecurityError(f"{source} does not begin with {_PREFIX}, so it is not a token of HorizonML; {advice}")
     if len(found) != _LENGTH:
         raise SecurityError(
             f"{source} has {len(found)} characters, and a token has {_LENGTH}; copy it again ({advice})"

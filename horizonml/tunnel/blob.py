@@ -49,7 +49,7 @@ class Published:
 def read_blob(blob: bytes) -> Published:
     """Find the address in what gloo has published. Raises ValueError if it is something else."""
     if not _LENGTH.size <= len(blob) <= MOST_BLOB:
-        raise ValueError(f"{len(blob)} bytes are no address of gloo's")
+        raise ValueError(f"{len(blob)} bytes are not an address of gloo's")
     (name,) = _LENGTH.unpack_from(blob)
     at = 2 * _LENGTH.size + name
     if name > _MOST_NAME or len(blob) < at + _STORAGE:

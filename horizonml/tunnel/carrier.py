@@ -23,6 +23,7 @@ MOST_HANDSHAKES = 64  # at a time
 HANDSHAKE_SECONDS = 5.0
 _REACH_SECONDS = 30.0  # in which another machine's tunnel must answer
 _AGAIN_SECONDS = 0.25  # between two attempts to reach it, or to take over the machine's port
+_MOST_WAITING = 16  # connections to a stand-in; the kernel keeps less
 _PROBE = str(NETWORK[-2])  # no rank's address
 
 
@@ -61,7 +62,7 @@ class Carrier:
         self._openings: dict[int, Opening] = {}
         self._opened = 0
         self._ended = False
-        self._sent = self._received = self.refused = self.handshakes = 0
+        self._sent = self._received = self.refused = 0
         self.cipher = ""
 
     @property
@@ -116,15 +117,11 @@ class Carrier:
             self.serving, self.reason = "failed", error.strerror or str(error)
             return
         while True:
-            listener = socket.socket(where[0], socket.SOCK_STREAM)
             try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.setblocking(False)
-                listener.bind(where[1])
-                listener.listen(512)
+                listener = _listen(where)
             except OSError as error:
-                listener.close()
-                if error.errno != errno.EADDRINUSE:
+                # Whoever stands by goes on trying: the machine's address may be gone for a moment.
+                if error.errno != errno.EADDRINUSE and self.serving != "standby":
                     self.serving, self.reason = "failed", error.strerror or str(error)
                     return
             else:
@@ -137,7 +134,7 @@ class Carrier:
                 except (ConnectionRefusedError, ConnectionResetError):
                     continue  # it has just ended
                 except OSError as error:
-                    self.serving, self.reason = "failed", f"what listens there is no tunnel with this token ({error})"
+                    self.serving, self.reason = "failed", f"the port belongs to no tunnel with this token ({error})"
                     return
                 if not found:
                     self.serving, self.reason = "failed", "another user's tunnel listens there"
@@ -178,7 +175,6 @@ class Carrier:
         try:
             far = SecureEnd(accepted, self._server, True)
             yield from far.handshake()
-            self.handshakes += 1
             target = Target.from_bytes((yield from far.receive(HEADER_BYTES)))
             answer, near = yield from self._reach(target)
             yield from far.send(bytes([answer]))
@@ -250,17 +246,25 @@ class Carrier:
 
     def _depart(self, opening: Opening) -> None:
         """Take the connection of this machine's rank, if it is its, and begin to connect it with the other machine."""
-        try:
-            near, source = opening.listener.accept()
-        except OSError:
-            return
-        near.setblocking(False)
-        if connected_from(kernel_table(), (source[0], source[1]), opening.at) != os.geteuid():
+        for _ in range(_MOST_WAITING):
+            try:
+                near, source = opening.listener.accept()
+            except OSError:  # nobody is left, or who was there has gone
+                return
+            near.setblocking(False)
+            try:
+                own = connected_from(kernel_table(), (source[0], source[1]), opening.at) == os.geteuid()
+            except OSError as error:  # nobody can say who it is
+                near.close()
+                self._loop.close(opening.listener)
+                opening.state, opening.reason = "failed", f"the kernel does not say who connects ({_words(error)})"
+                return
+            if own:
+                self._loop.close(opening.listener)
+                opening.state = "connecting"
+                self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
+                return
             near.close()  # another user of this machine
-            return
-        self._loop.close(opening.listener)
-        opening.state = "connecting"
-        self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
 
     def _go_out(self, opening: Opening, near: socket.socket) -> Task:
         """Connect a rank with the other machine, whose tunnel may be about to be taken over by another rank's."""
@@ -314,6 +318,20 @@ def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     return int(family), target  # type: ignore[return-value]
 
 
+def _listen(where: tuple[int, tuple[str, int]]) -> socket.socket:
+    """Return a socket that listens for other machines. Raises OSError."""
+    listener = socket.socket(where[0], socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setblocking(False)
+        listener.bind(where[1])
+        listener.listen(512)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def _connect(connection: socket.socket, target: tuple[str, int]) -> Generator[Wait, None, None]:
     """Connect a socket that does not block. Raises OSError."""
     try:
@@ -330,5 +348,5 @@ def _words(error: Exception) -> str:
     if isinstance(error, ssl.SSLEOFError):
         return "it closed the connection"
     if isinstance(error, ssl.SSLError):
-        return f"it does not have this job's token, or is no tunnel ({error.reason or error})"
+        return f"it does not have this job's token, or is not a tunnel ({error.reason or error})"
     return (getattr(error, "strerror", None) or str(error)).lower()

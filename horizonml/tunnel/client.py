@@ -20,15 +20,17 @@ from horizonml.security.token import Token
 from horizonml.tunnel.ciphers import configuration, measure, offered
 
 LINK_PORT = "HORIZONML_LINK_PORT"  # overrides `security.port` on this machine
+_START_SECONDS = 60.0  # for the process to start; a small board that is busy takes long to load what it needs
 _ANSWER_SECONDS = 10.0
 _SERVE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
+_GONE = "the side process of the tunnel has ended, or does not answer"
 _PACKAGE = Path(__file__).resolve().parents[2]
 Fields = dict[str, Any]
 
 
 class TunnelGone(RuntimeError):
-    """Raised when the side process has ended, or does not answer."""
+    """Raised when the side process cannot be started, has ended, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -67,29 +69,50 @@ class Tunnel:
         """
         if sys.platform != "linux":
             raise SecurityError(
-                "links between machines are protected on Linux only; train in containers or in a private network "
-                "(--insecure), or on this machine alone"
+                "links between machines are protected on Linux only; train in containers, on this machine alone, or "
+                "in a private network without a token (HORIZONML_INSECURE=1)"
             )
         self._token, self._encrypt, self._at = token, encrypt, (address, port)
         self._lock = threading.Lock()
+        self._ensuring = threading.Lock()  # a thread that connected the last group may still be at it
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._last = Usage()
         self.ensure()
 
     def ensure(self) -> None:
-        """Start the process again if it has ended. Raises SecurityError, TunnelGone."""
-        if self._line is not None and self._process is not None and self._process.poll() is None:
-            return
-        self.close()
-        self._start()
-        self._ask({"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()})
+        """Start the process again if it has ended, and serve again if that has failed.
+
+        Raises SecurityError, TunnelGone.
+        """
+        with self._ensuring:
+            try:
+                serving = self._serving()[0]
+            except TunnelGone:
+                self.close()
+                serving = "gone"
+            try:
+                if serving == "gone":
+                    self._start()
+                if serving not in ("yes", "standby"):
+                    self._serve()
+            except TunnelGone:
+                self.close()
+                raise
+
+    def _serving(self) -> tuple[str, str]:
+        """Return whether the process serves: "yes", "standby", "no" or "failed"; and why not. Raises TunnelGone."""
+        state, reason = self._ask({"do": "state", "numbers": []})["serving"]
+        return state, reason
+
+    def _serve(self) -> None:
+        """Accept other machines' connections, or stand by. Raises SecurityError, TunnelGone."""
         address, port = self._at
         self._ask({"do": "serve", "address": address, "port": port})
         until = time.monotonic() + _SERVE_SECONDS
-        while (state := self._ask({"do": "state", "numbers": []})["serving"])[0] == "no":
+        while (state := self._serving())[0] == "no":
             if time.monotonic() > until:
-                state = ["failed", f"no answer from what listens there within {_SERVE_SECONDS:.0f} s"]
+                state = "failed", f"no answer from what listens there within {_SERVE_SECONDS:.0f} s"
                 break
             time.sleep(_LOOK_SECONDS)
         if state[0] == "failed":
@@ -100,27 +123,24 @@ class Tunnel:
             )
 
     def _start(self) -> None:
-        """Start the process with the configuration of OpenSSL that this processor calls for."""
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
-        # Linux keeps this file in memory: a container may have no other place to write to.
-        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
-            configured.write(configuration(offered(measure())).encode())
-            configured.flush()
-            number = configured.fileno()
-            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
-            for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
-                env.pop(name, None)
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=env,
-                pass_fds=[number],
-                start_new_session=True,  # Ctrl-C is for the rank
-            )
-        ours.settimeout(_ANSWER_SECONDS)
-        self._line = ours
+        """Start the process, and tell it the token. Raises TunnelGone."""
+        try:
+            process, line = _spawn()
+        except OSError as error:
+            raise TunnelGone(f"the side process of the tunnel cannot be started: {error.strerror or error}") from error
+        self._process = process
+        line.settimeout(_START_SECONDS)
+        begin = {"do": "begin", "token": self._token.text, "encrypt": self._encrypt, "rank": os.getpid()}
+        try:
+            reply = _answer(line, begin)
+        except OSError as error:
+            line.close()
+            raise TunnelGone(_GONE) from error
+        if "error" in reply:
+            line.close()
+            raise TunnelGone(f"the side process of the tunnel cannot begin: {reply['error']}")
+        line.settimeout(_ANSWER_SECONDS)
+        self._line = line  # from now on other threads may ask, too
 
     def open(self, host: str, port: int, stand_in: str, target: tuple[str, int]) -> tuple[int, tuple[str, int]]:
         """Return the number and the address of a socket that stands for a rank on another machine. Raises TunnelGone.
@@ -192,16 +212,48 @@ class Tunnel:
             if self._line is None:
                 raise TunnelGone("the tunnel is closed")
             try:
-                self._line.sendall(json.dumps(request).encode() + b"\n")
-                answer = b""
-                while not answer.endswith(b"\n"):
-                    more = self._line.recv(64 << 10)
-                    if not more:
-                        raise ConnectionResetError
-                    answer += more
+                return _answer(self._line, request)
             except OSError as error:
                 self._line.close()
                 self._line = None
-                raise TunnelGone("the side process of the tunnel has ended, or does not answer") from error
-        reply: Fields = json.loads(answer)
-        return reply
+                raise TunnelGone(_GONE) from error
+
+
+def _answer(line: socket.socket, request: Fields) -> Fields:
+    """Send a request, and return its reply. Raises OSError."""
+    line.sendall(json.dumps(request).encode() + b"\n")
+    answer = b""
+    while not answer.endswith(b"\n"):
+        more = line.recv(64 << 10)
+        if not more:
+            raise ConnectionResetError
+        answer += more
+    reply: Fields = json.loads(answer)
+    return reply
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process with the configuration of OpenSSL that this processor calls for. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(_PACKAGE)]))
+    try:
+        # Linux keeps this file in memory: a container may have no other place to write to.
+        with theirs, os.fdopen(os.memfd_create("openssl"), "wb") as configured:
+            configured.write(configuration(offered(measure())).encode())
+            configured.flush()
+            number = configured.fileno()
+            env = {**os.environ, "PYTHONPATH": path, "OPENSSL_CONF": f"/proc/self/fd/{number}"}
+            for name in ("HORIZONML_TOKEN", "HORIZONML_TOKEN_FILE"):  # the token comes by the line
+                env.pop(name, None)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "horizonml.tunnel.process"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=env,
+                pass_fds=[number],
+                start_new_session=True,  # Ctrl-C is for the rank
+            )
+    except OSError:
+        ours.close()
+        raise
+    return process, ours

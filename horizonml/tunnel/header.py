@@ -19,8 +19,7 @@ class Answer(enum.IntEnum):
 
     CONNECTED = 0
     NOBODY = 1
-    NOT_UNDERSTOOD = 2
-    FULL = 3
+    FULL = 2
 
     @property
     def words(self) -> str:
@@ -30,8 +29,6 @@ class Answer(enum.IntEnum):
                 return "connected"
             case Answer.NOBODY:
                 return "no rank of that machine's user listens there (any more)"
-            case Answer.NOT_UNDERSTOOD:
-                return "that machine does not understand the request; install the same version of HorizonML"
         return "that machine carries as many connections as it can"
 
 

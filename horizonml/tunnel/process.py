@@ -120,7 +120,6 @@ class Control:
             "received": carrier.received,
             "seconds": time.process_time(),
             "connections": carrier.pipes,
-            "handshakes": carrier.handshakes,
             "refused": carrier.refused,
             "cipher": carrier.cipher if self._encrypt else "none",
         }

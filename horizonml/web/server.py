@@ -195,7 +195,7 @@ class WebServer:
         if isinstance(reply, Reply):
             return reply
         if sum(one.waits for one in self._clients) >= self._limits.later:
-            return Reply.text(503, "too many others wait for an answer; try again in a moment\n", {"Retry-After": "2"})
+            return Reply.text(503, "too many requests are waiting; try again in a moment\n", {"Retry-After": "2"})
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name=f"{self._name}, slow", daemon=True)
             self._worker.start()

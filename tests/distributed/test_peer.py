@@ -130,7 +130,7 @@ def test_something_else_is_recognised(reply: bytes) -> None:
         assert said is not None
         assert said.startswith(f"127.0.0.1:{port} ")
         assert "another token" not in said
-        assert "no service of HorizonML" in said or "cannot be used" in said
+        assert "not a service of HorizonML" in said or "cannot be used" in said
 
 
 def test_what_is_silent_and_what_is_closed_are_told_apart() -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from horizonml.machine.network import can_connect, split_address
-from horizonml.rendezvous.client import Client, Endpoint
+from horizonml.machine.network import split_address
+from horizonml.rendezvous.client import Client, Endpoint, ServiceError
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, rank_process, steps, wait_for
 from tests.web import get
@@ -47,8 +48,15 @@ def service(start: Start) -> Iterator[Service]:
 def connect(address: str) -> Client:
     """A client of the service, once it is there."""
     host, port = split_address(address)
-    wait_for(lambda: can_connect(host, port, 1.0) is None, "the service")
-    return Endpoint(host, port).connect(60)
+    found: list[Client] = []
+
+    def there() -> bool:
+        with suppress(ServiceError):
+            found.append(Endpoint(host, port).connect(1.0))
+        return bool(found)
+
+    wait_for(there, "the service")
+    return found[0]
 
 
 def running(client: Client) -> int:

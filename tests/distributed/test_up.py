@@ -144,7 +144,7 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     host.process.send_signal(signal.SIGINT)
     assert host.ends() == 130, host.text
     assert joiner.ends() == 0, joiner.text
-    assert "the run is over: it was stopped where it was started" in joiner.text
+    assert "the run is over: it was stopped on the device that started it" in joiner.text
     assert "a checkpoint is saved" in host.text
     again = devices.start(0, "up", "job.yaml", "--workers", "1")
     again.says("resumed")

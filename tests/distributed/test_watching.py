@@ -102,7 +102,7 @@ def test_the_commands(recorded: Path) -> None:
     assert answer["ratio"] == 1
     wrong = horizonml(folder, "what-if", run, "--rate", "0-7=10Mbit")
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: rate: '7' is no device of this run; there are 0 (")
+    assert wrong.stderr.startswith("error: rate: '7' is not a device of this run; there are 0 (")
     assert "Traceback" not in wrong.stderr
     shown = horizonml(folder, "top", run)
     assert shown.returncode == 0, shown.stderr
@@ -114,7 +114,7 @@ def test_the_commands(recorded: Path) -> None:
     nowhere = horizonml(folder, "top", "nowhere")
     assert (nowhere.returncode, nowhere.stderr) == (
         1,
-        "error: nowhere is no folder; name that of a run, such as runs/digits\n",
+        "error: nowhere is not a folder; name that of a run, such as runs/digits\n",
     )
 
 

@@ -128,7 +128,7 @@ def test_strangers_and_the_monitoring_get_nowhere(up: Up) -> None:
     for token, words in (
         (make_token().text, "it has another token"),
         ("", "this process has no token"),
-        ("guess", "so it is no token of HorizonML"),
+        ("guess", "so it is not a token of HorizonML"),
     ):
         options = [part for name in env for part in ("--env", name)]
         rank = ("docker", "run", "--rm", "--network", f"{PROJECT}_ranks", *options, IMAGE, "train", "digits")

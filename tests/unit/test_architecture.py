@@ -44,7 +44,7 @@ TABLE: dict[str, set[str]] = {
     "lobby": {"discovery", "job", "machine", "rendezvous", "runtime", "security", "state", "telemetry"},
     "kube": {"job", "machine", "security"},
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
-    "page": {"plan", "planner", "report", "security", "telemetry", "web"},
+    "page": {"machine", "plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
     "chaos": {"machine", "report", "security"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},

@@ -18,6 +18,7 @@ from horizonml.discovery.firewall import Firewall, in_iptables, in_nftables
 from horizonml.discovery.interfaces import Interface, choose, reachable, read_interfaces
 from horizonml.discovery.multicast import Hearing
 from horizonml.discovery.records import Found
+from horizonml.discovery.service import _Search
 
 ETH = Interface(
     "eth0",
@@ -374,3 +375,23 @@ def test_what_a_device_may_not_say_is_refused(field: str, value: object) -> None
     plain = Device("pi", 4.0, 1 << 30).to_json()
     with pytest.raises(ValueError, match=field):
         Device.from_json({**plain, field: value})
+
+
+def answered(number: int) -> SimpleNamespace:
+    """What zeroconf says of a service."""
+    token = b"0123abcd" if number < 0 else b"ffff0000"
+    text = properties(token=token, name=f"x{number}".encode())
+    return SimpleNamespace(properties=text, port=29400, parsed_scoped_addresses=lambda: ["192.168.1.9"])
+
+
+def test_of_too_many_services_the_wanted_ones_are_kept() -> None:
+    search = _Search(lambda found: False, lambda found: found.token_id == "0123abcd", own=[ETH])
+    for number in range(300):
+        search.take(f"x{number}", answered(number))  # type: ignore[arg-type]
+    assert len(search.found) == 256
+    for number in (-1, -2):
+        search.take(f"x{number}", answered(number))  # type: ignore[arg-type]
+    assert len(search.found) == 256
+    assert {"x-1", "x-2"} <= set(search.found)
+    search.take("x300", answered(300))  # type: ignore[arg-type]
+    assert {"x-1", "x-2"} <= set(search.found)

@@ -171,12 +171,12 @@ HASH = "0" * 64
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (answers(["../x", 1, HASH]), "no name of a file"),
+        (answers(["../x", 1, HASH]), "cannot be the name of a file"),
         (answers(["x", -1, HASH], bytes=1), "has no size"),
         (answers(["x", 1 << 60, HASH], bytes=1), "has no size"),
         (answers(["x", True, HASH]), "has no size"),
         (answers(["x", 1, "0" * 63]), "has no SHA-256"),
-        (answers(["x", 1]), "an entry of its list is none"),
+        (answers(["x", 1]), "an entry of its list is not that of a file"),
         (answers(["x", 1, HASH], ["X", 1, HASH]), "two of its files have one name"),
         (answers(["x", 1, HASH], bytes=2), "it said 2"),
         (answers(["x", 1, HASH], count=1_000_000), "count must be"),

@@ -240,9 +240,9 @@ def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> N
 def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> None:
     from horizonml.cli.watch import find_run
 
-    with pytest.raises(JobError, match="is no folder"):
+    with pytest.raises(JobError, match="is not a folder"):
         find_run(tmp_path / "nothing")
-    with pytest.raises(JobError, match="is no run, and has none in it"):
+    with pytest.raises(JobError, match="is not a run and contains none"):
         find_run(tmp_path)
     for age, name in enumerate(("new", "old")):
         write_run(tmp_path / name, ranks=1)

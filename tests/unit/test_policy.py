@@ -36,7 +36,7 @@ def idle(seconds: float, load: float | None = 0.0) -> Readings:
 def test_it_trains_after_a_while_without_its_owner_and_stops_at_once() -> None:
     policy = Policy(when_idle=True)
     said = policy.may_train(idle(5.0), 0.0)
-    assert said == "somebody used this device 5 s ago, and it waits for 180 s without"
+    assert said == "somebody used this device 5 s ago, and it waits until nobody has for 180 s"
     assert policy.may_train(idle(IDLE_SECONDS - 1), IDLE_SECONDS) is not None
     assert policy.may_train(idle(IDLE_SECONDS), IDLE_SECONDS + 1) is None
     assert policy.may_train(idle(ACTIVE_SECONDS + 1), 300.0) is None, "while it trains, less is enough"
@@ -71,7 +71,7 @@ def test_heat_stops_it_until_it_has_cooled_down_for_a_while() -> None:
         return policy.may_train(Readings(temperature=degrees), now)
 
     assert at(69.0, 0.0) is None
-    assert at(70.5, 1.0) == "this device is too hot: 70 °C, and 70 °C are allowed"
+    assert at(70.5, 1.0) == "this device is too hot: 70 °C, and at most 70 °C is allowed"
     assert "cools down: 69 °C, and it has to stay below 62 °C" in str(at(69.0, 2.0))
     assert at(61.0, 10.0) is not None
     assert at(65.0, 40.0) is not None

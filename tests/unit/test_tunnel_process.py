@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -9,8 +10,11 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from types import FrameType
 
 import psutil
 import pytest
@@ -206,6 +210,21 @@ def test_strangers_get_nothing_and_disturb_nobody(start: Start) -> None:
         assert there.usage().refused >= 300
 
 
+@contextmanager
+def as_another_user(at: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
+    """Connect as another user of this machine: the kernel notes who has made a socket."""
+    with ExitStack() as opened:
+        os.seteuid(65534)
+        try:
+            strangers = [opened.enter_context(socket.socket()) for _ in range(count)]
+        finally:
+            os.seteuid(0)
+        for stranger in strangers:
+            stranger.settimeout(10)
+            stranger.connect(at)
+        yield strangers
+
+
 def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
@@ -214,15 +233,61 @@ def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -
     here = start(free_port())
     with rank(0) as listener:
         number, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
-        child = os.fork()
-        if child == 0:
-            os.setuid(65534)
-            with socket.create_connection(at, timeout=10) as stranger:
-                stranger.settimeout(10)
-                os._exit(0 if stranger.recv(1) == b"" else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        with as_another_user(at, 1) as (stranger,):
+            assert stranger.recv(1) == b""
         with socket.create_connection(at, timeout=10), listener.accept()[0]:
             assert here.failures([number], 5.0) == {}
+
+
+def test_a_ranks_last_connection_is_found_behind_those_of_another_user(start: Start) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    with rank(0) as listener:
+        _, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
+        assert here._process is not None
+        here._process.send_signal(signal.SIGSTOP)  # so that all of them wait when the rank ends
+        with as_another_user(at, 3), socket.create_connection(at, timeout=10) as near:
+            near.sendall(b"the last words")
+            process = here._process
+            here.close()
+            process.send_signal(signal.SIGCONT)
+            far, _ = listener.accept()
+            with far:
+                far.settimeout(10)
+                assert exactly(far, 14) == b"the last words"
+
+
+def test_a_tunnel_without_a_descriptor_for_a_moment_says_so_and_goes_on(start: Start) -> None:
+    port = free_port()
+    start(port)
+    here = start(free_port())
+    assert here._process is not None
+    process = psutil.Process(here._process.pid)
+    with rank(0) as listener:
+        number, at = here.open(HERE, port, stand_in_address(0), listener.getsockname())
+        with descriptors_left(process, 1), socket.create_connection(at, timeout=10) as near:
+            near.settimeout(10)  # it is accepted, but the kernel's list of connections cannot be opened
+            assert near.recv(1) == b""
+        assert "the kernel does not say who connects (too many open files)" in here.failures([number], 5.0)[number]
+        near, number = connect(here, port, listener)
+        with near, listener.accept()[0]:
+            assert here.failures([number], 5.0) == {}
+
+
+@contextmanager
+def descriptors_left(process: psutil.Process, count: int) -> Iterator[None]:
+    """Let a process open no more files than this."""
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    free = itertools.islice((number for number in itertools.count() if number not in taken), count + 1)
+    process.rlimit(psutil.RLIMIT_NOFILE, (list(free)[-1], before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, before)
 
 
 def test_another_token_is_named_as_the_reason(start: Start) -> None:
@@ -249,7 +314,7 @@ def test_nobody_there_is_named_as_the_reason(start: Start) -> None:
 def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
     port = free_port()
     first, second, far_away = start(port), start(port), start(free_port())
-    assert [tunnel._ask({"do": "state", "numbers": []})["serving"][0] for tunnel in (first, second)] == [
+    assert [tunnel._serving()[0] for tunnel in (first, second)] == [
         "yes",
         "standby",
     ]
@@ -262,6 +327,31 @@ def test_a_second_rank_stands_by_and_takes_over(start: Start) -> None:
     wait_for(lambda: second.usage().connections == 0, "the end of the connection")
 
 
+def test_whoever_stands_by_goes_on_trying_after_another_trouble(start: Start) -> None:
+    port = free_port()
+    first, second = start(port), start(port)
+    assert second._serving()[0] == "standby"
+    assert first._process is not None
+    assert second._process is not None
+    process, before = psutil.Process(second._process.pid), first._process
+    with descriptors_left(process, 0):
+        first.close()
+        before.wait(10)
+        time.sleep(0.6)  # it has tried again twice
+        assert second._serving()[0] == "standby"
+    wait_for(lambda: second._serving()[0] == "yes", "the port", 10)
+
+
+def test_a_tunnel_that_failed_to_serve_is_told_to_serve_again(start: Start) -> None:
+    tunnel = start(free_port())
+    process = tunnel._process
+    tunnel._ask({"do": "serve", "address": "192.0.2.1", "port": 9})  # an address that no machine has
+    wait_for(lambda: tunnel._serving()[0] == "failed", "the failure", 10)
+    tunnel.ensure()
+    assert tunnel._serving()[0] == "yes"
+    assert tunnel._process is process
+
+
 def test_a_rank_that_has_ended_still_carries_what_belongs_to_another(start: Start) -> None:
     port = free_port()
     first, second, far_away = start(port), start(port), start(free_port())
@@ -269,7 +359,7 @@ def test_a_rank_that_has_ended_still_carries_what_belongs_to_another(start: Star
         near, _ = connect(far_away, port, listener)
         far, _ = listener.accept()
         first.close()  # which has accepted the connection of the other's
-        wait_for(lambda: second._ask({"do": "state", "numbers": []})["serving"][0] == "yes", "the port")
+        wait_for(lambda: second._serving()[0] == "yes", "the port")
         with near, far:
             near.sendall(b"go on")
             assert exactly(far, 5) == b"go on"
@@ -301,7 +391,33 @@ def test_a_process_that_was_killed_is_started_again(start: Start) -> None:
     tunnel.ensure()
     assert tunnel._process is not None
     assert tunnel._process.pid != killed.pid
+    assert set(tunnel._ask({"do": "stats"})) == {field.name for field in fields(Usage)}, "nothing is counted in vain"
     assert tunnel.usage().seconds > 0
+
+
+def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) -> None:
+    tunnel = start(free_port())
+    killed = tunnel._process
+    assert killed is not None
+    killed.kill()
+    killed.wait(10)
+    seen: list[Usage] = []
+
+    def read(frame: FrameType, event: str, _: object) -> None:
+        """Ask between any two steps of the start, as a thread might."""
+        ours = frame.f_globals["__name__"] == "horizonml.tunnel.client" and event in ("call", "return")
+        if ours and not tunnel._lock.locked():  # a thread would wait for that
+            sys.setprofile(None)
+            seen.append(tunnel.usage())
+            sys.setprofile(read)
+
+    sys.setprofile(read)
+    try:
+        tunnel.ensure()
+    finally:
+        sys.setprofile(None)
+    assert seen[0] == Usage()
+    assert seen[-1].seconds > 0
 
 
 def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None:

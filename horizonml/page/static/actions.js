@@ -21,7 +21,7 @@ export class Actions {
     this.result = el("p", { role: "status" });
     this.buttons = names.map((name) => el("button", { type: "button", onclick: () => this.run(name) }, NAMES[name] ?? name));
     this.card.replaceChildren(el("form", { onsubmit: (event) => event.preventDefault() },
-      el("label", { for: "token" }, "The token (horizonml token --show shows it on a device that has it); it is not stored", field),
+      el("label", { for: "token" }, "The token (horizonml token --show prints it on a device that has it), which is not stored", field),
       el("div", { class: "buttons" }, this.buttons)), this.result);
   }
 

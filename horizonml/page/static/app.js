@@ -17,7 +17,7 @@ const ENDED = ["finished", "stopped", "failed"];
 const parts = {
   topology: new Topology(body("topology")), plan: new PlanPicture(body("plan")), split: new Split(body("split")), timeline: new Timeline(body("timeline")),
   loss: new Chart(body("loss"), { what: "Loss", unit: "loss" }),
-  accuracy: new Chart(body("accuracy"), { what: "Accuracy", unit: "share that is right", format: percent, to: 1 }),
+  accuracy: new Chart(body("accuracy"), { what: "Accuracy", unit: "share of correct predictions", format: percent, to: 1 }),
   speed: new Chart(body("speed"), { what: "Step time", unit: "time, means over several steps", format: seconds, from: 0, most: 80 }),
   events: new Events(body("events")), whatIf: new WhatIf(body("what-if")), actions: new Actions(body("actions")),
 };
@@ -35,7 +35,7 @@ function header(run) {
   bar.value = run.step || 0;
   const epoch = run.epoch ? `, epoch ${number(run.epoch)}${run.epochs ? ` of ${number(run.epochs)}` : ""}` : "";
   byId("progress-text").textContent = run.step === undefined ? run.words : `step ${number(run.step)}${run.steps ? ` of ${number(run.steps)}` : ""}${epoch}${run.seconds_left ? `, about ${seconds(run.seconds_left)} left` : ""}`;
-  byId("footer").textContent = `HorizonML ${run.version ?? ""}, folder ${run.folder ?? ""}. Nothing on this page comes from elsewhere.`;
+  byId("footer").textContent = `HorizonML ${run.version ?? ""}, folder ${run.folder ?? ""}. This page loads nothing from elsewhere.`;
 }
 
 function notice(words, kind = "") {

@@ -45,7 +45,7 @@ export class Timeline {
     this.note.textContent = !found ? "" : found.is_simulated
       ? `Simulated: this is what the planner predicts for the plan.${this.predicted ? "" : " No step is recorded in detail yet."}`
       : `Step ${number(found.step)}, as the ranks whose records are here recorded it by their own clocks.`;
-    this.table.set(() => (found ? table(found.is_simulated ? "A step as it is predicted" : `Step ${number(found.step)}`, ["rank", "what", { name: "micro-batch", number: true }, { name: "begins", number: true }, { name: "takes", number: true }],
+    this.table.set(() => (found ? table(found.is_simulated ? "The predicted step" : `Step ${number(found.step)}`, ["rank", "what", { name: "micro-batch", number: true }, { name: "begins", number: true }, { name: "takes", number: true }],
       found.ranks.flatMap(({ rank, spans }) => spans.slice(0, 100).map(([kind, what, micro, begin, end]) => [`${rank}`, `${kind}: ${what}`, micro < 0 ? "–" : micro, seconds(begin), seconds(end - begin)]))) : el("p", {}, "No step is recorded in detail yet.")));
     this.redraw();
   }

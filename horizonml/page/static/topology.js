@@ -40,14 +40,14 @@ export class Topology {
       pairs(run).map((pair) => [`${pair.one} and ${pair.other}`, rate(pair.activations), rate(pair.gradients), pair.rate ? `${rate(pair.rate)} (${megabits(pair.rate)})` : "–", pair.latency === null ? "–" : seconds(pair.latency)])));
     this.note.textContent = run.ranks.some((rank) => !rank.is_recorded)
       ? "Ranks with a dashed edge keep their records on their own machines."
-      : run.links.some((link) => link.rate) ? "Lines are as wide as what flows over them; “of …” is what was measured of the link." : "Lines are as wide as what flows over them. The links of this run were not measured.";
+      : run.links.some((link) => link.rate) ? "The width of a line shows how much flows over it; “of …” is the measured rate of the link." : "The width of a line shows how much flows over it. The links of this run were not measured.";
     this.redraw();
   }
 
   draw(width) {
     const run = this.run;
     if (!run || !run.ranks.length) {
-      this.figure.replaceChildren(el("p", { class: "note" }, "No rank has said yet where it is."));
+      this.figure.replaceChildren(el("p", { class: "note" }, "No rank has reported its machine yet."));
       return;
     }
     const count = run.ranks.length;

@@ -48,7 +48,7 @@ export class WhatIf {
     this.like = select("add-like", "like", run.ranks.map((rank) => [rank.rank, who(rank)]));
     this.speed = slider("add-speed", "its speed", SPEEDS, SPEEDS.indexOf(1), (value) => (value === 1 ? "the same" : `${value} times as fast`));
     this.wire = slider("add-rate", "its link", [0, ...RATES], 0, (value) => (value ? `${number(value)} Mbit/s` : "the same"));
-    this.link = select("link", "which", this.links());
+    this.link = select("link", "which link", this.links());
     this.rate = slider("rate", "rate", RATES, RATES.indexOf(100), (value) => `${number(value)} Mbit/s`);
     this.strategy = select("strategy", "strategy", STRATEGIES);
     this.ask = el("button", { type: "submit", class: "main" }, "Predict");
@@ -80,7 +80,7 @@ export class WhatIf {
 
   form() {
     const leave = el("fieldset", {}, el("legend", {}, "Devices that stay"), this.run.ranks.map((rank, index) => el("label", { class: "check", for: `keep-${rank.rank}` }, this.keep[index], who(rank))));
-    const add = el("fieldset", {}, el("legend", {}, "Devices that come"), el("div", { class: "fields" },
+    const add = el("fieldset", {}, el("legend", {}, "Devices that join"), el("div", { class: "fields" },
       el("div", {}, el("label", { for: "add-count" }, "how many"), this.count), this.like.element, this.speed.element, this.wire.element));
     const link = el("fieldset", {}, el("legend", {}, "Links that change"), el("div", { class: "fields" }, this.link.element, this.rate.element));
     const how = el("fieldset", {}, el("legend", {}, "Planned by"), this.strategy.element);
@@ -136,11 +136,11 @@ export class WhatIf {
       return el("div", {}, el("h3", {}, `${words}: ${seconds(plan.seconds)} a step`), el("p", { class: "note" }, `${number(plan.samples_per_second)} samples per second, as predicted${more}. ${plan.fits ? "" : "It does not fit into memory."}`), place);
     };
     const measured = present.measured_seconds ? `; measured: ${seconds(present.measured_seconds)} a step` : "";
-    const scaled = predicted.scaled_seconds ? `; by what was measured: ${seconds(predicted.scaled_seconds)} a step` : "";
+    const scaled = predicted.scaled_seconds ? `; adjusted to what was measured: ${seconds(predicted.scaled_seconds)} a step` : "";
     const devices = new Table("Devices after the change");
     devices.set(() => table("Devices after the change", ["rank", "name", { name: "was rank", number: true }, { name: "speed", number: true }, { name: "needs", number: true }, { name: "computes", number: true }],
       predicted.devices.map((device) => [`${device.rank}`, device.name, device.was === null ? "new" : device.was, number(device.speed, 2), `${memory(device.needs)} of ${memory(device.memory)}`, percent(device.busy)])));
-    this.result.replaceChildren(...list("What changes", changes), el("div", { class: "compare" }, side("Now", present, measured), side("Then", predicted, scaled)),
+    this.result.replaceChildren(...list("What changes", changes), el("div", { class: "compare" }, side("Now", present, measured), side("After the change", predicted, scaled)),
       ...list("Why", found.why), ...list("Keep in mind", found.notes), devices.element);
   }
 }

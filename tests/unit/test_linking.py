@@ -1,0 +1,74 @@
+"""What a rank says and does when the process that links it to other machines cannot be started."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from horizonml.errors import HorizonError, PeerLost, RendezvousError
+from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.runtime.linking import Linking
+from horizonml.security.spec import SecuritySpec
+from horizonml.security.token import make_token
+from tests.unit.test_tunnel_process import HERE, free_port
+
+
+def members(port: int) -> list[Fingerprint]:
+    """Two ranks on two machines."""
+    return [
+        Fingerprint(rank, 2, "test", "", "", "", f"host {rank}", f"machine {rank}", HERE, 1, link_port=port)
+        for rank in range(2)
+    ]
+
+
+@contextmanager
+def a_python_that_ends_at_once() -> Iterator[None]:
+    os.environ["PYTHONHOME"] = "/nonexistent"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONHOME"]
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull, "rb") as lowest:  # all below are taken
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno(), before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [(a_python_that_ends_at_once, "has ended, or does not answer"), (no_more_descriptors, "Too many open files")],
+)
+def test_a_tunnel_that_cannot_be_started_is_an_error_in_words_and_tried_again(trouble: object, words: str) -> None:
+    linking, group = Linking(SecuritySpec(), make_token()), members(free_port())
+    try:
+        for _ in range(2):  # a success in between forgets the first failure
+            error = fails(linking, group, trouble)
+            assert isinstance(error, PeerLost), "the ranks meet again"
+            assert words in str(error)
+            assert linking.between(group, 0) is not None
+            linking.close()
+        fails(linking, group, trouble)
+        error = fails(linking, group, trouble)
+        assert isinstance(error, RendezvousError), "the others go on without this rank"
+        assert words in str(error)
+        assert "start this one again" in str(error)
+    finally:
+        linking.close()
+
+
+def fails(linking: Linking, group: list[Fingerprint], trouble: object) -> HorizonError:
+    with trouble(), pytest.raises(HorizonError) as found:  # type: ignore[operator]
+        linking.between(group, 0)
+    assert not found.value.ends_job
+    return found.value

@@ -1,0 +1,68 @@
+"""What a rank says when it cannot make gloo deaf to others."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from horizonml.comm import listener as module
+from horizonml.comm.listener import guard, others_there, silence
+from horizonml.errors import PeerLost
+from horizonml.tunnel.addresses import own_address
+from horizonml.tunnel.blob import Published
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such lists")
+
+
+def published(listener: socket.socket) -> Published:
+    address, port = listener.getsockname()
+    at = struct.pack("=H", socket.AF_INET) + struct.pack(">H", port) + socket.inet_aton(address)
+    return Published(at.ljust(128, b"\0"), 0)
+
+
+@pytest.fixture
+def listener() -> Any:
+    with socket.create_server((own_address(0), 0)) as opened:
+        yield opened
+
+
+def test_a_listener_that_is_watched_is_watched_no_more(listener: socket.socket, caplog: Any) -> None:
+    with select.epoll() as poll, ExitStack() as opened:
+        poll.register(listener, select.EPOLLIN)
+        guard([published(listener)])
+        opened.enter_context(socket.create_connection(listener.getsockname()))
+        assert poll.poll(0.2) == []
+    assert not caplog.records
+
+
+def test_it_says_once_that_others_cannot_be_kept_away(listener: socket.socket, caplog: Any) -> None:
+    module._warn.cache_clear()
+    own = published(listener)  # which nothing watches, as if the lists were hidden
+    assert not silence(own)
+    for _ in range(3):
+        guard([own])
+    (said,) = caplog.records
+    assert said.levelname == "WARNING"
+    assert "stay open to every process of this machine" in said.getMessage()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_noticed_although_the_listener_is_not_deaf(listener: socket.socket) -> None:
+    own = published(listener)
+    os.seteuid(65534)
+    try:
+        stranger = socket.socket()
+    finally:
+        os.seteuid(0)
+    with stranger:
+        stranger.connect(listener.getsockname())
+        assert others_there(own)
+        with pytest.raises(PeerLost, match="another user of this machine"):
+            guard([own])
