@@ -99,6 +99,9 @@ class Target:
         self.check_log()
 
 
+ENDED = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)  # what a connection that was ended says
+
+
 class Raw:
     """The client's side of a connection, byte by byte."""
 
@@ -113,7 +116,7 @@ class Raw:
 
     def hear(self) -> dict[str, Any]:
         """The next answer; an empty one if the connection was ended."""
-        with suppress(ConnectionError):
+        with suppress(*ENDED):
             while b"\n" not in self._received and (more := self.socket.recv(1 << 16)):
                 self._received += more
         line, _, self._received = self._received.partition(b"\n")

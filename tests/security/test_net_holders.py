@@ -20,7 +20,7 @@ from horizonml.rendezvous.keys import MOST_VALUE
 from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
-from tests.security.net import Target, many_files, undisturbed
+from tests.security.net import ENDED, Target, many_files, undisturbed
 from tests.unit.test_roster import rank
 
 GOOD = rank(0, world_size=2, pid=4_000_000_000).to_json()
@@ -46,7 +46,7 @@ def refused(line: bytes, words: str, greet: bool = True) -> Callable[[Target], N
 
     def attack(target: Target) -> None:
         with target.raw(greet) as peer:
-            with suppress(ConnectionError):
+            with suppress(*ENDED):
                 peer.say(line)
             assert words in str(peer.hear().get("error", "the connection was closed"))
 
