@@ -36,6 +36,15 @@ def need_networks() -> None:
         pytest.skip(problem)
 
 
+def need_root(why: str) -> None:
+    """Go on with a test only as root, as CI runs."""
+    if os.geteuid() != 0:
+        message = f"only root can do this: {why}"
+        if os.environ.get(ALL):
+            pytest.fail(message)
+        pytest.skip(message)
+
+
 def need_package(name: str) -> None:
     """Go on with a test only if an optional package is installed; `make setup` installs all of them."""
     if importlib.util.find_spec(name) is None:

@@ -13,7 +13,7 @@ from string import Template
 
 from horizonml.errors import JobError
 
-_HOMES = ("/home/", "/root/")
+_HOMES = ("home", "root")  # folders at the top that ProtectHome= of systemd hides
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -49,10 +49,10 @@ def this_program() -> list[str]:
 
 def _home(program: str) -> Path | None:
     """Return the home that a program lies in, or None."""
-    if not program.startswith(_HOMES):
-        return None
     parts = Path(program).parts
-    return Path("/root") if parts[1] == "root" else Path(*parts[:3])
+    if len(parts) < 3 or parts[0] != "/" or parts[1] not in _HOMES:
+        return None
+    return Path(*parts[: 2 if parts[1] == "root" else 3])
 
 
 def _owner(home: Path) -> str:

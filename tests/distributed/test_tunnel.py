@@ -37,6 +37,7 @@ from horizonml.tunnel.links import Links, Peer
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import BY_NAME, FULL, LR, SHAPE, Case, RandomBatch, train
+from tests.programs import need_root
 
 HERE = "127.0.0.1"
 DDP, PIPELINE = "ddp 5, 1f1b, plain", "pipeline 3, 1f1b, normed"
@@ -267,8 +268,8 @@ def beside_another_user(rank: int, world_size: int, store: Store) -> str:
     return "connected"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_who_connects_with_the_group_is_noticed(pool: Pool) -> None:
+    need_root("become another user")
     first, second = pool.run(2, beside_another_user)
     assert first == "another user of this machine has connected to this rank while its group connected"
     assert second == "connected"

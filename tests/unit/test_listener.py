@@ -17,6 +17,7 @@ from horizonml.comm.listener import guard, others_there, silence
 from horizonml.errors import PeerLost
 from horizonml.tunnel.addresses import own_address
 from horizonml.tunnel.blob import Published
+from tests.programs import need_root
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such lists")
 
@@ -53,8 +54,8 @@ def test_it_says_once_that_others_cannot_be_kept_away(listener: socket.socket, c
     assert "stay open to every process of this machine" in said.getMessage()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_noticed_although_the_listener_is_not_deaf(listener: socket.socket) -> None:
+    need_root("become another user")
     own = published(listener)
     os.seteuid(65534)
     try:

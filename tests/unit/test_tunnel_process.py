@@ -27,6 +27,7 @@ from horizonml.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
 from horizonml.tunnel.header import Answer, Target
 from tests.distributed.processes import wait_for
+from tests.programs import need_root
 
 TOKEN = make_token()
 HERE = "127.0.0.1"
@@ -226,8 +227,7 @@ def as_another_user(at: tuple[str, int], count: int) -> Iterator[list[socket.soc
 
 
 def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
+    need_root("become another user")
     port = free_port()
     start(port)
     here = start(free_port())
@@ -240,8 +240,7 @@ def test_another_user_of_this_machine_cannot_use_a_ranks_way_out(start: Start) -
 
 
 def test_a_ranks_last_connection_is_found_behind_those_of_another_user(start: Start) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
+    need_root("become another user")
     port = free_port()
     start(port)
     here = start(free_port())
@@ -439,9 +438,10 @@ def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None
 def test_machines_may_have_addresses_of_version_6(start: Start) -> None:
     port = free_port()
     try:
-        there = Tunnel(TOKEN, "::1", port)
-    except SecurityError:
-        pytest.skip("this machine has no IPv6")
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this machine has no IPv6: {error}")
+    there = Tunnel(TOKEN, "::1", port)
     here = start(free_port())
     with rank(0) as listener:
         number, at = here.open("::1", port, stand_in_address(0), listener.getsockname())
