@@ -13,7 +13,7 @@ from horizonml.discovery.service import browse
 from horizonml.errors import JobError, RendezvousError
 from horizonml.lobby.proving import PORT, Prover
 from horizonml.lobby.settings import Place
-from horizonml.machine.network import split_address
+from horizonml.machine.network import service_address
 from horizonml.security.token import Token
 from horizonml.text import printable
 
@@ -27,9 +27,7 @@ def at(peer: str) -> Place:
     bare = peer.count(":") > 1 and not peer.startswith("[")  # an address of IPv6 without a port
     text = peer if ":" in peer.rpartition("]")[2] and not bare else f"[{peer.strip('[]')}]:{PORT}"
     try:
-        host, port = split_address(text)
-        if not host or not 0 < port <= 65535:
-            raise ValueError
+        host, port = service_address(text)
     except ValueError:
         raise JobError(f"--peer: {peer!r} is not HOST or HOST:PORT, for example 192.168.1.10:{PORT}") from None
     return Place(host, (host,), port)

@@ -37,6 +37,14 @@ def metrics_address(text: str | None) -> tuple[str, int] | None:
     return host or "127.0.0.1", port
 
 
+def service_address(text: str) -> tuple[str, int]:
+    """Return the host and the port, both of which must be given, of a service. Raises ValueError."""
+    host, port = split_address(text)
+    if not host or not 0 < port <= 65535:
+        raise ValueError(f"{text!r} is not host:port")
+    return host, port
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 takes any free port. Raises RendezvousError if the address is not available."""
     listener = None

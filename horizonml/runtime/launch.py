@@ -16,7 +16,7 @@ import yaml
 
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
-from horizonml.machine.network import METRICS, split_address
+from horizonml.machine.network import METRICS, service_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
 from horizonml.plan.limits import limits_of
@@ -188,12 +188,9 @@ def _rendezvous_address(job: Job) -> tuple[str, int]:
 def _split_address(text: str, name: str) -> tuple[str, int]:
     """Return the host and the port of what the user gave by this name. Raises JobError."""
     try:
-        host, port = split_address(text)
-        if not host or not 0 < port <= 65535:
-            raise ValueError
+        return service_address(text)
     except ValueError:
         raise JobError(f"{name}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
-    return host, port
 
 
 def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
