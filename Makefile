@@ -32,7 +32,7 @@ BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow unit lint format generate docs token images kind-up kind-down e2e bench bench-long \
-	bench-smoke hetero footprint horovod horovod-tensorflow test-launchers clean
+	bench-smoke hetero footprint horovod horovod-tensorflow test-gpu test-launchers clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} \
@@ -85,10 +85,11 @@ docs: setup ## Build the documentation into build/docs, and check its links (ope
 token: ## Write a token and Grafana's password to .env, for Compose (again: keeps them; ROTATE=1: another token)
 	@$(PYTHON) scripts/new_token.py env .env $(if $(ROTATE),--rotate)
 
-images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... for another index)
+images: ## Build the worker's image (IMAGE=NAME:TAG; TORCH_INDEX=https://... and TORCH_BUILD=+cu126 for GPUs)
 	$(DOCKER_BUILD) --tag $(IMAGE) --file images/worker/Dockerfile \
 		--build-arg TORCH_VERSION=$(TORCH_VERSION) --build-arg TORCHVISION_VERSION=$(TORCHVISION_VERSION) \
 		$(if $(filter command% environment%,$(origin TORCH_INDEX)),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+		$(if $(TORCH_BUILD),--build-arg TORCH_BUILD=$(TORCH_BUILD)) \
 		--build-arg REVISION=$$(git rev-parse --short HEAD 2>/dev/null || echo unknown) .
 
 kind-up: images ## Make a Kubernetes cluster on this machine, with the image and monitoring in it
@@ -138,6 +139,9 @@ horovod-tensorflow: ## Train with Horovod and TensorFlow, in an environment of i
 	@$(TENSORFLOW)/.venv/bin/pip install --quiet --disable-pip-version-check -r $(TENSORFLOW)/requirements.txt
 	@scripts/horovod $(TENSORFLOW)/.venv tensorflow
 	@$(TENSORFLOW)/run.sh
+
+test-gpu: ## Test ranks on the GPUs of this machine, and write the numbers to runs/gpu/numbers.json (PYTHON=... has torch)
+	@PYTHONPATH=. $(PYTHON) scripts/gpu_check.py
 
 test-launchers: setup ## Test torchrun, Open MPI, MPICH, horovodrun and Slurm for real (needs them; make horovod)
 	@"$(BIN)/python" -m pytest tests/launchers

@@ -37,8 +37,9 @@ def competitors(ranks: int, micro_batches: int) -> list[tuple[Variant, float]]:
         return passes * micro_batches / (passes * micro_batches + ranks - 1)
 
     shared = {
-        "model": "benchmarks.peers:sleeping_model",
+        "model": "benchmarks.sleeping:sleeping_model",
         "options": {"layers": 2 * ranks, "seconds": SECONDS_PER_SAMPLE / 2},
+        "executions": "plain",
         "shape": [32, 16, 16],  # 32 KiB a sample: 512 KiB a micro-batch
     }
     rows = [

@@ -35,7 +35,7 @@ class Measured:
     """A run on the emulated cluster."""
 
     run: Run
-    seconds: float  # of a step, the median
+    seconds: float  # of a step: the median, or with local steps the mean
     samples_per_second: float
     accuracy: float | None  # on held-out data
     plan: Plan
@@ -45,10 +45,14 @@ class Measured:
     def of(cls, run: Run, unlike: int = 0) -> Measured:
         """From a run's records, of which the first steps are `unlike` the others."""
         steps = run.lead.steps[_WARM_UP + unlike :]
-        seconds = statistics.median(step.wall for step in steps)
+        plan = Plan.from_json(run.lead.run.plan.model_dump())
+        if plan.local is None:
+            seconds = statistics.median(step.wall for step in steps)
+        else:  # few steps synchronise, and each counts
+            whole = len(steps) // plan.local.every * plan.local.every
+            seconds = statistics.mean(step.wall for step in steps[-whole:])
         evaluations = run.lead.evaluations
         accuracy = evaluations[-1].accuracy if evaluations else None
-        plan = Plan.from_json(run.lead.run.plan.model_dump())
         return cls(run, seconds, steps[0].batch / seconds, accuracy, plan, run.lead.run.forecast)
 
 

@@ -4,6 +4,7 @@
 2. Memory of the ranks of a pipeline, beside a process that has only imported torch.
 3. Recording: steps with and without it, interleaved.
 4. Metrics: steps with them and a scrape every second, and without, interleaved.
+5. Loading, conversion and recording as shares of a step: `python -m benchmarks.overheads`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import machine, pipeline_plan, started, variant
+from benchmarks.overheads import measure, table
 from benchmarks.peers import LR, RandomBatch
+from benchmarks.recorded import described
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.job.schema import Job
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
@@ -33,7 +35,6 @@ from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
-from horizonml.telemetry.record import RunInfo
 from horizonml.telemetry.recorder import Recorder
 from horizonml.telemetry.server import Server
 
@@ -70,27 +71,6 @@ def memory() -> None:
 def parameter_bytes(model: Model, start: int, stop: int) -> int:
     """Bytes of the parameters of some layers."""
     return sum(parameter.nbytes for parameter in model.chain.slice(start, stop).parameters())
-
-
-def described(plan: Plan) -> RunInfo:
-    """Return what the records of a run begin with."""
-    return RunInfo(
-        rank=0,
-        started_as_rank=0,
-        world_size=1,
-        generation=0,
-        host="",
-        node="",
-        job=Job(),
-        layers=[],
-        rss_idle_bytes=0,
-        threads=torch.get_num_threads(),
-        cores=1.0,
-        memory=0.0,
-        machine={},
-        versions={},
-        plan=plan,
-    )
 
 
 def recording(name: str, shape: tuple[int, ...], batch_size: int, rounds: int, steps: int) -> None:
@@ -200,6 +180,8 @@ def main() -> None:
     print("\nPrometheus metrics, scraped every second")
     scraping("resnet18", (3, 32, 32), 64, 12, 3.0)
     scraping("digits_cnn", (1, 8, 8), 64, 12, 3.0)
+    print("\nloading, conversion and recording within a step")
+    print(table(measure()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,8 @@ from horizonml.files import write_atomically
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import available_cores
 from horizonml.plan.plan import Plan, Stage
+
+MEASURED = Path(__file__).resolve().parent / "measured"
 
 
 @dataclass
@@ -69,6 +71,8 @@ def variant(name: str, peer: str, world_size: int, batch_size: int, **config: An
     """A competitor on ResNet-18 at 32 pixels, one thread a rank, unless `config` says otherwise."""
     defaults: dict[str, Any] = {"model": "resnet18", "shape": [3, 32, 32], "threads": 1}
     defaults["keep_memory"] = peer == "horizonml"
+    if peer == "horizonml":
+        defaults["executions"] = "auto"  # each layer as it runs fastest here, as every job trains
     return Variant(
         name, {**defaults, "name": name, "peer": peer, "world_size": world_size, "batch_size": batch_size, **config}
     )
@@ -169,27 +173,31 @@ class Race:
         return {"title": self.title, "short": self.short, "reference": self.reference, "rows": rows}
 
 
-def main(doc: str | None, races: Callable[[bool], list[Race]], rounds: int, steps: int, short: str) -> None:
+def main(doc: str | None, races: Callable[[bool], Iterable[Race]], rounds: int, steps: int, short: str) -> None:
     """The command line of some races; `short` says what `--short` leaves.
 
-    With `--out`, `peers.json` is written there, for `horizonml report`; earlier races of it are kept.
+    With `--out`, `peers.json` is written there, for `horizonml report`; earlier races of it are kept. With `--save`,
+    it is benchmarks/measured/peers.json, of which `python -m benchmarks.tables` makes the README's tables.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--short", action="store_true", help=short)
     parser.add_argument("--out", type=Path, help="folder for peers.json, which `horizonml report` shows")
+    parser.add_argument("--save", dest="out", action="store_const", const=MEASURED, help="as --out benchmarks/measured")
     arguments = parser.parse_args()
     print(machine())
-    run = races(arguments.short)
-    for one in run:
+    for one in races(arguments.short):
         one.run(arguments.rounds, arguments.steps)
-    if arguments.out is None:
-        return
-    path = arguments.out / "peers.json"
+        if arguments.out is not None:
+            keep(one, arguments.out / "peers.json")
+
+
+def keep(race: Race, path: Path) -> None:
+    """Add a race to a file, in the place of an earlier one of the same kind."""
     before = json.loads(path.read_text())["races"] if path.exists() else []
-    kept = [one for one in before if one["short"] not in {race.short for race in run}]
-    content = json.dumps({"machine": machine(), "races": [*kept, *(race.to_json() for race in run)]}, indent=2)
+    kept = [one for one in before if one["short"] != race.short]
+    content = json.dumps({"machine": machine(), "races": [*kept, race.to_json()]}, indent=2)
     write_atomically(path, content.encode())
 
 

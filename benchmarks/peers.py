@@ -21,11 +21,14 @@ from torch.nn import functional
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
+from horizonml.job.schema import Job
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
+from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
+from horizonml.profiling.executions import executions_here
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
@@ -60,12 +63,27 @@ def horizonml(config: dict[str, Any], rank: int, store: PrefixStore, model: Mode
     """HorizonML's engine with the plan of the configuration."""
     plan = Plan.from_json(config["plan"])
     group = Group(store, rank, config["world_size"], 300.0)
-    session = Session(plan, TrainState(model, Sgd()), group, Classification(), batch.size)
+    session = Session(plan, TrainState(model, Sgd()), group, Classification(), batch.size, executions_of(config, model))
 
     def step() -> None:
         session.step(batch, LR)
 
     return step
+
+
+def executions_of(config: dict[str, Any], model: Model) -> Executions | None:
+    """How layers run: plain, unless the configuration says `"executions": "auto"`, for which this device is tried."""
+    if config.get("executions") != "auto":
+        return None
+    job = Job.model_validate(
+        {
+            "batch_size": config["batch_size"],
+            "precision": config.get("precision", "fp32"),
+            "model": {"name": config["model"], "options": config.get("options", {})},
+            "parallel": {"strategy": "ddp", "workers": config["world_size"]},
+        }
+    )
+    return Executions.of(executions_here(job, model, config["world_size"], 1 << 20, lambda text: None))
 
 
 def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, batch: RandomBatch) -> StepFunction:
@@ -74,7 +92,10 @@ def ddp(config: dict[str, Any], rank: int, store: PrefixStore, model: Model, bat
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     own = slice(batch.size * rank // world_size, batch.size * (rank + 1) // world_size)
     images, labels = batch.inputs(own.start, own.stop), batch.targets(own.start, own.stop)
-    module = nn.parallel.DistributedDataParallel(model.stage(0, len(model.chain)), **config.get("ddp_options", {}))
+    layers = model.stage(0, len(model.chain))
+    if config.get("channels_last"):
+        images, layers = images.to(memory_format=torch.channels_last), layers.to(memory_format=torch.channels_last)
+    module = nn.parallel.DistributedDataParallel(layers, **config.get("ddp_options", {}))
     optimizer = optimizer_for(module)
 
     def step() -> None:
@@ -122,7 +143,7 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
         optimizer.zero_grad()
         entered = images
         if rank > 0:
-            entered = torch.empty(batch.size, *entry.shape)
+            entered = torch.empty(batch.size, *entry.tensors[0].shape)
             dist.recv(entered, rank - 1)
             entered.requires_grad_()
         left = module(entered)
@@ -130,7 +151,7 @@ def sequential(config: dict[str, Any], rank: int, store: PrefixStore, model: Mod
             functional.cross_entropy(left, labels).backward()
         else:
             dist.send(left.detach(), rank + 1)
-            gradient = torch.empty(batch.size, *exit_.shape)
+            gradient = torch.empty(batch.size, *exit_.tensors[0].shape)
             dist.recv(gradient, rank + 1)
             left.backward(gradient)
         if rank > 0:
@@ -154,7 +175,7 @@ def torch_pipeline(
     modules = [model.stage(plan.stages[number].start, plan.stages[number].stop) for number in held]
     rows = batch.size // plan.micro_batches
     assert rows * plan.micro_batches == batch.size, "torch needs equal micro-batches"
-    boundaries = [torch.empty(rows, *boundary.shape, device="meta") for boundary in model.chain.boundaries]
+    boundaries = [torch.empty(rows, *boundary.tensors[0].shape, device="meta") for boundary in model.chain.boundaries]
     stages = [
         pipelining.PipelineStage(
             module,
@@ -188,66 +209,6 @@ TORCH_SCHEDULES = {
     "torch_interleaved_zb": "ScheduleInterleavedZeroBubble",
     "torch_zbv": "ScheduleZBVZeroBubble",
 }
-
-
-class _Sleep(torch.autograd.Function):
-    """Takes time, but no processor: forward, and for the gradient of what entered."""
-
-    @staticmethod
-    def forward(context: Any, value: Tensor, seconds: float) -> Tensor:
-        context.seconds = seconds
-        time.sleep(seconds * len(value))
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(context.seconds * len(gradients[0]))
-        return gradients[0], None
-
-
-class _SleepForWeight(torch.autograd.Function):
-    """Takes time for the gradient of a weight."""
-
-    @staticmethod
-    def forward(context: Any, weight: Tensor, seconds: float) -> Tensor:
-        context.seconds = seconds
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(context.seconds)
-        return gradients[0], None
-
-
-class Sleeping(nn.Module):
-    """A layer that sleeps `seconds` per sample forward, as long for its input's gradient, and for its weight's."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.zeros(1, 1))
-
-    def forward(self, value: Tensor) -> Tensor:
-        result: Tensor = _Sleep.apply(value, self.seconds)
-        weight: Tensor = _SleepForWeight.apply(self.weight, self.seconds * len(value))
-        return result + weight
-
-
-def sleeping_model(layers: int, seconds: float, num_classes: int = 10) -> nn.Sequential:
-    """Layers that take time but no processor: more ranks than cores then still run at the same time."""
-    body = [Sleeping(seconds) for _ in range(layers - 1)]
-    return nn.Sequential(*body, nn.Sequential(Sleeping(seconds), nn.Flatten(), Head(num_classes)))
-
-
-class Head(nn.Module):
-    """The first values of each sample as the logits."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.classes = classes
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value[:, : self.classes]
 
 
 PEERS = {

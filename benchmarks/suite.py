@@ -16,6 +16,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from horizonml.chaos import network
+
 ROOT = Path(__file__).resolve().parent.parent
 TENSORFLOW = ROOT / "examples" / "horovod_tensorflow"
 ALL = ["single", "ddp", "pipeline", "hybrid", "tensor"]
@@ -48,6 +50,7 @@ def commands(form: str, out: Path, data: str) -> list[list[str]]:
             [*bench, "batch-size", "64", "128", "256", "512", "1024", "--steps", "2", "--out", sizes],
             [*peers, "benchmarks.ddp", "--short", "--rounds", "4", "--steps", "3", "--out", ours],
             [*peers, "benchmarks.pipeline", "--short", "--rounds", "3", "--steps", "2", "--out", ours],
+            *slow_links(out, "--short"),
         ]  # fmt: skip
     return [
         [*bench, "compare", "--data", data, "--samples", "1000", "10000", "50000", "--workers", "5", "--epochs", "5",
@@ -58,7 +61,17 @@ def commands(form: str, out: Path, data: str) -> list[list[str]]:
          "mobilenet_v3_small", "--steps", "6", "--repeats", "3", "--out", sizes],
         [*peers, "benchmarks.ddp", "--out", ours],
         [*peers, "benchmarks.pipeline", "--out", ours],
+        *slow_links(out),
     ]  # fmt: skip
+
+
+def slow_links(out: Path, *options: str) -> list[list[str]]:
+    """The study of slow links, where this machine gives ranks networks of their own."""
+    problem = network.problem()
+    if problem is not None:
+        print(f"Slow links are left out: {problem}", flush=True)
+        return []
+    return [[sys.executable, "-m", "benchmarks.slow_links", *options, "--out", str(out / "slow-links.json")]]
 
 
 def main() -> None:

@@ -130,8 +130,8 @@ def of_kind(name: str, message: str) -> HorizonError:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
     # PyTorch has no error class for this on the CPU, nor has Python for a thread without a stack: their texts are all
-    # that there is.
-    texts = ("can't allocate memory", "not enough memory", "can't start new thread")
+    # that there is. The last one is that of GPUs.
+    texts = ("can't allocate memory", "not enough memory", "can't start new thread", "out of memory")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import horizonml  # noqa: F401  (first: it says how OpenMP's threads wait, before torch loads them)
+
+_LEFT_OUT = pytest.StashKey[str]()
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # others run tests on the other cores
     import torch
@@ -15,12 +18,59 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # others run tests on the other cores
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that need more GPUs than there are, and say why; `gpu(2)` needs two."""
+    marks = [(item, item.get_closest_marker("gpu")) for item in items]
+    wanted = {item: mark.args[0] if mark.args else 1 for item, mark in marks if mark is not None}
+    if not wanted:
+        return
+    there, reason = gpus()
+    left_out = [item for item, count in wanted.items() if count > there]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        config.stash[_LEFT_OUT] = f"{len(left_out)} tests that need a GPU were left out: {reason}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that has started this one, if any, what was left out here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take note of what was left out in a process of pytest-xdist."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", "")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out."""
+    if config.stash.get(_LEFT_OUT, ""):
+        terminalreporter.write_line(config.stash[_LEFT_OUT])
+
+
+def gpus() -> tuple[int, str]:
+    """The number of GPUs that tests can use here, and why there are no more."""
+    from horizonml.errors import JobError
+    from horizonml.machine.accelerator import choose_device
+
+    try:
+        choose_device("cuda", 0)
+    except JobError as error:
+        return 0, str(error)
+    import torch
+
+    return torch.cuda.device_count(), f"this machine has {torch.cuda.device_count()}"
+
+
 @pytest.fixture(autouse=True)
-def _interface_of_its_own() -> Iterator[None]:
-    """Undo a choice of network interface, which a test that meets others makes for its process and all it starts."""
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
+def _choices_of_its_own() -> Iterator[None]:
+    """Undo the choices of network interface and device that a test makes for its process and all it starts."""
+    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "HORIZONML_DEVICE")}
     yield
-    if before is None:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    else:
-        os.environ["GLOO_SOCKET_IFNAME"] = before
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -421,3 +421,25 @@ def backbone(num_classes: int = 10) -> nn.Sequential:
         nn.Linear(64, num_classes),
     ]
     return nn.Sequential(*body, *head)
+
+
+class Loud(nn.Module):
+    """Adds a value that is much larger than all others."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return torch.cat([value, torch.full_like(value[:, :1], 1000.0)], 1)
+
+
+class Quiet(nn.Module):
+    """Drops the last value."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value[:, :-1].contiguous()
+
+
+def loud(num_classes: int = 10) -> nn.Sequential:
+    """What leaves layer 3 suffers in fewer than 16 bits, what leaves layer 6 does not. Takes `[b, 1, 8, 8]`."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 63), nn.Tanh(), Loud(), Quiet(), nn.Linear(63, 64), nn.Tanh(),
+        nn.Linear(64, num_classes),
+    )  # fmt: skip

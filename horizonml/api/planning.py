@@ -98,5 +98,7 @@ def _text(planned: Planned) -> str:
         bottleneck(problem, found, names),
     ]
     if 1 < problem.ranks <= _MOST_EXPLAINED:
-        lines += [*why(problem, found, names), "This is", *(f"- {line}" for line in compare(problem, found, names))]
+        told = [reason.text for reason in planned.reasons() if reason.brief]
+        compared = [f"- {line}" for line in compare(problem, found, names)]
+        lines += [*why(problem, found, names), *told, "This is", *compared]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from horizonml.chaos.accounting import read_records
 from horizonml.chaos.network import Networks
 from horizonml.chaos.output import Output
 from horizonml.errors import JobError
+from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
 from horizonml.security.token import TOKEN, make_token
@@ -134,7 +134,7 @@ class Cluster:
         """Start a rank, which does not run, and return its process."""
         with self._lock:
             assert self.exit_code(rank) is not None or rank not in self.processes, f"rank {rank} runs already"
-            command = [sys.executable, "-m", "horizonml", "train", self._job, *self._options]
+            command = python_module("horizonml", "train", self._job, *self._options)
             command += ["--workers", str(self.ranks), "--set", f"folder={self.run_folder}"]
             if self._networks is not None:
                 command = self._networks.at_rank(rank, command)
@@ -240,7 +240,7 @@ class Cluster:
     def _start_service(self) -> None:
         """Start the rendezvous service, and note its address."""
         log = self.log_folder / "rendezvous.log"
-        command = [sys.executable, "-m", "horizonml", "rendezvous"]
+        command = python_module("horizonml", "rendezvous")
         self._undo.callback(self._end_service)
         if self._networks is not None:
             self._address = f"{self._networks.address}:{_PORT}"

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 from horizonml.errors import HorizonError
 
@@ -78,6 +79,14 @@ class Networks:
         shape = f"root tbf rate {bits_per_second:.0f}bit burst {burst} latency {_QUEUE_MILLISECONDS}ms"
         self._run(self._ranks[rank], f"tc qdisc replace dev cable {shape}")
         self._run(self._switch, f"tc qdisc replace dev rank{rank} {shape}")
+
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank's cable has carried away from it, headers included."""
+        for line in Path(f"/proc/{self._ranks[rank].pid}/net/dev").read_text().splitlines():
+            name, _, counters = line.partition(":")
+            if name.strip() == "cable":
+                return int(counters.split()[8])
+        raise NoNetworks(f"rank {rank}'s network has no cable")
 
     def close(self) -> None:
         """Let go of the networks, which end with the last process within them."""

@@ -98,8 +98,8 @@ def _settings(
 ) -> Settings:
     """Return what the options ask for. Raises JobError."""
     from horizonml.chaos.campaign import Settings
-    from horizonml.cli.durations import duration
     from horizonml.errors import JobError
+    from horizonml.spec.durations import duration
 
     interval, seconds = duration(every, "--every"), duration(length, "--for")
     if interval > seconds:

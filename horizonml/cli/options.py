@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from horizonml.machine.wish import DEVICE, check_wish
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -32,6 +35,31 @@ Workers = Annotated[
         metavar="N",
         min=1,
         help="World size; short for --set parallel.workers=N.",
+        show_default=False,
+    ),
+]
+
+
+def _note_device(device: str | None) -> str | None:
+    """Hand the device on to the processes that this command starts, and to their ranks. Raises JobError."""
+    if device is not None:
+        check_wish(device, "--device")
+        if device not in ("auto", "cpu"):  # or PyTorch need not be loaded
+            from horizonml.machine.accelerator import check_there
+
+            check_there(device, "--device")
+        os.environ[DEVICE] = device
+    return device
+
+
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="What the ranks of this machine compute on: auto, cpu, cuda, cuda:N or mps, whatever the job says. "
+        "HORIZONML_DEVICE does the same.",
+        callback=_note_device,
         show_default=False,
     ),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import JobFile, Overrides, Workers, load_job
+from horizonml.cli.options import Device, JobFile, Overrides, Workers, load_job
 
 
 def plan(
@@ -33,7 +33,16 @@ def plan(
             metavar="FILE", help="Draw a step of the plan, rank by rank, to this file (PNG).", show_default=False
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, with a reason for each choice.")
+    ] = False,
+    in_full: Annotated[
+        bool,
+        typer.Option(
+            "--why", help="Explain every choice: also each cut, exact link and device, and what the run decides."
+        ),
+    ] = False,
+    device: Device = None,
 ) -> None:
     """Show the plan for a job, and explain it.
 
@@ -42,7 +51,7 @@ def plan(
     """
     from horizonml.cli.planning import show_plan
 
-    show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture)
+    show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture, in_full=in_full)
 
 
 def simulate(
@@ -61,20 +70,24 @@ def simulate(
         typer.Option(metavar="FILE", help="Draw the step, rank by rank, to this file (PNG).", show_default=False),
     ] = None,
     overrides: Overrides = None,
+    device: Device = None,
 ) -> None:
     """Predict the time and memory of a given plan.
 
-    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks.
+    Also shows what limits it. The devices need not be there, but must be as many as the plan has ranks; those of a file
+    that the plan leaves out do not count.
     """
     from horizonml.cli.planning import show_plan
-    from horizonml.job.planfile import read_plan
+    from horizonml.job.planfile import read_devices, read_plan
 
-    show_plan(read_plan(load_job(job_file, overrides), plan_file), devices, False, None, picture, as_given=True)
+    job, only = read_plan(load_job(job_file, overrides), plan_file), read_devices(plan_file)
+    show_plan(job, devices, False, None, picture, as_given=True, only=only)
 
 
 def profile(
     job_file: JobFile,
     overrides: Overrides = None,
+    device: Device = None,
     out: Annotated[
         Path | None,
         typer.Option(

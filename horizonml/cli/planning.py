@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 
 
 def show_plan(
-    job: Job, devices: Path | None, as_json: bool, out: Path | None, picture: Path | None, as_given: bool = False
+    job: Job,
+    devices: Path | None,
+    as_json: bool,
+    out: Path | None,
+    picture: Path | None,
+    as_given: bool = False,
+    in_full: bool = False,
+    only: Collection[str] = (),
 ) -> None:
     """Print a model's layers and the plan made of the job; write the plan, or a picture of it.
 
     With `devices`, for the cluster that the file describes: the job's explicit stages, else the best that is found, or
-    the job's own strategy if `as_given`. Raises HorizonError, also for a plan that no device could carry out.
+    the job's own strategy if `as_given`. Of its devices, those that are named `only` count, unless none is. `in_full`
+    explains every choice, each cut and device too. Raises HorizonError, also for a plan that no device could carry out.
     """
     if picture is not None:
         require("matplotlib", "--picture")
@@ -35,16 +44,28 @@ def show_plan(
             raise JobError(f"--picture: {picture} must end in .png, for pictures are PNG")
     from horizonml.runtime.planning import plan_job
 
-    planned = plan_job(job, devices, as_given, _say)
+    planned = plan_job(job, devices, as_given, _say, only)
     found, places, profiles = planned.found, planned.places, planned.profiles
     if out is not None:
         write_plan(found.plan, out, places.names if devices is not None else ())
+        if found.plan.spare:
+            kept = [name for rank, name in enumerate(places.names) if rank not in found.plan.spare]
+            _say(f"{out} is for {count(len(kept), 'rank')}: {', '.join(f'{n}: {one}' for n, one in enumerate(kept))}")
     if picture is not None:
+        from horizonml.planner.simulate import predict
         from horizonml.report.run_plots import predicted
 
-        predicted(found.plan, found.prediction, places.names, picture)
+        predicted(found.plan, predict(planned.problem, found.plan), places.names, picture)
     if as_json:
-        content = {"plan": found.plan.to_json(), "seconds": found.prediction.seconds, "profile": profiles[0].to_json()}
+        from horizonml.planner.energy_reasons import energy_facts
+
+        content = {
+            "plan": found.plan.to_json(),
+            "seconds": found.prediction.seconds,
+            "energy": energy_facts(planned.problem, found) if planned.predicted else None,
+            "reasons": [reason.to_json() for reason in planned.reasons()],
+            "profile": profiles[0].to_json(),
+        }
         print(json.dumps(content, indent=2))
         return
     _print_layers(planned.job, profiles[0])
@@ -52,7 +73,7 @@ def show_plan(
         print()
         for note in planned.model.pretrained.notes:
             print_text(note)
-    _print_plan(planned)
+    _print_plan(planned, in_full)
 
 
 def _say(text: str) -> None:
@@ -67,13 +88,18 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
     from horizonml.machine.host import versions
     from horizonml.machine.memory import keep_freed_memory
     from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
+    from horizonml.profiling.executions import executions_here, untried
     from horizonml.profiling.measure import cached_profile
     from horizonml.runtime.agreement import describe_together, profile_key
+    from horizonml.runtime.capacity import use_device
 
     keep_freed_memory()
+    use_device(job, 0, _say)
     torch.set_num_threads(threads or threads_per_rank(available_cores(), 1))
-    _, model = describe_together(job, Group(None, 0, 1, 60.0))
-    profile = cached_profile(model, profile_key(job), job.batch_size, _say)
+    info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    steps = job.total_steps(-(-info.train // job.batch_size))
+    executions = untried(job, executions_here(job, model, job.parallel.world_size(), steps, _say))
+    profile = cached_profile(model, profile_key(job), job.batch_size, _say, executions)
     _print_layers(job, profile)
     if out is not None:
         about = {
@@ -110,7 +136,8 @@ def _print_layers(job: Job, profile: Profile) -> None:
     )
 
 
-def _print_plan(planned: Planned) -> None:
+def _print_plan(planned: Planned, in_full: bool) -> None:
+    from horizonml.planner.energy_reasons import energy_reasons
     from horizonml.planner.explain import bottleneck, compare, explain_parts, rows, why
     from horizonml.runtime.agreement import uncut_layer
 
@@ -128,8 +155,9 @@ def _print_plan(planned: Planned) -> None:
         for row in rows(problem, found, names, layer_names)
     ]
     micro_batches = count(plan.micro_batches, "micro-batch")
+    spare = f", {len(plan.spare)} of them left out" if plan.spare else ""
     print_table(
-        f"plan for {count(problem.ranks, 'rank')}{places.where}: {plan.schedule}, {micro_batches}",
+        f"plan for {count(problem.ranks, 'rank')}{places.where}{spare}: {plan.schedule}, {micro_batches}",
         ["stage", "layers", "rank", "rows", "sends", "memory", "busy"],
         shown[:40],
         text=(1, 2, 4),
@@ -149,9 +177,16 @@ def _print_plan(planned: Planned) -> None:
     whole = uncut_layer(model, problem)
     if whole is not None and len(plan.stages) > 1:
         print_text(f"{job.model.name}: {whole}.")
+    if problem.ranks == 1:  # whose `reasons` are those of its layers alone
+        for one in energy_reasons(problem, found, names):
+            print_text(one.text)
     if 1 < problem.ranks <= 200:
         for line in why(problem, found, names):
             print_text(line)
+    for reason in planned.reasons():
+        if reason.brief or in_full:
+            print_text(reason.text)
+    if 1 < problem.ranks <= 200:
         print_text("This is")
         for line in compare(problem, found, names):
             print_text(line, "- ")

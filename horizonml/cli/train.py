@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import JobFile, Overrides, Workers, load_job
+from horizonml.cli.options import Device, JobFile, Overrides, Workers, load_job
 
 
 def train(
     job_file: JobFile,
     overrides: Overrides = None,
     workers: Workers = None,
+    device: Device = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.options import JobFile, Overrides, load_job
+from horizonml.cli.options import Device, JobFile, Overrides, load_job
 
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
@@ -35,6 +35,7 @@ Insecure = Annotated[
 def up(
     job_file: JobFile,
     overrides: Overrides = None,
+    device: Device = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -116,6 +117,7 @@ def join(
             metavar="HOST[:PORT]", help="Go to this device without looking for it on the network.", show_default=False
         ),
     ] = None,
+    device: Device = None,
     forever: Annotated[
         bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
     ] = False,
@@ -164,7 +166,7 @@ def join(
     if print_unit:
         chosen = {"--forever": True, "--when-idle": when_idle, "--on-mains": on_mains, "--accept-data": accept_data}
         chosen |= {"--allow-code": allow_code, "--insecure": insecure}
-        values = {"--peer": peer, "--max-temperature": max_temperature, "--name": name}
+        values = {"--peer": peer, "--max-temperature": max_temperature, "--name": name, "--device": device}
         values["--run-folder"] = str(run_folder) if run_folder != Path("runs") else None
         _print_unit([option for option, wanted in chosen.items() if wanted], values)
         return

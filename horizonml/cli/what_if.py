@@ -20,8 +20,8 @@ def what_if(
         typer.Option(
             metavar="DEVICE",
             help="Add a device (repeatable): like:RANK, and then what differs, after commas: speed=0.5 (relative to "
-            "that rank's), memory=1GiB, rate=100Mbit and latency=2ms of its links, name=NAME. Without like, give speed "
-            "(relative to rank 0's), memory and rate.",
+            "that rank's), memory=1GiB, rate=100Mbit and latency=2ms of its links, watts=2.5/6 "
+            "(idle/busy), name=NAME. Without like, give speed (relative to rank 0's), memory and rate.",
         ),
     ] = None,
     remove: Annotated[

@@ -34,7 +34,7 @@ _LEAST_JSON = 1 << 20  # of one rank's value, however many ranks there are
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
     "boundaries", "gradients", "members", "totals", "finite", "stragglers", "probe", "state", "layers", "files",
-    "mirror",
+    "mirror", "coded",
 )  # fmt: skip
 _MESSAGES = 1 << 27  # of each channel
 
@@ -79,6 +79,7 @@ class Group:
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
+        self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
         self._over = over or threading.Event()  # set once the group has been broken off
@@ -113,6 +114,12 @@ class Group:
         return twin
 
     @property
+    def store(self) -> Store:
+        """Return the store through which the ranks have connected."""
+        assert self._store is not None
+        return self._store
+
+    @property
     def timeout(self) -> float:
         """Return the seconds that the group waits for a message."""
         return self._timeout
@@ -121,6 +128,10 @@ class Group:
     def is_over(self) -> bool:
         """Return whether the group has been broken off."""
         return self._over.is_set()
+
+    def origin(self, rank: int) -> int:
+        """Return the number by which people know one of this group's ranks."""
+        return rank
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are known to share a machine."""
@@ -173,6 +184,13 @@ class Group:
         except GLOO_ERRORS as error:
             raise lost(None, error) from error
         return tensors
+
+    def begin_all_gather(self, own: Tensor, every: list[Tensor], ranks: tuple[int, ...], stage: int = 0) -> Work:
+        """Begin to gather the tensors of `ranks` into `every`. All must make the same calls for a `stage` in order."""
+        try:
+            return Collective(self.among(ranks, stage).allgather([every], [own]), self._over)
+        except GLOO_ERRORS as error:
+            raise lost(None, error) from error
 
     def among(self, ranks: tuple[int, ...], stage: int = 0) -> Any:
         """Return the process group of the members of a stage; all of them must ask for it together the first time.

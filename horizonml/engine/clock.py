@@ -8,13 +8,14 @@ The spans called `LOAD` are what loading ahead did not hide: waiting for workers
 when it needs them.
 
 The clock is switched and never stopped, so the three add up to the wall time. Each of them is measured; none is
-inferred.
+inferred. Where an accelerator computes, the process only hands it work, and goes on to wait for others meanwhile: that
+time is compute for as long as the accelerator was busy, which a `DeviceWatch` tells.
 """
 
 from __future__ import annotations
 
 from time import perf_counter, time
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["compute", "transfer", "wait"]
 KINDS: tuple[Kind, ...] = ("compute", "transfer", "wait")
@@ -32,6 +33,16 @@ class Span(NamedTuple):
     end: float
 
 
+class DeviceWatch(Protocol):
+    """Tells when an accelerator was done with its work, without waiting for it."""
+
+    def mark(self) -> None:
+        """Take note of all work that the device has been given."""
+
+    def finished(self) -> float | None:
+        """Return when the device was done with what was marked, a time of `perf_counter`; None if it is not."""
+
+
 class Clock:
     """Attributes time to what the rank is doing.
 
@@ -39,7 +50,9 @@ class Clock:
     later one. Call `pause` to exclude the time between them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: DeviceWatch | None = None) -> None:
+        """Begin; `watch` tells of an accelerator that computes while this process waits."""
+        self._watch = watch
         self._between_steps = False
         self._since = 0.0
         self.restart()
@@ -57,10 +70,24 @@ class Clock:
 
     def switch(self, kind: Kind, what: str, micro: int = -1) -> None:
         """Attribute the time from now on to `kind`."""
+        if self._watch is not None:
+            self._ask(self._watch, kind)
         now = perf_counter()
         self.totals[self._kind] += now - self._since
         self.spans.append(Span(self._kind, self._what, self._micro, self._since, now))
         self._kind, self._what, self._micro, self._since = kind, what, micro, now
+
+    def _ask(self, watch: DeviceWatch, kind: Kind) -> None:
+        """Take the time for compute in which this rank has only waited while its accelerator was still busy."""
+        if self._kind != "compute":
+            now, finished = perf_counter(), watch.finished()
+            end = now if finished is None else min(finished, now)
+            if end > self._since:
+                self.totals["compute"] += end - self._since
+                self.spans.append(Span("compute", "device", self._micro, self._since, end))
+                self._since = end
+        elif kind != "compute":
+            watch.mark()
 
     @property
     def current(self) -> tuple[Kind, str, int]:

@@ -22,6 +22,7 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
 from horizonml.engine.codec import BoundaryCodec
+from horizonml.engine.staging import Staging
 from horizonml.models.boundary import Boundary, Values
 from horizonml.plan.plan import MOST_MICRO_BATCHES, Route
 
@@ -58,7 +59,8 @@ class _Expected:
 class Link:
     """Carries one direction of a boundary for this rank: a link either only receives or only sends."""
 
-    def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction) -> None:
+    def __init__(self, group: Group, clock: Clock, cut: Cut, direction: Direction, staging: Staging) -> None:
+        self._staging = staging
         crossing = cut.boundary if direction is Direction.ACTIVATIONS else cut.boundary.gradients
         self._group, self._clock, self._codec = group, clock, BoundaryCodec(crossing, cut.format)
         self._rank = group.rank
@@ -83,7 +85,7 @@ class Link:
     def expect(self, micro: int, rows: int, routes: list[Route]) -> None:
         """Post the receives for this rank's `rows` of a micro-batch."""
         assert micro not in self._expected
-        expected = _Expected(self._codec.empty(rows), [], [])
+        expected = _Expected(self._codec.empty(rows, **self._staging.host), [], [])
         expected.bytes = self._bytes(expected.encoded, routes)
         for route in routes:
             if self._has_header(route):
@@ -96,6 +98,7 @@ class Link:
     def receive(self, micro: int) -> Values:
         """Return the rows of a micro-batch, waiting until all of them are here."""
         expected = self._expected.pop(micro)
+        self._staging.drain()  # or a rank that this one waits for might wait for what has not been sent yet
         everything_small = not expected.headers
         self._clock.switch("wait", "receive", micro)
         for work, peer in expected.headers:
@@ -107,26 +110,31 @@ class Link:
         self.received_bytes += expected.bytes
         if self._codec.format != "fp32":
             self._clock.switch("compute", "decode", micro)
-        return self._codec.decode(expected.encoded)
+        return self._codec.decode(self._staging.to_device(expected.encoded))
 
-    def send(self, micro: int, values: Values, routes: list[Route]) -> None:
-        """Begin to send this rank's rows of a micro-batch."""
+    def send(self, micro: int, values: Values, routes: list[Route], seed: int | None = None) -> None:
+        """Begin to send this rank's rows of a micro-batch; `seed` is that of `Codec.encode`."""
         if self._codec.format != "fp32":
             self._clock.switch("compute", "encode", micro)
-        encoded = self._codec.encode(tuple(value.detach() for value in values))
+        encoded = self._codec.encode(tuple(value.detach() for value in values), seed)
         self._clock.switch("transfer", "send", micro)
+        self._staging.send(encoded, lambda host: self._begin(micro, host, routes))
+        self.sent_bytes += self._bytes(encoded, routes)
+
+    def _begin(self, micro: int, encoded: Tensor, routes: list[Route]) -> None:
+        """Begin to send rows that are in the host's memory."""
         for route in routes:
             if self._has_header(route):
                 work = self._group.send(self._header, route.peer, self._tag(micro, True))
                 self._sending.append((work, route.peer, self._header))
             part = encoded[route.start : route.stop]
             self._sending.append((self._group.send(part, route.peer, self._tag(micro)), route.peer, part))
-        self.sent_bytes += self._bytes(encoded, routes)
         while len(self._sending) > 2 * _SENDS_UNDER_WAY * len(routes):
             self._finish_one()
 
     def flush(self) -> None:
         """Wait until everything has been sent."""
+        self._staging.drain()
         while self._sending:
             self._finish_one()
 

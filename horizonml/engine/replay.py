@@ -10,6 +10,7 @@ from torch import Tensor
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
+from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import Batch, Task
@@ -56,6 +57,7 @@ def replay(
     steps: Iterator[tuple[Messages, Batch, float, float]],
     task: Task,
     batch_size: int,
+    executions: Executions | None = None,
 ) -> None:
     """Bring the state of a lost rank's stages to the present.
 
@@ -64,6 +66,6 @@ def replay(
     Raises PeerLost if a message is missing.
     """
     group = _Recorded(rank, plan.world_size)
-    with closing(Session(plan, state, group, task, batch_size)) as session:
+    with closing(Session(plan, state, group, task, batch_size, executions)) as session:
         for group.messages, batch, learning_rate, scale in steps:
             session.replay(batch, learning_rate, scale)

@@ -8,7 +8,7 @@ are updated. The state changes only in the update, so a session can be dropped a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
 from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
+from horizonml.engine.staging import Staging
+from horizonml.engine.staging_choice import staging_for
 from horizonml.engine.step import WAYS, Step, Told, Totals, Way
 from horizonml.engine.tied import TiedGradients, Ties
 from horizonml.engine.totals import TotalsSum
@@ -25,6 +27,7 @@ from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
 from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.plan.actions import Action, Kind
+from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
@@ -34,18 +37,30 @@ from horizonml.tasks.task import Batch, Task
 class Session:
     """Holds this rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
 
-    def __init__(self, plan: Plan, state: TrainState, group: Group, task: Task, batch_size: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        state: TrainState,
+        group: Group,
+        task: Task,
+        batch_size: int,
+        executions: Executions | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         """Connect the stages; all ranks of the group call this together.
 
         `state` keeps the layers of this rank that it holds already, and creates the others. `batch_size` is the size of
-        a full global batch. Raises PlanError, ModelError or PeerLost.
+        a full global batch. `executions` says how layers run here; by default, as PyTorch runs them. `staging` is by
+        default what the state's device needs. Raises PlanError, ModelError or PeerLost.
         """
+        self.staging = staging if staging is not None else staging_for(state.device)
         model = state.model
         plan.check(len(model.chain), group.world_size)
         self.following: Following | None = None  # while some ranks follow the others
         self._whole = plan  # which `plan` is, too, unless some ranks follow
-        self.plan, self.state, self.group, self.task, self.clock = plan, state, group, task, Clock()
-        self._batch_size = batch_size
+        self.plan, self.state, self.group, self.task = plan, state, group, task
+        self.clock = Clock(self.staging.watch())
+        self._batch_size, self.executions = batch_size, executions
         held = plan.stages_of(group.rank)
         modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held])
         # Stages connect their members next. The barrier waits for the ranks that are slower to create their layers, and
@@ -54,7 +69,7 @@ class Session:
         self.stages: dict[int, StageRuntime] = {}
         try:
             for number, module in zip(held, modules, strict=True):
-                stage = StageRuntime(plan, number, module, model.chain.boundaries, group, self.clock)
+                stage = StageRuntime(plan, number, module, model, group, self.clock, self.staging, executions)
                 self.stages[number] = stage
                 if stage.sync.parts:
                     state.split(stage.sync.parts)
@@ -64,11 +79,13 @@ class Session:
         self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
         ties = Ties([[(name, state.layer_of(f"model/{name}")) for name in names] for names in model.ties])
         held_here = {number: stage.parameters for number, stage in self.stages.items()}
-        self._tied = TiedGradients(ties, plan, group, self.clock, held_here)
+        self._tied = TiedGradients(ties, plan, group, self.clock, held_here, self.staging)
         clip_norm = state.optimizer.spec.clip_norm
-        self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm)
+        self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm, self.staging)
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._prepared = False  # whether only the others' consent is missing to update
+        self.draws = model.seed  # what dropout is seeded with, besides the step
+        self.found = torch.zeros(0)  # the sums of the last step over this rank's rows: its loss, units and metrics
 
     def follow(self, following: Following) -> None:
         """Give no samples to ranks that follow the others; all ranks call this between the same steps."""
@@ -104,16 +121,20 @@ class Session:
         measure_divergence: bool = False,
         stop: bool = False,
         newcomers: bool = False,
+        look: bool = False,
+        full: bool = False,
     ) -> Step:
         """Train on one global batch and update the parameters.
 
         The step adds one to `state.step`, which also seeds dropout. `stop` says that this rank wants to end after this
-        step, and `newcomers` that it knows of ranks that want to join. Raises PeerLost; raises Diverged on every rank,
-        before any parameter changes, if the loss or a gradient is not finite.
+        step, `newcomers` that it knows of ranks that want to join, and `look` that it wants to compare times with the
+        plan. `full` asks for one set of parameters after this step, which all plans have but those with local steps.
+        Raises PeerLost; raises Diverged on every rank, before any parameter changes, if the loss or a gradient is not
+        finite.
         """
         self._prepared, self.state.prepared = False, None
         try:
-            return self._step(batch, learning_rate, measure_divergence, stop, newcomers)
+            return self._step(batch, learning_rate, measure_divergence, stop, newcomers, look)
         except PeerLost:
             if self._prepared:
                 self._leave_open(learning_rate)
@@ -148,6 +169,21 @@ class Session:
         for stage in self.stages.values():
             stage.flush()
 
+    def gradients(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the gradients of a batch by name, summed over the members of stages, and leave the state as it was.
+
+        Of a stage with several members only the first one returns them. All ranks call this. Raises PeerLost.
+        """
+        try:
+            self._reduce(self._pass(batch, False)[0])
+            for stage in self.stages.values():
+                stage.flush()
+            speaking = [stage.parameters for stage in self.stages.values() if stage.member == 0]
+            found = {name: p.grad for named in speaking for name, p in named.items() if p.grad is not None}
+            return {name: self.staging.to_host(gradient.clone()) for name, gradient in found.items()}
+        finally:
+            self._roll_back()
+
     def _pass(self, batch: Batch, measure_divergence: bool) -> tuple[list[Action], dict[int, StageStep]]:
         """Run all forward and backward passes of a batch; return the step's actions, and its results by stage."""
         runs = self._begin(batch)
@@ -157,6 +193,7 @@ class Session:
                 stage.sync.arm(0.0, ())  # at once, so that the others' sums do not wait for those of a follower
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
+        self.staging.drain()
         return actions, runs
 
     def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
@@ -166,7 +203,9 @@ class Session:
         self._tied.sum()
         return divergences
 
-    def _step(self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool) -> Step:
+    def _step(
+        self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
+    ) -> Step:
         self.clock.restart()
         self._totals.post()
         self._check.post()
@@ -176,8 +215,8 @@ class Session:
         self.clock.switch("wait", "others")
         # Without sums nothing but the others' consent is missing now: who has it may already have updated.
         self._prepared = not self._check.has_round and all(len(stage.ranks) == 1 for stage in self.plan.stages)
-        found = self._totals.found(runs)
-        totals = self._totals.agree(found, batch.size, self.following, stop, newcomers, finite)
+        found = self.found = self._totals.found(runs)
+        totals = self._totals.agree(found, batch.size, self.following, stop, newcomers, finite, look)
         if not math.isfinite(totals.loss):
             self._check.refuse_loss(self.state.step, totals.loss, float(found[0]))
         if not totals.finite:
@@ -204,7 +243,7 @@ class Session:
         runs = {}
         for number, stage in self.stages.items():
             micros = self._cut(batch.size)[number]
-            runs[number] = StageStep(batch, micros, self.task, self.state.model.seed, self.state.step)
+            runs[number] = StageStep(batch, micros, self.task, self.draws, self.state.step, self.staging)
             stage.begin(runs[number])
             stage.module.train(torch.is_grad_enabled())
         return runs
@@ -247,7 +286,7 @@ class Session:
     def _report(self, totals: Totals, divergences: Sequence[float | None], norm: float | None) -> Step:
         """Return the step as this rank saw it."""
         wall = self.clock.finish()
-        traffic: dict[Way, tuple[int, int]] = {}
+        traffic: dict[Way, tuple[int, int]] = dict.fromkeys(WAYS, (0, 0))
         for stage in self.stages.values():
             for way, (sent, received) in stage.traffic().items():
                 before = traffic.get(way, (0, 0))
@@ -259,9 +298,11 @@ class Session:
         return Step(
             totals,
             wall,
-            **spent,
+            compute=spent["compute"],
+            transfer=spent["transfer"],
+            wait=spent["wait"],
             told=told,
-            samples=max(stage.rows for stage in self.stages.values()),
+            samples=max((stage.rows for stage in self.stages.values()), default=0),
             entered=first.rows if first is not None and first.speaks else 0,
             traffic=traffic,
             divergence=max((value for value in divergences if value is not None), default=None),
@@ -276,8 +317,16 @@ class Session:
 
         Raises PeerLost; raises Diverged on every rank if the loss is not finite.
         """
-        self.clock.pause()
         self._totals.post()
+        found, samples = self.judge(batches)
+        totals = self._totals.agree(found, samples, self.following)
+        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
+        return totals
+
+    @torch.no_grad()
+    def judge(self, batches: Iterable[Batch]) -> tuple[Tensor, int]:
+        """Return the sums over this rank's rows of held-out batches, and how many samples these batches have."""
+        self.clock.pause()
         found, samples = self._totals.found({}), 0
         with self.state.judged():
             for batch in batches:
@@ -287,9 +336,7 @@ class Session:
                 found, samples = found + self._totals.found(runs), samples + batch.size
         for stage in self.stages.values():
             stage.flush()
-        totals = self._totals.agree(found, samples, self.following)
-        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
-        return totals
+        return found, samples
 
     def try_smallest(self, size: int) -> str | None:
         """Return why this rank cannot train on a batch of `size`, or None if it can.
@@ -301,13 +348,15 @@ class Session:
                 continue
             buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
             try:
-                with torch.no_grad():
-                    torch.func.functional_call(stage.module.train(), buffers, stage.entry.zeros(1))
+                with torch.no_grad(), self.staging.creating():
+                    entered = self.staging.all_to_device(stage.entry.zeros(1))
+                    torch.func.functional_call(stage.module.train(), buffers, entered)
             except ValueError as error:
                 return str(error)
         return None
 
     def close(self) -> None:
         """Release everything but the state; whoever made the group closes it."""
+        self.staging.clear()
         while self.stages:
             self.stages.popitem()[1].close()

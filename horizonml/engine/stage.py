@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +13,17 @@ from horizonml.data.dataset import BatchOfWorkers
 from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.engine.clock import LOAD, Clock
+from horizonml.engine.execution import CastWeights, Forward, runs_for, sums_as_they_lie
 from horizonml.engine.link import Cut, Direction, Link
 from horizonml.engine.split_backward import SplitBackward
+from horizonml.engine.staging import Staging
 from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import Members, trainable
-from horizonml.models.boundary import Boundary, Values, values_of
+from horizonml.models.boundary import Values, values_of
+from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
+from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
@@ -44,7 +47,10 @@ class Micro:
 class StageStep:
     """Holds a step that is under way in one stage."""
 
-    def __init__(self, batch: Batch, micros: list[Micro], task: Task, seed: int, number: int) -> None:
+    def __init__(
+        self, batch: Batch, micros: list[Micro], task: Task, seed: int, number: int, staging: Staging | None = None
+    ) -> None:
+        self._staging = staging or Staging()
         self.batch, self.micros, self.seed, self.number = batch, micros, seed, number
         self.held: dict[int, tuple[Values, Values]] = {}  # inputs and outputs of each micro-batch
         self.split: dict[int, SplitBackward] = {}
@@ -52,8 +58,8 @@ class StageStep:
         if isinstance(batch, BatchOfWorkers) and batch.waits:
             self.loading = "wait"
         self._task = task
-        self.loss, self.units = 0.0, 0  # summed over the rows that this member has judged
-        self.sums = torch.zeros(len(task.metrics), dtype=torch.float64)
+        self._judged: list[tuple[Tensor, Tensor]] = []  # the loss and the metrics of rows that this member has judged
+        self.units = 0  # of these rows
         self._of_batch: int | None = None  # the units of the global batch, once they are needed
 
     def targets(self, micro: Micro) -> Tree:
@@ -65,14 +71,33 @@ class StageStep:
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
         training = torch.is_grad_enabled()
+        here = self._staging.tree_to_device(targets)
         with torch.no_grad():
-            sums = self._task.judge(detached(outputs), targets)
-        loss = self._task.loss(outputs, targets, training=training)
+            if self._staging.has_float64:
+                sums = self._task.judge(detached(outputs), here)
+            else:
+                sums = self._task.judge(self._staging.tree_to_host(detached(outputs)), targets)
+        loss = self._task.loss(outputs, here, training=training)
         check_results(self._task, loss, sums, training)
-        self.sums += sums
-        self.loss += float(loss.detach())
+        self._judged.append((loss.detach(), sums))
         self.units += self._task.units(targets)
         return loss / max(1, self._batch_units()) if training else loss
+
+    @property
+    def loss(self) -> float:
+        """Return the sum of the loss over the rows that this member has judged, once its device has computed it."""
+        total = 0.0
+        for loss, _ in self._judged:  # one after the other: Python's own sum would round differently
+            total += float(loss)
+        return total
+
+    @property
+    def sums(self) -> Tensor:
+        """Return the sum of each metric over these rows, on the host."""
+        total = torch.zeros(len(self._task.metrics), dtype=torch.float64)
+        for _, sums in self._judged:
+            total += self._staging.to_host(sums) if self._staging.has_float64 else sums  # judged on the host
+        return total
 
     def _batch_units(self) -> int:
         """Return the units of the global batch."""
@@ -89,35 +114,51 @@ class StageRuntime:
     """Runs the actions of one stage; what it holds of micro-batches is dropped when the next step begins."""
 
     def __init__(
-        self, plan: Plan, number: int, module: nn.Module, boundaries: Sequence[Boundary], group: Group, clock: Clock
+        self,
+        plan: Plan,
+        number: int,
+        module: nn.Module,
+        model: Model,
+        group: Group,
+        clock: Clock,
+        staging: Staging,
+        executions: Executions | None = None,
     ) -> None:
         """Connect the stage's members; all of them call this together. Raises PeerLost or ModelError.
 
-        `boundaries[i]` describes the input of layer i of the model. Where members split channels, `module` is changed
-        in place.
+        Where members split channels, `module` is changed in place. `executions` says how the layers run; by default, as
+        PyTorch runs them.
         """
-        self.number, self.module, self._plan, self._clock = number, module, plan, clock
+        self.number, self.module, self._plan, self._clock, self._staging = number, module, plan, clock, staging
         self.stage = plan.stages[number]
         self.member = self.stage.ranks.index(group.rank)
         self.is_first, self.is_last = number == 0, number == len(plan.stages) - 1
-        self._members = Members(self.stage, number, group, clock)
+        self._members = Members(self.stage, number, group, clock, staging)
+        self._run: Forward = module
+        if not self.stage.splits_channels:  # the layers of which are replaced
+            lies = sums_as_they_lie(self.stage.ranks, self.stage.sync)
+            span = self.stage.start, self.stage.stop
+            actions = plan.actions(group.rank, max(1, plan.micro_batches))
+            whole = all(action.kind is not Kind.BACKWARD_WEIGHT for action in actions)  # as compiled ones are
+            self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies, may_compile=whole)
+        self._cast_weights = CastWeights()
         self.sync = sync_for(module, self._members)
         self.parameters = trainable(module)
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
         self._step: StageStep | None = None
         before = "fp32" if self.is_first else self._plan.stages[self.number - 1].send
-        entry = Cut(boundaries[self.stage.start], before, self.number)
-        end = Cut(boundaries[self.stage.stop], self.stage.send, self.number + 1)
+        entry = Cut(model.chain.boundaries[self.stage.start], before, self.number)
+        end = Cut(model.chain.boundaries[self.stage.stop], self.stage.send, self.number + 1)
         self.entry, self._exit = entry.boundary, end.boundary
         # Gradients travel only to what depends on trained parameters.
         self._entry_learns = not self.is_first and bool(self.entry.gradients.tensors)
         self._exit_learns = not self.is_last and bool(self._exit.gradients.tensors)
         self._learns = self._entry_learns or self._exit_learns or self.is_last  # whether it has a backward pass at all
-        self._inputs = Link(group, self._clock, entry, Direction.ACTIVATIONS)
-        self._outputs = Link(group, self._clock, end, Direction.ACTIVATIONS)
-        self._gradients_in = Link(group, self._clock, end, Direction.GRADIENTS)
-        self._gradients_out = Link(group, self._clock, entry, Direction.GRADIENTS)
+        self._inputs = Link(group, self._clock, entry, Direction.ACTIVATIONS, staging)
+        self._outputs = Link(group, self._clock, end, Direction.ACTIVATIONS, staging)
+        self._gradients_in = Link(group, self._clock, end, Direction.GRADIENTS, staging)
+        self._gradients_out = Link(group, self._clock, entry, Direction.GRADIENTS, staging)
         self._links = (self._inputs, self._outputs, self._gradients_in, self._gradients_out)
 
     @property
@@ -160,6 +201,8 @@ class StageRuntime:
                 for name, buffer in self.module.named_buffers()
                 if self._changing is None or name in self._changing
             }
+        if self._run is not self.module:
+            self._cast_weights.open()
         self.sync.begin(measure_divergence)
 
     @property
@@ -169,6 +212,7 @@ class StageRuntime:
 
     def commit(self) -> None:
         """Keep what the step has changed."""
+        self._cast_weights.close()
         if self._changing is None:
             # By value: what BatchNorm's kernel writes does not count as a version of the tensor.
             now = dict(self.module.named_buffers())
@@ -177,6 +221,7 @@ class StageRuntime:
 
     def roll_back(self) -> None:
         """Undo what the forward passes of a failed step have changed: running statistics. Gradients go, too."""
+        self._cast_weights.close()
         now = dict(self.module.named_buffers())
         with torch.no_grad():
             for name, value in self._before.items():
@@ -211,22 +256,21 @@ class StageRuntime:
         step = self._step
         assert step is not None
         member = 0 if self.sync.replicas > 1 else self.member  # all members drop the same values
-        torch.default_generator.manual_seed(name_seed(step.seed, "step", step.number, self.number, member, number))
+        self._staging.seed(name_seed(step.seed, "step", step.number, self.number, member, number))
         micro = step.micros[number]
         if self.is_first:
             self._clock.switch(step.loading, LOAD, number)
-            entered = values_of(step.batch.inputs(micro.start, micro.stop))
+            entered = self._staging.all_to_device(values_of(step.batch.inputs(micro.start, micro.stop)))
         else:
             entered = self.entry.leaves(self._inputs.receive(number), torch.is_grad_enabled())
         if self.is_last:
             self._clock.switch(step.loading, LOAD, number)
             targets = step.targets(micro)
         self._clock.switch("compute", "forward", number)
-        result = self.module(*entered)
-        if self.is_last:
-            left: Values = (step.judge(result, targets),)
-        else:
-            left = values_of(result)
+        with self._staging.creating():
+            result = self._run(*entered)
+            left: Values = (step.judge(result, targets),) if self.is_last else values_of(result)
+        if not self.is_last:
             self._outputs.send(number, left, micro.after)
         if torch.is_grad_enabled() and self._learns:
             step.held[number] = entered, left
@@ -278,7 +322,10 @@ class StageRuntime:
                 value.grad if value.grad is not None else torch.zeros_like(value)  # of a tensor that is not used here
                 for value in self.entry.differentiable(entered)
             )
-            self._gradients_out.send(number, tuple(found), self._step.micros[number].before)
+            # Gradients that are rounded stochastically are right in the mean. A replay of the step rounds them alike.
+            step = self._step
+            seed = name_seed(step.seed, "round", step.number, self.number, self.member, number)
+            self._gradients_out.send(number, tuple(found), step.micros[number].before, seed)
 
     def pending(self, action: Action) -> list[Tensor] | None:
         """Return the parameters whose gradients the step's last action computes; None stands for all of them."""
@@ -312,6 +359,8 @@ class StageRuntime:
     def close(self) -> None:
         """Release gradients, activations and hooks; the parameters outlive the group."""
         self._step = None
+        self._cast_weights.close()
+        self._run = self.module  # which the state empties when it makes other modules
         self.sync.close()
         for parameter in self.parameters.values():
             parameter.grad = None

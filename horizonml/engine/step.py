@@ -22,6 +22,7 @@ class Totals:
     newcomers: bool = False
     behind: bool = False  # whether a follower has not caught up yet (see `state.follow`)
     hurry: bool = False  # whether a follower has no room for the gradients of more steps
+    look: bool = False  # whether a rank wants to compare the step's times with the plan
     finite: bool = True  # whether the gradients of all stages with a single member are finite
     units: int = 0  # what the loss is a mean over: samples or, for example, tokens
     unit: str = "samples"
@@ -68,6 +69,7 @@ class Step:
     spans: list[Span]
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
     gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
+    local_steps: int | None = None  # updates that this rank's replica made by itself; None without local steps
     told: tuple[Told, ...] = ()  # what every rank tells of the step before, if ranks are on several machines
 
     @property

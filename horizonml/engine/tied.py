@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
+from horizonml.engine.staging import Staging
 from horizonml.errors import PlanError
 from horizonml.plan.plan import MOST_MICRO_BATCHES, Plan
 
@@ -38,10 +39,16 @@ class TiedGradients:
     """Sums the gradients of a session's tied parameters."""
 
     def __init__(
-        self, ties: Ties, plan: Plan, group: Group, clock: Clock, held: Mapping[int, Mapping[str, nn.Parameter]]
+        self,
+        ties: Ties,
+        plan: Plan,
+        group: Group,
+        clock: Clock,
+        held: Mapping[int, Mapping[str, nn.Parameter]],
+        staging: Staging,
     ) -> None:
         """Prepare; `held[s]` are the parameters of stage s, of which this rank is a member. Raises PlanError."""
-        self._group, self._clock = group, clock
+        self._group, self._clock, self._staging = group, clock, staging
         self._plan, self._held = plan, held
         self._groups = list(zip(ties.groups, ties.stages(plan), strict=True))
         split = [stage for stage in plan.stages if stage.splits_channels]
@@ -100,6 +107,7 @@ class TiedGradients:
         gradient = gradient.contiguous() if len(self._plan.stages[stage].ranks) == 1 else gradient.clone()
         others = {rank for other in stages if other != stage for rank in self._plan.stages[other].ranks}
         tag = self._tag(number, stage)
+        gradient = self._staging.to_host(gradient)
         receivers = sorted(others - set(self._plan.stages[stage].ranks))
         return [(self._group.send(gradient, rank, tag), rank, gradient) for rank in receivers]
 
@@ -112,7 +120,7 @@ class TiedGradients:
         for stage in stages:
             if stage in own or like is None:
                 continue
-            into = torch.empty_like(like, memory_format=torch.contiguous_format)
+            into = torch.empty_like(like, memory_format=torch.contiguous_format, device="cpu")
             sender = self._plan.stages[stage].ranks[0]
             totals[stage] = into
             found.append((self._group.receive(into, sender, self._tag(number, stage)), sender, into))
@@ -120,7 +128,9 @@ class TiedGradients:
 
     def _give(self, copies: Sequence[tuple[str, int]], parts: Mapping[int, Tensor]) -> None:
         """Set the gradient of this rank's copies to the sum, which is added up in the same order everywhere."""
-        total, *others = (parts[stage] for stage in sorted(parts))
+        total, *others = (
+            parts[stage] if stage in self._held else self._staging.to_device(parts[stage]) for stage in sorted(parts)
+        )
         for other in others:
             total = total + other
         for name, layer in copies:

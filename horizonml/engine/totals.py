@@ -16,7 +16,7 @@ from horizonml.state.follow import Following
 from horizonml.tasks.task import Task
 
 _MOST = 1 << 53  # samples or units
-_FLAGS = 5  # that ranks raise in the agreement on a step
+_FLAGS = 6  # that ranks raise in the agreement on a step
 _MOST_TELL = 16  # ranks that tell one another of their steps: for more of them, the messages would grow too long
 
 
@@ -47,6 +47,11 @@ class TotalsSum:
         run = runs[self._last]
         return torch.cat([torch.tensor([run.loss, run.units], dtype=torch.float64), run.sums])
 
+    def nothing(self) -> Totals:
+        """Return the totals of no samples."""
+        means = dict.fromkeys(self._task.metrics, 0.0)
+        return Totals(0.0, self._task.report(0.0, means), 0, unit=self._task.unit)
+
     def agree(
         self,
         found: Tensor,
@@ -55,20 +60,21 @@ class TotalsSum:
         stop: bool = False,
         newcomers: bool = False,
         finite: bool = True,
+        look: bool = False,
     ) -> Totals:
         """Return the totals over all ranks; a flag is raised in them if any rank raises it. Raises PeerLost."""
         if 0 not in self._stages or self._stages[0].member:
             samples = 0
         behind = following is not None and following.behind
         hurry = following is not None and following.hurry
-        flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry)]
+        flags = [float(flag) for flag in (samples, stop, newcomers, not finite, behind, hurry, look)]
         board = torch.zeros(len(self.told), len(Told()), dtype=torch.float64)
         if self.told:
             board[self._rank] = torch.tensor(self.own, dtype=torch.float64)
         summed = self._sum.sum(torch.cat([torch.tensor(flags, dtype=torch.float64), found, board.flatten()]))
         self.told = tuple(Told(*row) for row in summed[self._size :].view_as(board).tolist())
         total, *rest = summed[: self._size].tolist()
-        stops, comers, broken, behind, hurry = (count > 0 for count in rest[:_FLAGS])
+        stops, comers, broken, behind, hurry, look = (count > 0 for count in rest[:_FLAGS])
         loss, units, *sums = rest[_FLAGS:]
         if not (0 <= total < _MOST and 0 <= units < _MOST):  # which holds for no NaN
             raise PeerLost(
@@ -78,5 +84,15 @@ class TotalsSum:
         means = {name: value / units if units else 0.0 for name, value in zip(self._task.metrics, sums, strict=True)}
         metrics, unit = self._task.report(loss, means), self._task.unit
         return Totals(
-            loss, metrics, int(total), stops, comers, behind, hurry, finite=not broken, units=int(units), unit=unit
+            loss,
+            metrics,
+            int(total),
+            stops,
+            comers,
+            behind,
+            hurry,
+            finite=not broken,
+            look=look,
+            units=int(units),
+            unit=unit,
         )

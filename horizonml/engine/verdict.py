@@ -20,6 +20,7 @@ from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
 from horizonml.engine.clock import Clock
 from horizonml.engine.stage import StageRuntime
+from horizonml.engine.staging import Staging
 from horizonml.engine.tied import Ties
 from horizonml.errors import Diverged
 from horizonml.plan.plan import Plan, Sync
@@ -51,10 +52,11 @@ class GradientCheck:
         clock: Clock,
         stages: Mapping[int, StageRuntime],
         clip_norm: float | None,
+        staging: Staging,
     ) -> None:
         """Prepare; all ranks of the group call this. Without `clip_norm`, gradients are not clipped."""
         self._plan, self._group, self._clock, self._stages = plan, group, clock, stages
-        self._clip_norm, self._tied = clip_norm, bool(ties.groups)
+        self._clip_norm, self._tied, self._staging = clip_norm, bool(ties.groups), staging
         self._repeated = {name for names in ties.groups for name, _ in names[1:]}
         # Members of one stage see the same sums; other stages must be told if a sum is not finite. The norm of a single
         # stage has a round, too: processors that round differently would scale by different factors.
@@ -114,8 +116,9 @@ class GradientCheck:
         ]
         if not counted:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float64))
-        return float(norms.square().sum())
+        wide = torch.float64 if self._staging.has_float64 else torch.float32
+        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=wide))
+        return float(self._staging.to_host(norms).double().square().sum())
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by a factor."""
@@ -133,12 +136,11 @@ class GradientCheck:
         everyone = self._group.gather_json(own[:1], items(fields(whole(), text)))
         nowhere = (self._group.rank, (0, "a rank that does not say which"))
         rank, (number, name) = next(((rank, found[0]) for rank, found in enumerate(everyone) if found), nowhere)
-        compressed = {Sync.FP16, Sync.POWERSGD, Sync.HOROVOD_FP16}
+        compressed = {Sync.FP16, Sync.POWERSGD, Sync.INT4, Sync.HOROVOD_FP16}
         lossy = any(stage.sync in compressed for stage in self._plan.stages)
         hint = ", or set parallel.gradient_compression: none" if lossy else ""
-        raise Diverged(
-            f"step {step}: the gradient of {name} (stage {number}, rank {rank}) is not finite. {UNCHANGED}{hint}"
-        )
+        where = f"stage {number}, rank {self._group.origin(rank)}"
+        raise Diverged(f"step {step}: the gradient of {name} ({where}) is not finite. {UNCHANGED}{hint}")
 
     def refuse_loss(self, step: int, loss: float, own: float) -> NoReturn:
         """Raise Diverged for a loss that is not finite, naming a rank on which it is not; all ranks call this.
@@ -159,4 +161,4 @@ class GradientCheck:
     def _where(self, own: float) -> str:
         """Return the rank whose part of the loss is not finite, in words."""
         broken = self._group.gather_json(not math.isfinite(own), boolean)
-        return next((f" (rank {rank})" for rank, found in enumerate(broken) if found is True), "")
+        return next((f" (rank {self._group.origin(rank)})" for rank, found in enumerate(broken) if found is True), "")

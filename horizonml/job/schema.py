@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,7 @@ from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
 from horizonml.runtime.spec import EarlyStopSpec, EvaluateSpec
 from horizonml.security.spec import SecuritySpec
-from horizonml.spec.base import Place, PlainName, Spec
+from horizonml.spec.base import Place, PlainName, Rule, Spec
 from horizonml.state.spec import Adam, CheckpointSpec, Ema, LrSchedule, RecoverySpec, Sgd
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
@@ -29,6 +29,7 @@ _OF_A_MACHINE = {"folder", "path", "workers", "worker_kind", "prefetch", "memory
 _MAY_DIFFER: Any = {
     "rendezvous": True,
     "folder": True,
+    "device": True,
     "security": {"port"},
     "data": _OF_A_MACHINE,
     "model": {"weights": {"base_url"}},
@@ -53,12 +54,38 @@ class Job(Spec):
     )
     batch_size: int = Field(64, ge=1, description="Samples per parameter update, over all ranks together.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Label smoothing of the cross-entropy loss.")
+    device: Annotated[
+        str, Rule("is not one of auto, cpu, cuda, cuda:N (such as cuda:1 for the second GPU) and mps")
+    ] = Field(
+        "auto",
+        pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$",
+        description="What a rank computes on: `cpu`, `cuda` (NVIDIA's GPUs, or `cuda:1` for the second one), `mps` "
+        "(Apple's), or `auto`: an NVIDIA GPU for each rank while there are usable ones left, otherwise the processor. "
+        "Ranks may differ: HORIZONML_DEVICE overrides this field on a machine.",
+    )
     task: TaskSpec = Field(default_factory=TaskSpec)
     model: ModelSpec = Field(default_factory=ModelSpec)
     data: DataSpec = Field(default_factory=DataSpec)
     optimizer: Annotated[Sgd | Adam, Field(discriminator="name")] = Field(default_factory=Sgd)
     lr_schedule: LrSchedule = Field(default_factory=LrSchedule)
     ema: Ema = Field(default_factory=Ema)
+    precision: Literal["fp32", "bf16", "auto"] = Field(
+        "fp32",
+        description="Precision of matrix products and convolutions. With bf16, each device computes in 16 bits the "
+        "layers that this makes faster; parameters and sums of gradients stay float32. With auto, it does so only if "
+        "a trial on a warm-up shows that the accuracy on held-out data does not suffer; runs of less than about 2,130 "
+        "steps are too short for one.",
+    )
+    memory_format: Literal["auto", "contiguous", "channels_last"] = Field(
+        "auto",
+        description="How images lie in memory between layers; with auto, each device measures which way is faster. "
+        "Results are the same except for rounding.",
+    )
+    compile: Literal["auto", "never"] = Field(
+        "never",
+        description="Whether to compile stages with torch.compile. With auto, they are compiled if a trial shows that "
+        "this repays its time within the run.",
+    )
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
     early_stop: EarlyStopSpec = Field(default_factory=EarlyStopSpec)
     parallel: Parallel = Field(default_factory=Parallel)

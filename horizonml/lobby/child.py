@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
 
 STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
@@ -30,7 +31,7 @@ class Child:
         self._ready, ready = os.pipe()  # says that it has loaded everything
         env = {name: value for name, value in os.environ.items() if name not in _UNSET}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "horizonml.lobby.rank"],
+            python_module("horizonml.lobby.rank"),
             env={**env, LAUNCHER: launcher_name()},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -29,6 +29,16 @@ def inheritance() -> list[Callable[[], object]]:
     return list(_inheritance)
 
 
+def python_module(name: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this package in another process.
+
+    Python does not look for it in the working directory, where another package may have its name, unless this package
+    itself is there, as in a checkout.
+    """
+    is_here = Path(__file__).resolve().parents[2] == Path.cwd().resolve()
+    return [sys.executable, *([] if is_here else ["-P"]), "-m", name, *arguments]
+
+
 def find(name: str, field: str, problem: type[HorizonError]) -> Any:
     """Return what `module:attribute` names; `field` is the job's field that names it.
 

@@ -53,11 +53,11 @@ class Chain:
     def _start(self, index: int) -> int:
         return self._stops[index - 1] if index else 0
 
-    def slice(self, start: int, stop: int) -> fx.GraphModule:
+    def slice(self, start: int, stop: int, of: nn.Module | None = None) -> fx.GraphModule:
         """Return layers `start` to `stop - 1` as a module that takes the tensors of boundary `start` one by one.
 
         It returns the tensor of boundary `stop`, or a tuple if there are several; the last layer returns what the
-        model returns. The module shares the model's submodules.
+        model returns. The module shares the model's submodules, or those of `of`, a larger slice that is in memory.
         """
         assert 0 <= start < stop <= len(self), (start, stop, len(self))
         first, last = self._start(start), self._stops[stop - 1]
@@ -88,8 +88,9 @@ class Chain:
             leaving = tuple(copies[node] for node in source.alive(last))
             result = leaving[0] if len(leaving) == 1 else leaving
         graph.output(result)
-        module = fx.GraphModule(self._model, graph)
-        copy_persistence(self._model, module)
+        root = self._model if of is None else of
+        module = fx.GraphModule(root, graph)
+        copy_persistence(root, module)
         return module
 
     def bond(self, index: int) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -157,6 +158,14 @@ class ModuleSlice(nn.Module):
             self.__dict__[registry] = root.__dict__[registry]
         self.__dict__ |= {"_root": root, "_run": run, "_part": part, "constants": skeleton.constants}
         self.train(model.training)
+
+    def bring_constants(self, device: torch.device) -> None:
+        """Move the constants to a device; parameters and buffers are moved as those of any module."""
+        moved = {}
+        for name, constant in self.constants.items():
+            path, _, last = name.rpartition(".")
+            moved[name] = self._root.get_submodule(path).__dict__[last] = constant.to(device)
+        self.constants = moved
 
     def train(self, mode: bool = True) -> ModuleSlice:
         """Switch to training or evaluation."""

@@ -15,12 +15,13 @@ from typing import Any
 
 from horizonml.errors import PlanError
 from horizonml.plan.actions import Action, Lanes, evaluation, with_update
+from horizonml.plan.local import Local
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.text import count
 
 # The formats in which activations and their gradients can be sent, most precise first, and their bytes relative to
-# those of float32.
-FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25}
+# those of float32. That of int4 includes its scales, of 16 bits for 64 values.
+FORMATS = {"fp32": 1.0, "bf16": 0.5, "int8": 0.25, "int4": 4.25 / 32}
 
 
 MOST_MICRO_BATCHES = 1 << 14
@@ -32,9 +33,11 @@ class Sync(StrEnum):
     ALL_REDUCE = "all-reduce"  # sums of 32-bit floats
     FP16 = "fp16"  # sums of 16-bit floats
     POWERSGD = "powersgd"  # sums of thin matrices that approximate the gradients
+    INT4 = "int4"  # sums of 4-bit numbers with a scale per tile, with error feedback
     CHANNELS = "channels"  # members split the layers' channels (tensor parallelism) and exchange them in each layer
     HOROVOD = "horovod"  # sums by Horovod
     HOROVOD_FP16 = "horovod-fp16"  # sums of 16-bit floats by Horovod
+    LOCAL = "local"  # members take local steps, and agree on parameters from time to time (see `Plan.local`)
 
 
 # The ways in which only the members of a plan's only stage can agree, and what they do.
@@ -86,16 +89,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds a way of training: its stages in order, its schedule, and the number of micro-batches in a full batch."""
+    """Holds a way of training: its stages in order, its schedule, and the number of micro-batches in a full batch.
+
+    With `local`, all stages have the same number of members with the same shares. The members with the same place in
+    their stages are a replica of the model, which trains by itself between synchronisations.
+    """
 
     stages: tuple[Stage, ...]
     schedule: str = "1f1b"
     micro_batches: int = 1
+    local: Local | None = None  # how the members of stages whose sync is LOCAL agree
+    spare: tuple[int, ...] = ()  # ranks that hold no layers: they only agree with the others when a step ends
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return len(self._held)
+        return len(self._held) + len(self.spare)
 
     @property
     def layers(self) -> int:
@@ -145,6 +154,8 @@ class Plan:
 
     def actions(self, rank: int, micro_batches: int) -> list[Action]:
         """Return what `rank` does, in order, in a training step of `micro_batches` micro-batches."""
+        if rank in self.spare:
+            return []
         passes = SCHEDULES[self.schedule].passes(self.lanes.index(self.stages_of(rank)), self.lanes, micro_batches)
         return with_update(passes)
 
@@ -166,7 +177,9 @@ class Plan:
 
     def check(self, layers: int, world_size: int) -> None:
         """Raise PlanError unless the plan covers these layers and ranks."""
-        ranks = sorted({rank for stage in self.stages for rank in stage.ranks})
+        ranks = sorted({rank for stage in self.stages for rank in stage.ranks}.union(self.spare))
+        if len(set(self.spare)) < len(self.spare) or not self._held.keys().isdisjoint(self.spare):
+            raise PlanError(f"the plan's spare ranks, {list(self.spare)}, must differ, and hold no layers")
         if ranks != list(range(world_size)):
             raise PlanError(f"the plan is for ranks {ranks}, but the world size is {world_size}")
         if self.schedule not in SCHEDULES:
@@ -193,6 +206,47 @@ class Plan:
             raise PlanError(
                 f"the plan ends at layer {expected - 1}, but the model has {count(layers, 'layer')} (0 to {layers - 1})"
             )
+        self._check_local()
+
+    def _check_local(self) -> None:
+        """Raise PlanError if some members take local steps, and the plan does not consist of whole replicas."""
+        local = [stage.sync is Sync.LOCAL for stage in self.stages]
+        if self.local is None:
+            if any(local):
+                raise PlanError("a stage of the plan takes local steps, but the plan does not say how often it syncs")
+            return
+        self.local.check()
+        if not all(local):
+            raise PlanError(f"stage {local.index(False)} of the plan takes no local steps; all stages must, or none")
+        first = self.stages[0]
+        for number, stage in enumerate(self.stages):
+            if len(stage.ranks) < 2 or len(stage.ranks) != len(first.ranks):
+                raise PlanError(
+                    f"stage {number} of the plan has {count(len(stage.ranks), 'member')}, stage 0 has "
+                    f"{len(first.ranks)}; with local steps all stages have the same number, which is at least 2"
+                )
+            if [stage.parts(1 << 20)] != [first.parts(1 << 20)]:
+                raise PlanError(f"stage {number} of the plan has other shares than stage 0; local steps need the same")
+        for rank, held in self._held.items():
+            if len({self.stages[number].ranks.index(rank) for number in held}) > 1:
+                raise PlanError(f"rank {rank} belongs to several replicas of the plan; with local steps it cannot")
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each replica that takes local steps, in the order of the stages' members."""
+        if self.local is None:
+            return ()
+        members = zip(*(stage.ranks for stage in self.stages), strict=True)
+        return tuple(tuple(sorted(set(ranks))) for ranks in members)
+
+    def replica(self, place: int) -> Plan:
+        """Return the plan by which one replica trains between synchronisations; its ranks are numbered anew."""
+        ranks = self.replicas[place]
+        stages = tuple(
+            replace(stage, ranks=(ranks.index(stage.ranks[place]),), shares=(1.0,), sync=Sync.ALL_REDUCE)
+            for stage in self.stages
+        )
+        return replace(self, stages=stages, local=None, spare=())
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
@@ -207,7 +261,9 @@ class Plan:
             }
             for s in self.stages
         ]
-        return {"stages": stages, "schedule": self.schedule, "micro_batches": self.micro_batches}
+        local = {"local": self.local.to_json()} if self.local is not None else {}
+        spare = {"spare": list(self.spare)} if self.spare else {}
+        return {"stages": stages, "schedule": self.schedule, "micro_batches": self.micro_batches, **local, **spare}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Plan:
@@ -224,7 +280,9 @@ class Plan:
             )
             for s in value["stages"]
         )
-        return cls(stages, str(value["schedule"]), int(value["micro_batches"]))
+        local = Local.from_json(value["local"]) if value.get("local") is not None else None
+        spare = tuple(map(int, value.get("spare", ())))
+        return cls(stages, str(value["schedule"]), int(value["micro_batches"]), local, spare)
 
     def describe(self, names: Sequence[str] | None = None) -> str:
         """Return a description for people, with one line per stage; `names` are the names of the layers."""
@@ -243,6 +301,10 @@ class Plan:
                 lines[-1] += f", sends {stage.send}"
         if len(self.stages) > 1:
             lines.append(f"{self.schedule}, {count(self.micro_batches, 'micro-batch')}")
+        if self.local is not None:
+            lines.append(self.local.describe())
+        if self.spare:
+            lines.append(f"left out: {', '.join(f'rank {rank}' for rank in self.spare)}")
         return "\n".join(lines)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from horizonml.errors import JobError
+from horizonml.plan.local import MOST_LOCAL_STEPS, Local, outer_optimizer
 from horizonml.plan.schedules import SCHEDULES
-from horizonml.spec.base import Spec
+from horizonml.spec.base import Spec, Words
+from horizonml.spec.durations import duration
 from horizonml.text import count
 
 MOST_WORKERS = 10_000
@@ -30,13 +34,13 @@ class StageSpec(Spec):
         description="What the shares are of: of the samples, each member holding all layers of the stage; or of the "
         "channels within layers, as strategy `tensor` splits them (in a plan of one stage).",
     )
-    sync: Literal["all-reduce", "fp16", "powersgd", "channels", "horovod", "horovod-fp16"] | None = Field(
+    sync: Literal["all-reduce", "fp16", "powersgd", "int4", "channels", "horovod", "horovod-fp16"] | None = Field(
         None,
-        description="How the members agree on gradients: by sums of 32-bit floats, of 16-bit floats or of PowerSGD's "
-        "thin matrices; by splitting channels; or by Horovod's sums, of 32-bit or 16-bit floats (default: what `split` "
-        "and `gradient_compression` say).",
+        description="How the members agree on gradients: by sums of 32-bit floats, of 16-bit floats, of PowerSGD's "
+        "thin matrices or of 4-bit numbers; by splitting channels; or by Horovod's sums, of 32-bit or 16-bit floats "
+        "(default: what `split` and `gradient_compression` say).",
     )
-    send: Literal["fp32", "bf16", "int8"] | None = Field(
+    send: Literal["fp32", "bf16", "int8", "int4"] | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
     )
     layers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = Field(
@@ -65,6 +69,62 @@ class StageSpec(Spec):
     def how(self) -> str | None:
         """Return how the members agree on gradients, or None if the stage leaves it open."""
         return "channels" if self.split == "channels" else self.sync
+
+
+class SyncSpec(Spec):
+    """Configures local steps: ranks, or replicas of a pipeline, train independently between synchronisations."""
+
+    every: int = Field(
+        ge=1,
+        le=MOST_LOCAL_STEPS,
+        description="Steps from one synchronisation to the next, during which nothing travels between replicas.",
+    )
+    fragments: int = Field(
+        1,
+        ge=1,
+        description="Groups of layers that are synchronised in turn, one every `every / fragments` steps, which "
+        "spreads what travels over time.",
+    )
+    delay: int = Field(
+        0,
+        ge=0,
+        description="Steps by which the update of a synchronisation is applied late, while training goes on.",
+    )
+    format: Literal["fp32", "int4", "topk"] = Field(
+        "fp32",
+        description="What travels: the changes of all parameters as 32-bit floats or in 4 bits, or only the largest of "
+        "them. What is left out is added to the next synchronisation.",
+    )
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Learning rate of the outer optimizer (default: 1, which with a momentum of 0 is the plain mean of "
+        "all replicas; 0.7 with a momentum).",
+    )
+    momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="Nesterov momentum of the outer optimizer (default: 0). DiLoCo's 0.9 needs many synchronisations, "
+        "and was not better than the plain mean in our measurements.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> SyncSpec:
+        problem = self.local().problem()
+        if problem is not None:
+            raise ValueError(problem)
+        return self
+
+    def local(self) -> Local:
+        """Return what this says of a plan."""
+        optimizer = outer_optimizer(self.learning_rate, self.momentum)
+        return Local(self.every, self.fragments, self.delay, self.format, *optimizer)
+
+    @property
+    def names_the_optimizer(self) -> bool:
+        """Return whether the job says what the outer optimizer is."""
+        return self.learning_rate is not None or self.momentum is not None
 
 
 class Parallel(Spec):
@@ -106,20 +166,57 @@ class Parallel(Spec):
     threads: int | None = Field(
         None, ge=1, description="Threads per rank. Default: the machine's cores, divided by its ranks."
     )
-    activations: Literal["auto", "fp32", "bf16", "int8"] = Field(
+    exact: bool | None = Field(
+        None,
+        description="Plans of strategy `auto` are exact by default: 32-bit floats travel, and members synchronise in "
+        "every step. With true, the job may name nothing that is not exact, with any strategy. With false, the planner "
+        "may also choose fewer bits, compressed sums and local steps where a link is slow. It says what it has chosen "
+        "and what that saves, and the run first tries formats on a warm-up, as far as it can.",
+    )
+    activations: Literal["auto", "fp32", "bf16", "int8", "int4"] = Field(
         "auto",
-        description="What travels between stages, forward and back: 32-bit floats, 16-bit ones, or 8-bit integers with "
-        "a scale for each channel or sample. `auto` is fp32, except where strategy auto finds that a link is slow.",
+        description="What travels between stages, forward and back: 32-bit floats, 16-bit ones, 8-bit integers with a "
+        "scale for each channel or sample, or 4-bit ones with a scale for every 64 values. `auto` is fp32, unless "
+        "`exact` is false and strategy `auto` finds that a link is slow.",
     )
-    gradient_compression: Literal["none", "fp16", "powersgd"] = Field(
+    gradient_compression: Literal["none", "fp16", "powersgd", "int4"] = Field(
         "none",
-        description="Within stages send gradients as they are, as 16-bit floats, or as products of thin matrices "
-        "(PowerSGD of rank 4, after ten whole steps). Both cost precision.",
+        description="Within stages, send gradients as they are, as 16-bit floats, as products of thin matrices "
+        "(PowerSGD of rank 4, after ten whole steps), or as 4-bit numbers with a scale for every 64 values and error "
+        "feedback. All but the first cost precision.",
     )
-    replan: bool = Field(
-        False,
-        description="Where a device turns out slower or faster than planned, make a new plan, and move the layers that "
-        "change hands (strategy `auto`).",
+    sync: SyncSpec | None = Field(
+        None,
+        description="Local steps: the ranks of `ddp`, or the replicas of a pipeline, train independently, and "
+        "synchronise their parameters every so many steps (default: they sum gradients in every step). This is not "
+        "exact.",
+    )
+    replicas: int | None = Field(
+        None,
+        ge=2,
+        description="With `sync` and strategy pipeline: how many replicas of the pipeline the ranks form, each with "
+        "the same number of ranks.",
+    )
+    objective: Literal["time", "energy", "deadline"] = Field(
+        "time",
+        description="What strategy `auto` plans for: the fastest step; the least energy, within `slowdown`; or the "
+        "least energy with which the run ends within `deadline`. Energy needs the watts of every device, which some "
+        "devices measure; state the others.",
+    )
+    slowdown: float = Field(
+        2.0,
+        ge=1,
+        description="With `objective: energy`, how many times as long as the fastest plan's a step may take.",
+    )
+    deadline: Annotated[str | None, Words()] = Field(
+        None,
+        description="With `objective: deadline`, the time that the run may take, such as `2h` or `1h30m`. Nine tenths "
+        "of it are for steps, the rest for evaluations, checkpoints and the start.",
+    )
+    replan: bool | None = Field(
+        None,
+        description="If a device turns out slower or faster than planned, make a new plan, and move the layers that "
+        "change hands. Default: true with strategy `auto`, which alone can do it.",
     )
     replan_threshold: float = Field(
         1.5,
@@ -134,7 +231,8 @@ class Parallel(Spec):
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Parallel:
         strategy = self._kind()
-        unable = {"fp16": ("single", "pipeline", "tensor"), "powersgd": ("single", "pipeline", "tensor", "horovod")}
+        without_horovod = ("single", "pipeline", "tensor", "horovod")
+        unable = {"fp16": without_horovod[:-1], "powersgd": without_horovod, "int4": without_horovod}
         if strategy in unable.get(self.gradient_compression, ()):
             raise ValueError(
                 f"gradient_compression: strategy {strategy} cannot use {self.gradient_compression}; set it to none"
@@ -148,6 +246,105 @@ class Parallel(Spec):
         if strategy in ("horovod", "tensor") and (self.micro_batches or 1) > 1:
             raise ValueError(f"micro_batches: strategy {strategy} has 1, not {self.micro_batches}; leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _sync_fits(self) -> Parallel:
+        if self.replicas is not None:
+            if self.sync is None or self.stages is not None or self.strategy != "pipeline":
+                raise ValueError(
+                    "replicas: only strategy pipeline with parallel.sync makes replicas; leave it out, or add both"
+                )
+            if self.workers is not None and (self.workers % self.replicas or self.workers < 2 * self.replicas):
+                raise ValueError(
+                    f"replicas: {self.workers} workers do not form {self.replicas} replicas of 2 or more ranks each; "
+                    f"use {2 * self.replicas} or another multiple of {self.replicas}"
+                )
+        if self.sync is None:
+            return self
+        strategy = self._kind()
+        able = strategy in ("auto", "ddp", "explicit stages") or (strategy == "pipeline" and self.replicas is not None)
+        if not able:
+            hint = (
+                "add parallel.replicas"
+                if strategy == "pipeline"
+                else "choose auto, ddp, or pipeline with parallel.replicas"
+            )
+            raise ValueError(f"sync: strategy {strategy} takes no local steps; {hint}, or leave sync out")
+        if self.gradient_compression != "none":
+            raise ValueError(
+                f"gradient_compression: with local steps no gradients are summed, so leave out "
+                f"{self.gradient_compression}; parallel.sync.format says what travels"
+            )
+        for number, stage in enumerate(self.stages or ()):
+            first = (self.stages or [stage])[0]
+            if stage.sync is not None:
+                raise ValueError(
+                    f"stages: stage {number} has sync {stage.sync}, but parallel.sync is given; leave out one"
+                )
+            if len(stage.ranks) < 2 or len(stage.ranks) != len(first.ranks):
+                raise ValueError(
+                    f"stages: stage {number} has {count(len(stage.ranks), 'rank')} and stage 0 has {len(first.ranks)}; "
+                    "with parallel.sync each stage has one rank of each replica, and there are at least 2 replicas"
+                )
+            if (stage.shares or [1.0] * len(stage.ranks)) != (first.shares or [1.0] * len(first.ranks)):
+                raise ValueError(
+                    f"stages: stage {number} has other shares than stage 0; with parallel.sync all stages have the same"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_fits(self) -> Parallel:
+        lossy = next(self._lossy_fields(), None) if self.exact else None
+        if lossy is not None:
+            field, value = lossy
+            raise ValueError(
+                f"exact: true, but parallel.{field} ({value}) is not exact; leave out one of parallel.exact and "
+                f"parallel.{field}"
+            )
+        return self
+
+    def _lossy_fields(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that ask for what is not exact, with their values."""
+        if self.sync is not None:
+            yield "sync", f"every: {self.sync.every}"
+        if self.gradient_compression != "none":
+            yield "gradient_compression", self.gradient_compression
+        if self.activations not in ("auto", "fp32"):
+            yield "activations", self.activations
+        for number, stage in enumerate(self.stages or ()):
+            if stage.sync not in (None, "all-reduce", "channels", "horovod"):
+                yield f"stages[{number}].sync", stage.sync
+            if stage.send not in (None, "fp32"):
+                yield f"stages[{number}].send", stage.send
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the planner chooses exact plans only."""
+        return self.exact is not False
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Parallel:
+        if self.objective != "time" and (self.strategy != "auto" or self.stages is not None):
+            kind = self._kind()
+            raise ValueError(
+                f"objective: only strategy auto plans for {self.objective}, not {kind}; set strategy: auto"
+            )
+        if self.objective == "deadline" and self.deadline is None:
+            raise ValueError("deadline: objective deadline needs one, such as 2h")
+        if self.objective != "deadline" and self.deadline is not None:
+            raise ValueError(f"deadline: {self.deadline} is for objective deadline, not {self.objective}")
+        if self.objective != "energy" and "slowdown" in self.model_fields_set and self.slowdown != 2:
+            raise ValueError(f"slowdown: {self.slowdown:g} is for objective energy, not {self.objective}")
+        try:
+            _ = self.deadline_seconds
+        except JobError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def deadline_seconds(self) -> float | None:
+        """Return the seconds that the run may take, or None. Raises JobError if the deadline is no duration."""
+        return duration(self.deadline, "deadline") if self.deadline is not None else None
 
     def _kind(self) -> str:
         """Return the kind of the strategy, or of the explicit plan that overrides it."""
@@ -210,11 +407,21 @@ class Parallel(Spec):
             raise ValueError(f"min_workers: {least} is more than max_workers, {most}; make it {most} or less")
         return self
 
+    @property
+    def may_take_local_steps(self) -> bool:
+        """Return whether members may take local steps, because the job says so or the planner may choose it."""
+        return self.sync is not None or (self.strategy == "auto" and self.stages is None and not self.is_exact)
+
     def min_world_size(self) -> int:
         """Return the least number of ranks with which the job can go on when others are lost."""
         if self.stages is not None:
             return self.world_size()
         return self.min_workers or (3 if self.strategy == "hybrid" else 1)
+
+    @property
+    def replans(self) -> bool:
+        """Return whether a new plan is made where a device turns out slower or faster than planned."""
+        return self.replan if self.replan is not None else self.strategy == "auto" and self.stages is None
 
     def world_size(self) -> int:
         """Return the number of ranks that this job asks for when the environment does not set it."""

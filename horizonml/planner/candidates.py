@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,16 +16,24 @@ from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Problem
 from horizonml.planner.programme import Programme
 
-_MOST_BLOCKS = 48  # blocks of devices that the dynamic programme distinguishes
+_MOST_BLOCKS = (48, 32)  # blocks of devices that the dynamic programme distinguishes, with some ranks and with many
 _FEW_RANKS = 16  # ranks, up to which every number of micro-batches is tried
-_MANY_RANKS = 200  # ranks, above which only two orders are tried
+_MANY_RANKS = 100  # ranks, above which there are fewer blocks, and orders by speed and by links alone
+_MOST_ORDERED = 2000  # ranks, above which only two orders are tried
 
 
 def data_parallel(problem: Problem) -> Plan:
     """Return the plan in which every rank holds all layers, with equal shares."""
     ranks, constraints = tuple(range(problem.ranks)), problem.constraints
     sync = constraints.sync if problem.ranks > 1 else Sync.ALL_REDUCE
-    return Plan((Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, sync),), constraints.schedules[0], 1)
+    stage = Stage(0, problem.layers, ranks, (1.0,) * problem.ranks, sync)
+    return Plan((stage,), constraints.schedules[0], 1, constraints.local if sync is Sync.LOCAL else None)
+
+
+def plain_ddp(problem: Problem) -> Plan:
+    """Return plain data parallelism, with exact sums in every step, whatever the constraints say."""
+    plan = data_parallel(problem)
+    return replace(plan, stages=(replace(plan.stages[0], sync=Sync.ALL_REDUCE),), local=None)
 
 
 def equal_split(problem: Problem, micro_batches: int) -> Plan | None:
@@ -49,7 +58,10 @@ def simple(evaluator: Evaluator) -> Iterator[Plan]:
             yield data_parallel(problem)
     if constraints.most_members == 1:
         splits = (equal_split(problem, micro_batches) for micro_batches in problem.micro_batches)
-        yield from (plan for plan in splits if plan is not None)
+        for plan in splits:
+            if plan is not None:  # made anew, in the formats that the job allows
+                cuts, groups = [stage.start for stage in plan.stages[1:]], [list(stage.ranks) for stage in plan.stages]
+                yield evaluator.plan(cuts, groups, plan.micro_batches)
 
 
 def orders(evaluator: Evaluator) -> list[list[int]]:
@@ -66,11 +78,13 @@ def orders(evaluator: Evaluator) -> list[list[int]]:
         for rank in ranks
     }
     keys: list[Callable[[int], float]] = [lambda r: speed[r], lambda r: problem.memory[r], lambda r: link[r]]
-    found = [ranks]
-    for key in keys:
+    many = _MANY_RANKS < problem.ranks <= _MOST_ORDERED
+    found = [ranks] if not many else []
+    for key in keys if not many else (keys[0], keys[2]):
         found += [sorted(ranks, key=key), sorted(ranks, key=lambda r, key=key: -key(r))]  # type: ignore[misc]
     fast = sorted(ranks, key=lambda r: speed[r])
-    found.append([*fast[::2], *fast[1::2][::-1]])  # the slow ones in the middle
+    if not many:
+        found.append([*fast[::2], *fast[1::2][::-1]])  # the slow ones in the middle
     return [list(order) for order in dict.fromkeys(map(tuple, found))]
 
 
@@ -81,9 +95,10 @@ def _blocks(evaluator: Evaluator) -> Iterator[list[list[int]]]:
     if constraints.stages is not None:
         yield [list(stage.ranks) for stage in constraints.stages]
         return
-    for order in orders(evaluator)[: None if problem.ranks <= _MANY_RANKS else 2]:
+    for order in orders(evaluator)[: None if problem.ranks <= _MOST_ORDERED else 2]:
         alone = constraints.most_members == 1
-        parts = np.array_split(order, len(order) if alone else min(len(order), _MOST_BLOCKS))
+        most = _MOST_BLOCKS[problem.ranks > _MANY_RANKS]
+        parts = np.array_split(order, len(order) if alone else min(len(order), most))
         yield [[int(rank) for rank in part] for part in parts]
 
 

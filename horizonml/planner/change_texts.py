@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from horizonml.errors import JobError
 from horizonml.planner.changes import Added, Changes, NewRate
 from horizonml.planner.devices import Bytes, Rate, Seconds
+from horizonml.planner.objective import Watts
 from horizonml.planner.record import Planning
 from horizonml.text import nearest, printable
 
@@ -29,7 +30,7 @@ _SPEEDS = (1e-3, 1e3)  # relative
 _MEMORIES = (1 << 20, 1 << 50)  # bytes
 _RATES = (125.0, 1.25e11)  # bytes per second: 1 kbit/s to 1 Tbit/s
 _LATENCIES = (0.0, 10.0)  # seconds
-_FIELDS = ("like", "speed", "memory", "rate", "latency", "name")
+_FIELDS = ("like", "speed", "memory", "rate", "latency", "watts", "name")
 
 
 def read_changes(
@@ -76,8 +77,19 @@ def _added(planning: Planning, text: str) -> Added:
         _measure("add: memory", Bytes, values.get("memory"), _MEMORIES, "1MiB to 1PiB"),
         _measure("add: rate", Rate, values.get("rate"), _RATES, "1kbit to 1000Gbit"),
         _measure("add: latency", Seconds, values.get("latency"), _LATENCIES, "0s to 10s"),
+        _watts(values.get("watts")),
         name,
     )
+
+
+def _watts(text: str | None) -> Watts | None:
+    """Return the watts of `2.5/6`, what a device draws while it waits and while it works."""
+    if text is None:
+        return None
+    try:
+        return Watts.from_json([float(part) for part in text.split("/")])
+    except ValueError:
+        raise JobError(f"add: watts: {_shown(text)} is not IDLE/BUSY in watts, such as 2.5/6") from None
 
 
 def _rate(planning: Planning, link: str, text: str) -> NewRate:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from horizonml.errors import JobError
 from horizonml.planner.hardware import Host, Link, Network
+from horizonml.planner.objective import Watts
 from horizonml.planner.problem import Problem
 from horizonml.planner.record import Planning
 
@@ -21,6 +22,7 @@ class Added:
     memory: float | None = None
     rate: float | None = None  # of all its links, in bytes per second
     latency: float | None = None
+    watts: Watts | None = None
     name: str = ""
 
 
@@ -64,6 +66,7 @@ def apply_changes(planning: Planning, problem: Problem, changes: Changes) -> Cha
     if not changes.add and not changes.remove:
         return Changed(replace(problem, network=network), tuple(names), tuple(kept))
     profiles = [problem.profiles[rank] for rank in kept]
+    watts = [problem.watts[rank] if problem.watts else None for rank in kept]
     hosts = _hosts(problem.hosts, kept)
     present, network = network, network.among(kept)
     for added in changes.add:
@@ -72,12 +75,15 @@ def apply_changes(planning: Planning, problem: Problem, changes: Changes) -> Cha
         network = _with_device(network, present, problem.ranks, added, kept, rank)
         profile = problem.profiles[model]
         profiles.append(profile if added.speed == 1 else profile.scaled(1 / added.speed))
+        usual_watts = problem.watts[model] if added.like is not None and problem.watts else None
+        watts.append(added.watts or usual_watts)
         host = next(host for host in problem.hosts if model in host.ranks)
         hosts.append(Host((rank,), host.cores, host.memory if added.memory is None else added.memory))
         usual = f"{planning.devices[model].name}-new" if added.like is not None else "new"
         names.append(_unused(added.name or usual, names))
     origins = (*kept, *[None] * len(changes.add))
-    return Changed(replace(problem, profiles=profiles, hosts=hosts, network=network), tuple(names), origins)
+    after = replace(problem, profiles=profiles, hosts=hosts, network=network, watts=watts)
+    return Changed(after, tuple(names), origins)
 
 
 def _hosts(hosts: Sequence[Host], kept: Sequence[int]) -> list[Host]:

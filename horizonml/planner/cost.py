@@ -17,7 +17,14 @@ from horizonml.planner.hardware import Link, Size
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
 
-_HALF = (Sync.FP16, Sync.HOROVOD_FP16)
+# The bytes that members sum, relative to those of float32, where that depends on nothing else. Members that take local
+# steps sum nothing in a usual step.
+_RATIO = {Sync.FP16: 0.5, Sync.HOROVOD_FP16: 0.5, Sync.INT4: FORMATS["int4"], Sync.LOCAL: 0.0}
+_CODED = {Sync.FP16: "fp16", Sync.INT4: "int4", Sync.POWERSGD: "powersgd"}
+# How often a member encodes or decodes each of its gradients. With 4 bits, it encodes them once and decodes them to
+# know its error, decodes the others' parts of its own piece, and so again with the sums; PowerSGD is measured as a
+# whole.
+_PASSES = {Sync.FP16: 2, Sync.INT4: 4, Sync.POWERSGD: 1}
 
 
 class LayerTimes:
@@ -28,7 +35,8 @@ class LayerTimes:
         first: dict[int, int] = {}
         self._profiles = profiles
         self._alike = [first.setdefault(id(profile), rank) for rank, profile in enumerate(profiles)]
-        self._known: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+        # Tuples, as the garbage collector need not look at their numbers again and again.
+        self._known: dict[tuple[int, int], tuple[tuple[float, ...], tuple[float, ...]]] = {}
 
     def passes(self, rank: int, start: int, stop: int, rows: int) -> tuple[float, float]:
         """Return the seconds of the forward and of the backward pass of layers `start` to `stop - 1`."""
@@ -37,7 +45,7 @@ class LayerTimes:
         forward, backward = self.sums(rank, rows)
         return forward[stop] - forward[start], backward[stop] - backward[start]
 
-    def sums(self, rank: int, rows: int) -> tuple[list[float], list[float]]:
+    def sums(self, rank: int, rows: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the forward and backward seconds of the first 0, 1, ... layers for `rows` samples."""
         key = self._alike[rank], rows
         if key not in self._known:
@@ -45,18 +53,20 @@ class LayerTimes:
             pairs = [profile.seconds(layer, rows) for layer in range(len(profile.layers))]
             forward = itertools.accumulate((pair[0] for pair in pairs), initial=0.0)
             backward = itertools.accumulate((pair[1] for pair in pairs), initial=0.0)
-            self._known[key] = list(forward), list(backward)
+            self._known[key] = tuple(forward), tuple(backward)
         return self._known[key]
 
 
 def message_bytes(profile: Profile, stop: int, send: str) -> float:
     """Return the bytes per sample that the stage before layer `stop` sends in the format `send`."""
-    return profile.layers[stop - 1].output_bytes * FORMATS[send]
+    layer = profile.layers[stop - 1]
+    return layer.coded[send][0] if send in layer.coded else layer.output_bytes * FORMATS[send]
 
 
 def gradient_message_bytes(profile: Profile, stop: int, send: str) -> float:
     """Return the bytes per sample that come back to the stage before layer `stop`."""
-    return profile.layers[stop - 1].gradients * FORMATS[send]
+    layer = profile.layers[stop - 1]
+    return layer.coded[send][1] if send in layer.coded else layer.gradients * FORMATS[send]
 
 
 def message_work(profile: Profile, size: float, send: str, messages: int, crossing: float = 0.0) -> float:
@@ -84,7 +94,7 @@ def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
     if sync is Sync.POWERSGD and problem.powersgd_bytes:
         return float(sum(problem.powersgd_bytes[start:stop]))
     size = sum(layer.trained for layer in problem.profiles[0].layers[start:stop])
-    return size / 2 if sync in _HALF else float(size)
+    return size * _RATIO.get(sync, 1.0)
 
 
 def ring_seconds(members: int, size: Size, link: Link) -> Size:
@@ -92,32 +102,63 @@ def ring_seconds(members: int, size: Size, link: Link) -> Size:
     return 2 * (members - 1) * link.seconds(size / members)
 
 
-def all_reduce_seconds(problem: Problem, ranks: Sequence[int], size: float) -> float:
-    """Return the seconds that `ranks` take to sum `size` bytes along a ring.
+def slowest_link(problem: Problem, ranks: Sequence[int]) -> Link:
+    """Return a link as slow as the slowest ones along a ring of ranks."""
+    return slowest_of(
+        [problem.network.between(rank, ranks[(place + 1) % len(ranks)]) for place, rank in enumerate(ranks)]
+    )
+
+
+def slowest_of(links: Sequence[Link]) -> Link:
+    """Return a link as slow as the slowest of some, in latency and in bandwidth."""
+    return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+
+
+class Ring:
+    """Predicts how long ranks take to sum bytes along a ring.
 
     The slowest link or the slowest processor decides, because every member sends and receives nearly all of the bytes
     twice. A link within a machine is also work for its processor, for which the machine's other ranks have to wait. One
     to another machine is the work of two tunnels.
     """
-    count = len(ranks)
-    if count == 1:
+
+    def __init__(self, problem: Problem, ranks: Sequence[int]) -> None:
+        """Find the slowest link and the slowest processor of a ring of `ranks`."""
+        self._count = count = len(ranks)
+        if count == 1:
+            return
+        self._slowest = slowest_link(problem, ranks)
+        self._work, self._waiting = 0.0, 1.0  # seconds of a processor per byte; how often one works for one link
+        members = set(ranks)
+        for host in problem.hosts:
+            here = [rank for rank in host.ranks if rank in members]
+            for rank in here:
+                work = problem.profiles[rank].transfer_seconds_per_byte
+                if problem.profiles[rank].crossing_seconds_per_byte:
+                    place = ranks.index(rank)
+                    far = sum(problem.apart(rank, ranks[(place + step) % count]) for step in (-1, 1))
+                    work += far / 2 * problem.profiles[rank].crossing_seconds_per_byte
+                self._work = max(self._work, work * host.oversubscription)
+            if len(here) > 1:
+                self._waiting = max(self._waiting, host.oversubscription)
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds that the sum of `size` bytes takes."""
+        if self._count == 1:
+            return 0.0
+        ring = ring_seconds(self._count, size, self._slowest)
+        return max(ring * self._waiting, 4 * (self._count - 1) / self._count * size * self._work)
+
+
+def coding_seconds(problem: Problem, sync: Sync, ranks: Sequence[int], size: float) -> float:
+    """Return the seconds that the slowest member takes to encode and decode gradients of `size` bytes of float32."""
+    if sync not in _CODED:
         return 0.0
-    links = [problem.network.between(rank, ranks[(place + 1) % count]) for place, rank in enumerate(ranks)]
-    ring = ring_seconds(count, size, Link(max(link.latency for link in links), min(link.bandwidth for link in links)))
-    moved = 4 * (count - 1) / count * size
-    found, members = [ring], set(ranks)
-    for host in problem.hosts:
-        here = members.intersection(host.ranks)
-        for rank in here:
-            work = problem.profiles[rank].transfer_seconds_per_byte
-            if problem.profiles[rank].crossing_seconds_per_byte:
-                place = ranks.index(rank)
-                far = sum(problem.apart(rank, ranks[(place + step) % count]) for step in (-1, 1))
-                work += far / 2 * problem.profiles[rank].crossing_seconds_per_byte
-            found.append(moved * work * host.oversubscription)
-        if len(here) > 1:
-            found.append(ring * host.oversubscription)
-    return max(found)
+    costs = (
+        problem.profiles[rank].codec_seconds_per_byte.get(_CODED[sync], 0.0) * problem.oversubscription[rank]
+        for rank in ranks
+    )
+    return _PASSES[sync] * size * max(costs)
 
 
 @dataclass(frozen=True)
@@ -139,7 +180,7 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
         return done
     # How far through its last backward pass a member is when a layer's gradients are ready; the same for all members.
     times = [profile.layers[layer].backward[-1] for layer in span]
-    total, at = max(sum(times), 1e-12), free
+    total, at, ring = max(sum(times), 1e-12), free, Ring(problem, stage.ranks)
     limit = float("inf") if stage.sync is Sync.POWERSGD else BUCKET_BYTES
     for bucket in in_buckets([profile.layers[layer].trained for layer in span], limit):
         if not any(profile.layers[span[index]].trained for index in bucket):
@@ -147,13 +188,33 @@ def reduced_at(problem: Problem, stage: Stage, last: Sequence[LastBackward], fre
         part = sum(times[min(bucket) :]) / total
         ready = max(one.begin + part * (one.end - one.begin) for one in last)
         size = sum(synced_bytes(problem, stage.sync, span[index], span[index] + 1) for index in bucket)
-        at = max(at, ready) + all_reduce_seconds(problem, stage.ranks, size)
+        whole = sum(profile.layers[span[index]].trained for index in bucket)
+        at = max(at, ready) + ring.seconds(size)
+        at += coding_seconds(problem, stage.sync, stage.ranks, whole)
     return max(at, done)
 
 
 def trained_bytes(profile: Profile, stage: Stage) -> int:
     """Return the bytes of a stage's parameters that are trained."""
     return sum(layer.trained for layer in profile.layers[stage.start : stage.stop])
+
+
+def copies_for_sync(plan: Plan, stage: Stage) -> float:
+    """Return how many numbers a member keeps for each trained parameter so that the stage's members can agree.
+
+    Gradients lie in buckets. What is sent in fewer bits leaves an error, which is kept to be sent with the next: that
+    of a member's own numbers, and that of the sums that it makes for the others. Members that take local steps instead
+    keep the parameters of their last agreement, the outer momentum, what is on its way, and what that leads to.
+    """
+    members = len(stage.ranks)
+    if members == 1:
+        return 0.0
+    feedback = 1 + 1 / members
+    if stage.sync is not Sync.LOCAL:
+        return 1 + {Sync.INT4: feedback, Sync.POWERSGD: 1.0}.get(stage.sync, 0.0)
+    if plan.local is None:
+        return 2.0
+    return 2 + 4 / plan.local.fragments + {"int4": feedback, "topk": 1.0}.get(plan.local.format, 0.0)
 
 
 def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Action]]) -> dict[int, float]:
@@ -168,24 +229,28 @@ def memory_needed(problem: Problem, plan: Plan, lists: Mapping[int, Sequence[Act
         layers = problem.profiles[stage.ranks[0]].layers[stage.start : stage.stop]
         saved, parameters = sum(layer.saved_bytes for layer in layers), sum(layer.parameter_bytes for layer in layers)
         # Only what is trained has gradients, optimizer state, and a place in a bucket.
-        copies = 1 + problem.optimizer_copies + (len(stage.ranks) > 1)
+        copies = 1 + problem.optimizer_copies + copies_for_sync(plan, stage)
         trained = sum(layer.trained for layer in layers)
         for rank, (first, end) in zip(stage.ranks, stage.rows(size), strict=True):
             memory[rank] += parameters + trained * copies
             kept[rank][number] = (end - first) * saved
     held: dict[tuple[int, tuple[int, ...]], int] = {}
+    loaded = _rows_loaded(problem, plan, size)
     for rank, actions in lists.items():
         key = id(actions), tuple(kept[rank].values())
         if key not in held:
             held[key] = most_bytes_held(actions, kept[rank])
-        memory[rank] += held[key] + problem.loading.held(*_rows_loaded(problem, plan, rank, size))
+        memory[rank] += held[key] + problem.loading.held(*(rows.get(rank, 0) for rows in loaded))
     return memory
 
 
-def _rows_loaded(problem: Problem, plan: Plan, rank: int, size: int) -> tuple[int, int]:
-    """Return of how many samples of a batch a rank reads inputs and targets; `size` is that of a micro-batch."""
-    read = []
-    for stage in (plan.stages[0], plan.stages[-1]):
-        first, end = stage.rows(size)[stage.ranks.index(rank)] if rank in stage.ranks else (0, 0)
-        read.append(min(problem.batch_size, (end - first) * plan.micro_batches))
-    return read[0], read[1]
+def _rows_loaded(problem: Problem, plan: Plan, size: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Return of how many samples of a batch each rank reads inputs and targets; `size` is that of a micro-batch."""
+    first, last = (
+        {
+            rank: min(problem.batch_size, (end - begin) * plan.micro_batches)
+            for rank, (begin, end) in zip(stage.ranks, stage.rows(size), strict=True)
+        }
+        for stage in (plan.stages[0], plan.stages[-1])
+    )
+    return first, last

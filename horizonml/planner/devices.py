@@ -17,16 +17,19 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from horizonml.errors import JobError
 from horizonml.files import write_atomically
+from horizonml.plan.execution import from_json as executions_from_json
+from horizonml.plan.execution import to_json as executions_to_json
 from horizonml.planner.hardware import Host, Network
+from horizonml.planner.objective import MOST_WATTS, Watts
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.spec.base import PlainName
 from horizonml.spec.mistakes import explain
@@ -59,11 +62,29 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class DeviceWatts(_Section):
+    """Says what a device draws."""
+
+    idle: float = Field(ge=0, le=MOST_WATTS, description="Watts while it waits.")
+    busy: float = Field(ge=0, le=MOST_WATTS, description="Watts while it computes or transfers.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> DeviceWatts:
+        if self.busy < self.idle:
+            raise ValueError(f"busy: {self.busy:g} is less than idle, {self.idle:g}; a device draws more when it works")
+        return self
+
+
 class Device(_Section):
     """Describes one device, or several identical ones."""
 
     name: PlainName
     count: int = Field(1, ge=1, le=_MOST_DEVICES)
+    kind: Literal["cpu", "cuda", "mps"] = Field(
+        "cpu",
+        description="What a rank computes on there. For a GPU (`cuda` or `mps`), `memory` is that of the GPU, `speed` "
+        "is that of the GPU relative to a core where the profile was measured, and `cores` are of no account.",
+    )
     speed: float = Field(1.0, gt=0, description="Speed of one core, relative to where the profile was measured.")
     profile: str | None = Field(
         None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
@@ -71,10 +92,25 @@ class Device(_Section):
     cores: float = Field(1.0, gt=0, description="Cores that a rank may use; below 1 under a quota, e.g. a container's.")
     machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
     machine_cores: float = Field(0.0, ge=0, description="Cores that the containers of this machine share.")
+    contention: list[tuple[float, float]] = Field(
+        default_factory=list,
+        description="How much longer work takes while several cores of the machine compute, as measured: pairs of "
+        "cores and factor, e.g. [[2, 1.05], [4, 1.12]].",
+    )
     memory: Bytes = Field(
         description="Memory that a rank may use, e.g. 1GiB, without what the process itself takes (about 250MiB)."
     )
     bandwidth: Rate | None = Field(None, description="Bandwidth of the device's own link, e.g. 100Mbit.")
+    watts: DeviceWatts | None = Field(None, description="What it draws, e.g. {idle: 2.5, busy: 6}, to plan for energy.")
+
+    @model_validator(mode="after")
+    def _speed_of_gpu(self) -> Device:
+        if self.kind != "cpu" and self.profile is None and "speed" not in self.model_fields_set:
+            raise ValueError(
+                f"kind: {self.kind} needs a profile that was measured on such a device (horizonml profile JOB --device "
+                f"{self.kind} --out FILE), or its speed relative to a core of this machine"
+            )
+        return self
 
 
 class DeviceLink(_Section):
@@ -102,6 +138,16 @@ class Cluster(_Section):
             for number in range(device.count)
         ]
 
+    def only(self, names: Collection[str]) -> Cluster:
+        """Return the cluster with the devices of these names alone, in the same order."""
+        left, kept = list(self.names), []
+        for device in self.devices:
+            own, left = left[: device.count], left[device.count :]
+            count = sum(name in names for name in own)
+            if count:
+                kept.append(device.model_copy(update={"count": count}))
+        return self.model_copy(update={"devices": kept})
+
     @property
     def ranks(self) -> list[Device]:
         """Return the kind of device of every rank."""
@@ -110,9 +156,22 @@ class Cluster(_Section):
     def hosts(self) -> list[Host]:
         """Return a machine for each rank."""
         return [
-            Host((rank,), device.cores, device.memory, device.machine, device.machine_cores)
+            Host(
+                (rank,),
+                device.cores,
+                device.memory,
+                device.machine,
+                device.machine_cores,
+                tuple(sorted((cores, max(1.0, factor)) for cores, factor in device.contention)),
+            )
+            if device.kind == "cpu"
+            else Host((rank,), 1.0, device.memory)
             for rank, device in enumerate(self.ranks)
         ]
+
+    def watts(self) -> list[Watts | None]:
+        """Return what every rank's device draws, as far as the file says it."""
+        return [Watts(one.watts.idle, one.watts.busy) if one.watts is not None else None for one in self.ranks]
 
     def network(self) -> Network:
         """Return the links between all ranks."""
@@ -154,6 +213,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
             "saved_bytes_per_sample": layer.saved_bytes,
             "output_bytes_per_sample": layer.output_bytes,
             **({} if layer.gradient_bytes is None else {"gradient_bytes_per_sample": layer.gradient_bytes}),
+            **({"coded_bytes": {name: list(both) for name, both in layer.coded.items()}} if layer.coded else {}),
         }
         for layer in profile.layers
     ]
@@ -166,6 +226,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         "transfer_seconds_per_byte": profile.transfer_seconds_per_byte,
         "crossing_seconds_per_byte": profile.crossing_seconds_per_byte,
         "least_rows": profile.least_rows,
+        **({"executions": list(profile.executions), "gain": profile.gain} if profile.executions else {}),
         "layers": layers,
     }
     text = yaml.safe_dump(content, sort_keys=False, width=120)
@@ -173,27 +234,43 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
 
 
 def write_cluster(
-    folder: Path, names: Sequence[str], hosts: Sequence[Host], network: Network, profiles: Sequence[Profile]
+    folder: Path,
+    names: Sequence[str],
+    hosts: Sequence[Host],
+    network: Network,
+    profiles: Sequence[Profile],
+    watts: Sequence[Watts | None] = (),
 ) -> Path:
     """Write measurements as a file of devices in `folder`, beside a profile for each machine; return the file's path.
 
-    `names[r]` is the machine of rank r; ranks that share a machine become devices with a part of its cores each. Raises
-    OSError.
+    `names[r]` is the machine of rank r; ranks that share a machine become devices that share its cores. Raises OSError.
     """
     machine = {rank: host for host in hosts for rank in host.ranks}
     devices = {}
     for rank, name in enumerate(names):
         own = name if names.count(name) == 1 else f"{name}-rank{rank}"
-        if rank == machine[rank].ranks[0]:
-            write_profile(profiles[rank], {}, folder / f"profile-{name}.yaml")
+        host = machine[rank]
+        # A machine whose ranks compute on different devices has a profile of each.
+        several = len({machine[other].ranks for other, its in enumerate(names) if its == name}) > 1
+        file = f"profile-{name}-rank{host.ranks[0]}.yaml" if several else f"profile-{name}.yaml"
+        if rank == host.ranks[0]:
+            write_profile(profiles[rank], {}, folder / file)
+        shared, part = len(host.ranks) > 1, host.cores / len(host.ranks)
         devices[own] = {
             "name": own,
-            "cores": round(machine[rank].cores / len(machine[rank].ranks), 3),
+            "cores": round(max(1.0, part) if shared and host.cores >= 1 else part, 3),
             "memory": f"{machine[rank].memory / 2**20:.0f}MiB",
-            "profile": f"profile-{name}.yaml",
+            "profile": file,
         }
-        if machine[rank].machine:
-            devices[own] |= {"machine": machine[rank].machine, "machine_cores": machine[rank].machine_cores}
+        if host.machine:
+            devices[own] |= {"machine": host.machine, "machine_cores": host.machine_cores}
+        elif shared and host.cores >= 1:
+            devices[own] |= {"machine": f"{name}-{host.ranks[0]}", "machine_cores": host.cores}
+        if host.contention:
+            devices[own]["contention"] = [[round(cores, 3), round(factor, 4)] for cores, factor in host.contention]
+        draws = watts[rank] if watts else None
+        if draws is not None:
+            devices[own]["watts"] = {"idle": round(draws.idle, 3), "busy": round(draws.busy, 3)}
     links = []
     for (a, one), (b, other) in itertools.combinations(enumerate(devices), 2):
         ways = [network.between(a, b), network.between(b, a)]
@@ -225,7 +302,9 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
                 int(layer["parameter_bytes"]),
                 int(layer["saved_bytes_per_sample"]),
                 int(layer["output_bytes_per_sample"]),
-                *(_whole(layer.get(key)) for key in ("trained_bytes", "gradient_bytes_per_sample")),
+                _whole(layer.get("trained_bytes")),
+                _whole(layer.get("gradient_bytes_per_sample")),
+                {str(name): (int(out), int(back)) for name, (out, back) in layer.get("coded_bytes", {}).items()},
             )
             for layer in content["layers"]
         )
@@ -234,7 +313,10 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
         update, transfer = (float(content[f"{name}_seconds_per_byte"]) for name in ("update", "transfer"))
         message, least = float(content["message_seconds"]), int(content["least_rows"])
         crossing = float(content.get("crossing_seconds_per_byte", 0.0))
-        found = Profile(str(content["device"]), sizes, update, layers, codecs, message, transfer, crossing, least)
+        ran = tuple(executions_to_json(executions_from_json(list(content.get("executions", ())))))
+        numbers = message, transfer, crossing, least
+        gain = float(content.get("gain", 1.0))
+        found = Profile(str(content["device"]), sizes, update, layers, codecs, *numbers, executions=ran, gain=gain)
         check_profile(found)
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JobError(
@@ -257,7 +339,7 @@ def check_profile(profile: Profile) -> None:
         if not len(layer.forward) == len(layer.backward) == len(profile.sizes):
             raise ValueError(f"layer {layer.name} was not measured at the sizes {list(profile.sizes)}")
         sizes = [layer.parameter_bytes, layer.saved_bytes, layer.output_bytes, layer.trained, layer.gradients]
-        numbers = [*layer.forward, *layer.backward, *sizes]
+        numbers = [*layer.forward, *layer.backward, *sizes, *itertools.chain(*layer.coded.values())]
         if not all(0 <= number < math.inf for number in numbers):
             raise ValueError(f"layer {layer.name} has a negative or infinite time or size")
     if list(profile.sizes) != sorted({*profile.sizes}) or profile.sizes[0] < 1:

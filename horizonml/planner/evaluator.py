@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.planner.cost import LayerTimes, fastest_format
+from horizonml.planner.cost import LayerTimes, fastest_format, slowest_link
+from horizonml.planner.hardware import Link
 from horizonml.planner.problem import Problem
 from horizonml.planner.simulate import Prediction, predict
+from horizonml.planner.syncs import fastest_sync
 
 _NO_ROWS = 1e-9  # the share of a member without samples, small enough that it gets none
 _MOST_REFINED = 64  # up to how many members shares are improved sample by sample
@@ -25,6 +27,9 @@ class Candidate:
     plan: Plan
     prediction: Prediction
     too_few_rows: bool = False  # a member would get some samples, but fewer than its layers can train on
+    exact_seconds: float | None = None  # of a step of the best exact plan, where that was compared with this one
+    fastest: Candidate | None = None  # the fastest plan, where this one was chosen for its energy
+    everyone_seconds: float | None = None  # of a step of the best plan for all devices, where this leaves some out
 
     @property
     def cost(self) -> tuple[bool, float, float]:
@@ -60,14 +65,15 @@ class Evaluator:
         self._cut_by = LayerTimes([problem.profiles[0]] * problem.ranks) if one_profile else self.times
         self._judged: dict[Plan, Candidate] = {}
         self._stages: dict[tuple[int, int, tuple[int, ...], int], Stage] = {}
-        self._totals: dict[tuple[int, int], list[float]] = {}
+        self._totals: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._rings: dict[tuple[int, ...], Link] = {}
 
     def judge(self, plan: Plan) -> Candidate:
         """Return a plan with its predicted cost."""
         if plan not in self._judged:
             self.check_time()
             self.evaluations += 1
-            prediction = predict(self.problem, plan, self.times)
+            prediction = predict(self.problem, plan, self.times, timeline=False)
             self._judged[plan] = Candidate(plan, prediction, self._too_few_rows(plan))
         return self._judged[plan]
 
@@ -87,12 +93,18 @@ class Evaluator:
             0 < end - first < least for stage in plan.stages for size in sizes for first, end in stage.rows(size)
         )
 
-    def totals(self, rank: int, rows: int) -> list[float]:
+    def slowest_link(self, ranks: tuple[int, ...]) -> Link:
+        """Return a link as slow as the slowest ones along a ring of ranks."""
+        if ranks not in self._rings:
+            self._rings[ranks] = slowest_link(self.problem, ranks)
+        return self._rings[ranks]
+
+    def totals(self, rank: int, rows: int) -> tuple[float, ...]:
         """Return the seconds of both passes of the first 0, 1, ... layers, given the rank's share of the cores."""
         if (rank, rows) not in self._totals:
             factor = self.problem.oversubscription[rank]
             pairs = zip(*self._cut_by.sums(rank, rows), strict=True)
-            self._totals[rank, rows] = [factor * (forward + backward) for forward, backward in pairs]
+            self._totals[rank, rows] = tuple(factor * (forward + backward) for forward, backward in pairs)
         return self._totals[rank, rows]
 
     def seconds(self, rank: int, start: int, stop: int, rows: int) -> float:
@@ -114,7 +126,7 @@ class Evaluator:
             self.check_time()
             ordered = self.problem.constraints.ordered
             shares = [1.0] * len(ranks) if ordered else self._share_out(start, stop, ranks, key[3])
-            sync = self.problem.constraints.sync if len(ranks) > 1 else Sync.ALL_REDUCE
+            sync = fastest_sync(self.problem, start, stop, ranks)
             self._stages[key] = Stage(start, stop, tuple(ranks), tuple(shares), sync)
         return self._stages[key]
 
@@ -170,4 +182,5 @@ class Evaluator:
         else:
             for number, (stage, after) in enumerate(itertools.pairwise(stages)):
                 stages[number] = replace(stage, send=fastest_format(self.problem, stage.ranks[0], after.ranks[0]))
-        return Plan(tuple(stages), schedule or constraints.schedules[0], micro_batches)
+        local = constraints.local if stages[0].sync is Sync.LOCAL else None
+        return Plan(tuple(stages), schedule or constraints.schedules[0], micro_batches, local)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.plan.plan import ALONE, FORMATS, Plan, Stage, Sync
-from horizonml.planner.candidates import data_parallel, equal_split
+from horizonml.plan.plan import ALONE, Plan, Stage, Sync
+from horizonml.planner.candidates import equal_split, plain_ddp
 from horizonml.planner.cost import gradient_message_bytes, message_bytes, synced_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.hardware import Host
@@ -91,9 +91,9 @@ def bottleneck(problem: Problem, found: Candidate, names: Sequence[str]) -> str:
 
 
 def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
-    """Return sentences on why the plan is as it is: what would travel otherwise, what is compressed, who is idle."""
+    """Return sentences on what would travel otherwise, and on who is idle; `reasons` explains each choice."""
     plan, lines = found.plan, []
-    everything = synced_bytes(problem, problem.constraints.sync, 0, problem.layers)
+    everything = synced_bytes(problem, Sync.ALL_REDUCE, 0, problem.layers)
     if len(plan.stages) > 1:
         each = 2 * (problem.ranks - 1) / problem.ranks * everything
         a, b = min(itertools.combinations(range(problem.ranks), 2), key=lambda pair: problem.network.between(*pair)[1])
@@ -109,13 +109,7 @@ def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
             f"({names[a]} to {names[b]}, {_mbit(slowest)}) takes {human_seconds(each / slowest)} for; between stages "
             f"of this plan {human_bytes(cut)} travel in all."
         )
-    compressed = [(number, stage) for number, stage in enumerate(plan.stages[:-1]) if stage.send != "fp32"]
-    for number, stage in compressed:
-        bandwidth = _slowest(problem, stage, plan.stages[number + 1])
-        lines.append(
-            f"Stage {number} sends {stage.send}, {FORMATS[stage.send]:g} of the bytes, because its link is slow for "
-            f"what leaves it ({_mbit(bandwidth)})."
-        )
+    lines += _crowded(problem, names)
     size = max(plan.micro_sizes(problem.batch_size, problem.batch_size))
     working = {
         rank
@@ -130,6 +124,25 @@ def why(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
             f"{', '.join(idle[:5])}{' and others' if len(idle) > 5 else ''}: as good as nothing to do, because sending "
             "work there, or waiting for it, would take longer than doing it elsewhere."
         )
+    return lines
+
+
+def _crowded(problem: Problem, names: Sequence[str]) -> list[str]:
+    """Return sentences on machines whose ranks slow one another down by sharing caches and memory."""
+    machines: dict[str, list[int]] = {}
+    factors: dict[str, float] = {}
+    for number, host in enumerate(problem.hosts):
+        key = host.machine or f" {number}"
+        machines.setdefault(key, []).extend(host.ranks)
+        factors[key] = host.crowded
+    lines = []
+    for key, ranks in machines.items():
+        if len(ranks) > 1 and factors[key] >= 1 + _AS_GOOD_AS_NOTHING:
+            who = f"{names[ranks[0]]} {'and' if len(ranks) == 2 else 'to'} {names[ranks[-1]]}"
+            lines.append(
+                f"{who} share the caches and the memory of a machine: while all of them compute, each takes "
+                f"{factors[key]:.2f} times as long as alone, as was measured."
+            )
     return lines
 
 
@@ -155,7 +168,7 @@ def _mbit(bandwidth: float) -> str:
 def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]:
     """Return simpler plans: data parallelism, an equal split of the layers, and the best single device."""
     evaluator = Evaluator(problem)
-    found = {"ddp, equal shares": evaluator.judge(data_parallel(problem))}
+    found = {"ddp, equal shares": evaluator.judge(plain_ddp(problem))}
     splits = [plan for number in problem.micro_batches if (plan := equal_split(problem, number)) is not None]
     if splits and problem.ranks > 1:
         best = min((evaluator.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
@@ -215,6 +228,7 @@ def remedy(problem: Problem, found: Candidate) -> str:
     own_constraints = problem.constraints
     unconstrained = Constraints(
         formats=own_constraints.formats,
+        syncs=own_constraints.syncs,
         schedules=own_constraints.schedules,
         sync=Sync.ALL_REDUCE if own_constraints.sync in ALONE else own_constraints.sync,
     )
@@ -239,7 +253,7 @@ def uncut(problem: Problem, layer: int, bond: str | None, layer_name: str) -> st
     share = times[layer] / max(sum(times), 1e-12)
     if problem.ranks == 1 or bond is None or share <= _MOST_OF_THE_TIME:
         return None
-    ddp = judge(problem, data_parallel(problem)).prediction.seconds
+    ddp = judge(problem, plain_ddp(problem)).prediction.seconds
     return (
         f"layer {layer} ({layer_name}) takes {share:.0%} of the time and cannot be cut, because {bond}: "
         f"stages would be unequal. With ddp a step is predicted to take {human_seconds(ddp)}"

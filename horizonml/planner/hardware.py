@@ -11,6 +11,21 @@ if TYPE_CHECKING:
 
 Size = TypeVar("Size", float, "np.ndarray")  # bytes, one value or many
 
+# How much longer the same work takes a core while a number of cores compute on the machine, one point for each number
+# that was measured, in order: (2.0, 1.06) says 6% longer while two compute. Empty if it was not measured.
+Contention = tuple[tuple[float, float], ...]
+
+
+def slowdown(contention: Contention, computing: float) -> float:
+    """Return how many times as long work takes while so many cores compute, interpolated; 1 if that is not known."""
+    before = (1.0, 1.0)
+    for point in contention:
+        if computing <= point[0]:
+            part = (computing - before[0]) / (point[0] - before[0]) if point[0] > before[0] else 1.0
+            return before[1] + max(0.0, part) * (point[1] - before[1])
+        before = point
+    return before[1]
+
 
 @dataclass(frozen=True)
 class Host:
@@ -24,11 +39,22 @@ class Host:
     memory: float
     machine: str = ""
     machine_cores: float = 0.0
+    contention: Contention = ()  # among the ranks of the machine
 
     @property
     def oversubscription(self) -> float:
         """Return the factor, at least 1, by which a rank computes longer while all ranks of the host compute."""
         return max(1.0, len(self.ranks) / self.cores)
+
+    @property
+    def demand(self) -> float:
+        """Return the part of a core that each rank uses while all of them compute, if it need not share that core."""
+        return 1.0 if not self.machine and self.cores >= 1 else min(1.0, self.cores / len(self.ranks))
+
+    @property
+    def crowded(self) -> float:
+        """Return how many times as long work takes a core while all ranks of the machine compute."""
+        return self.contention[-1][1] if self.contention else 1.0
 
 
 class Link(NamedTuple):

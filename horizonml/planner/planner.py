@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from horizonml.errors import PlanError
 from horizonml.job.schema import Job
@@ -11,16 +12,17 @@ from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.hardware import Host, Network
+from horizonml.planner.objective import Watts
 from horizonml.planner.problem import NO_LOADING, Loading, Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.search import search
-from horizonml.planner.strategies import constraints_of
+from horizonml.planner.saving import with_objective
+from horizonml.planner.strategies import constraints_of, objective_of
 from horizonml.text import count
 
 
 def needs_profile(parallel: Parallel, world_size: int) -> bool:
     """Return whether the plan depends on measurements."""
-    constraints = constraints_of(parallel)
+    constraints = constraints_of(parallel, world_size)
     if constraints.stages is not None:
         several = len(constraints.stages) > 1
         return constraints.cuts is None or (several and len(constraints.micro_batches) > 1)
@@ -34,7 +36,7 @@ def measures_every_device(parallel: Parallel) -> bool:
 
 def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
     """Return the plan of a job that needs no profile. Raises PlanError."""
-    constraints = constraints_of(job.parallel)
+    constraints = constraints_of(job.parallel, world_size)
     schedule, micro_batches = constraints.schedules[0], constraints.micro_batches[0]
     if constraints.stages is None:
         sync = constraints.sync if world_size > 1 else Sync.ALL_REDUCE
@@ -44,7 +46,7 @@ def fixed_plan(job: Job, layers: int, world_size: int) -> Plan:
             Stage(*(fixed.layers or (0, layers)), fixed.ranks, fixed.shares, fixed.sync, fixed.send)
             for fixed in constraints.stages
         )
-    plan = Plan(stages, schedule, micro_batches)
+    plan = with_local_steps(Plan(stages, schedule, micro_batches), job.parallel)
     plan.check(layers, world_size)
     return plan
 
@@ -58,6 +60,8 @@ def problem_for(
     last_batch: int = 0,
     powersgd_bytes: Sequence[int] = (),
     loading: Loading = NO_LOADING,
+    watts: Sequence[Watts | None] = (),
+    steps: int = 0,
 ) -> Problem:
     """Return what a job leaves open to the search, with a profile for every rank; see `Problem` for the rest."""
     return Problem(
@@ -68,13 +72,15 @@ def problem_for(
         optimizer_copies,
         last_batch,
         powersgd_bytes,
-        constraints_of(job.parallel),
+        constraints_of(job.parallel, len(profiles)),
         loading,
+        watts,
+        objective_of(job.parallel, steps),
     )
 
 
 def choose(job: Job, problem: Problem, evaluator: Evaluator | None = None) -> Candidate:
-    """Return the fastest predicted plan of the kind that the job asks for, among those that fit into memory.
+    """Return the best plan for the job's objective, of the kind that it asks for, among those that fit into memory.
 
     If no plan fits, return the one that comes nearest. `evaluator` is one for this problem, if any. Raises PlanError if
     the model has too few layers.
@@ -90,4 +96,12 @@ def choose(job: Job, problem: Problem, evaluator: Evaluator | None = None) -> Ca
         )
     if constraints.cuts is not None:
         fixed_plan(job, layers, problem.ranks)  # raises PlanError, which names the stage that does not fit the model
-    return search(problem, evaluator=evaluator)
+    found = with_objective(problem, evaluator)
+    return replace(found, plan=with_local_steps(found.plan, job.parallel))
+
+
+def with_local_steps(plan: Plan, parallel: Parallel) -> Plan:
+    """Return a plan with what the job says of local steps, if any of its stages takes them."""
+    if parallel.sync is None or all(stage.sync is not Sync.LOCAL for stage in plan.stages):
+        return plan
+    return replace(plan, local=parallel.sync.local())

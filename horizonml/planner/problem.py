@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from horizonml.plan.local import Local
+from horizonml.plan.lossy import UNTRIED
 from horizonml.plan.plan import Sync
 from horizonml.planner.hardware import Host, Network
+from horizonml.planner.objective import FASTEST, Objective, Watts
 from horizonml.planner.profile import Profile
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -30,7 +33,9 @@ class Constraints:
 
     `ordered` plans give consecutive ranks to consecutive stages, and equal shares to the members of a stage. `formats`
     are those that may travel between stages, the most precise first. A schedule other than the first is chosen only for
-    a gain that is worth it.
+    a gain that is worth it. `syncs` are ways to sum that each stage may choose besides `sync`, the most precise first,
+    and `every` says after how many steps members that take local steps may agree; `local` is what the job asks for.
+    `trial` says in a sentence how a run finds out what the formats that the planner chooses cost in accuracy.
     """
 
     least_stages: int = 1
@@ -44,6 +49,28 @@ class Constraints:
     formats: tuple[str, ...] = ("fp32",)
     schedules: tuple[str, ...] = ("1f1b",)
     sync: Sync = Sync.ALL_REDUCE  # of stages with several members
+    syncs: tuple[Sync, ...] = ()
+    every: tuple[int, ...] = ()
+    local: Local | None = None
+    trial: str = "A run measures the loss of accuracy on a warm-up first, and makes what costs too much more precise."
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the planner has nothing to choose that is less exact than something else."""
+        return len(self.formats) == 1 and not self.syncs and not self.every
+
+    def exactly(self) -> Constraints:
+        """Return these constraints with the most precise of what they leave open."""
+        return replace(self, formats=self.formats[:1], syncs=(), every=())
+
+    def without_trial(self, why: str) -> Constraints:
+        """Return these constraints for a run that tries nothing: without what would have to be tried."""
+        return replace(
+            self,
+            formats=tuple(name for name in self.formats if name not in UNTRIED or len(self.formats) == 1),
+            syncs=tuple(sync for sync in self.syncs if sync.value not in UNTRIED),
+            trial=f"What would have to be tried on a warm-up first is not used, as {why}.",
+        )
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
@@ -92,7 +119,7 @@ class Problem:
     `profiles[r]` is the profile of rank r's device. `optimizer_copies` is how many numbers the optimizer keeps per
     parameter: 1 for momentum SGD, 2 for Adam, 0 for plain SGD. `last_batch` is the size of an epoch's last batch where
     that is smaller than `batch_size`, else 0. `powersgd_bytes[l]` is what PowerSGD sends of layer l's gradients; it is
-    needed only where a stage may use PowerSGD.
+    needed only where a stage may use PowerSGD. `watts[r]` are those of rank r's device, where they are known.
     """
 
     profiles: Sequence[Profile]
@@ -104,6 +131,8 @@ class Problem:
     powersgd_bytes: Sequence[int] = ()
     constraints: Constraints = Constraints()
     loading: Loading = NO_LOADING
+    watts: Sequence[Watts | None] = ()
+    objective: Objective = FASTEST
 
     @property
     def layers(self) -> int:
@@ -122,8 +151,8 @@ class Problem:
 
     @functools.cached_property
     def oversubscription(self) -> dict[int, float]:
-        """Return the factor by which each rank computes longer because it shares its host's cores."""
-        return {rank: host.oversubscription for host in self.hosts for rank in host.ranks}
+        """Return the factor by which each rank computes longer because others compute on its host or machine, too."""
+        return {rank: host.oversubscription * host.crowded for host in self.hosts for rank in host.ranks}
 
     @functools.cached_property
     def host_of(self) -> dict[int, int]:

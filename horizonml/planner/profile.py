@@ -5,9 +5,12 @@ This module is plain data; `profiling.measure` makes profiles.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from horizonml.plan.execution import from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class LayerProfile:
     output_bytes: int  # per sample
     trained_bytes: int | None = None  # of the parameters that are not frozen; None stands for all of them
     gradient_bytes: int | None = None  # of the output's gradient, per sample; None stands for as many as of the output
+    coded: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The bytes per sample of the output and of its gradient in each format, scales included."""
 
     @property
     def trained(self) -> int:
@@ -57,6 +62,10 @@ class Profile:
     """The seconds of a core for each byte to or from another machine beyond those: its tunnel encrypts and carries."""
     least_rows: int = 1
     """The fewest samples to train on: 2 if a layer cannot train on one, as BatchNorm with one value per channel."""
+    executions: tuple[Any, ...] = ()
+    """How the layers ran when they were measured, as JSON of `plan.execution`; nothing stands for all plain."""
+    gain: float = 1.0
+    """How many times as fast as plain that is, all layers together, as far as that was measured."""
 
     def seconds(self, layer: int, rows: int) -> tuple[float, float]:
         """Return the forward and backward seconds of a layer for `rows` samples, interpolated between sizes."""
@@ -91,7 +100,14 @@ class Profile:
     def from_json(cls, value: dict[str, Any]) -> Profile:
         """Return the profile from which `to_json` made `value`."""
         layers = tuple(
-            LayerProfile(**{**layer, "forward": tuple(layer["forward"]), "backward": tuple(layer["backward"])})
+            LayerProfile(
+                **{
+                    **layer,
+                    "forward": tuple(layer["forward"]),
+                    "backward": tuple(layer["backward"]),
+                    "coded": {name: (int(out), int(back)) for name, (out, back) in layer.get("coded", {}).items()},
+                }
+            )
             for layer in value["layers"]
         )
         return cls(
@@ -104,6 +120,8 @@ class Profile:
             float(value["transfer_seconds_per_byte"]),
             float(value.get("crossing_seconds_per_byte", 0.0)),
             int(value["least_rows"]),
+            tuple(to_json(from_json(list(value.get("executions", ()))))),
+            float(value.get("gain", 1.0)),
         )
 
 
@@ -114,7 +132,7 @@ def _interpolate(sizes: Sequence[int], times: Sequence[float], rows: int) -> flo
     """
     if rows >= sizes[-1] or len(sizes) == 1:
         return times[-1] * rows / sizes[-1]
-    upper = next(index for index in range(1, len(sizes)) if rows <= sizes[index])
+    upper = max(1, bisect.bisect_left(sizes, rows))
     low, high = sizes[upper - 1], sizes[upper]
     slope = (times[upper] - times[upper - 1]) / (high - low)
     return max(times[upper - 1] + slope * (rows - low), min(times) * rows / sizes[0] if rows < sizes[0] else 0.0)

@@ -20,10 +20,11 @@ from horizonml.files import write_atomically
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import check_profile
-from horizonml.planner.hardware import Host, Network
+from horizonml.planner.hardware import Contention, Host, Network
+from horizonml.planner.objective import Watts
 from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.strategies import constraints_of
+from horizonml.planner.strategies import constraints_of, objective_of
 from horizonml.text import printable
 
 FILE = "planning.json"
@@ -32,6 +33,8 @@ _MOST_BYTES = 64 << 20
 _MOST_EARLIER = 100
 _MOST_RANKS = 4096
 _MOST_NAME = 64  # characters
+_MOST_REASON = 1000  # characters
+_MOST_REASONS = 2 * _MOST_RANKS
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Planning:
     problem: Problem | None = None
     seconds: float | None = None  # that a step is predicted to take
     measured: bool = False  # whether the devices and links of the problem were measured
+    reasons: tuple[str, ...] = ()  # a sentence for each choice of the plan
     earlier: tuple[Earlier, ...] = ()
 
     @property
@@ -92,6 +96,7 @@ class Planning:
             "plan": self.plan.to_json(),
             "seconds": self.seconds,
             "measured": self.measured,
+            "reasons": list(self.reasons),
             "layers": list(self.layers),
             "devices": [asdict(device) for device in self.devices],
             "hosts": [asdict(host) for host in self.hosts],
@@ -114,6 +119,7 @@ class Planning:
                 _memory(host["memory"]),
                 _name(host["machine"]),
                 _number(host["machine_cores"]),
+                _contention(host.get("contention", ())),  # which older versions do not have
             )
             for host in value["hosts"]
         )
@@ -130,6 +136,7 @@ class Planning:
             problem=_problem(value["problem"], job, hosts) if value["problem"] is not None else None,
             seconds=_number(value["seconds"]) if value["seconds"] is not None else None,
             measured=value["measured"] is True,
+            reasons=tuple(_name(text, _MOST_REASON) for text in value.get("reasons", [])[:_MOST_REASONS]),
             earlier=tuple(_earlier(one) for one in value["earlier"]),
         )
         planning._check()
@@ -148,6 +155,8 @@ class Planning:
                 raise ValueError("a stage has no whole ranks or finite shares")
         if self.problem is None:
             return
+        if len(self.problem.watts) not in (0, ranks):
+            raise ValueError("the watts are those of other ranks")
         if self.problem.ranks != ranks or any(len(one.layers) != len(self.layers) for one in self.problem.profiles):
             raise ValueError("the profiles are of other ranks or layers")
         network = self.problem.network
@@ -171,7 +180,8 @@ def write_planning(folder: Path, planning: Planning) -> None:
         planning = replace(planning, earlier=(*before.earlier, last)[-_MOST_EARLIER:])
         same = (before.started_as, before.plan, before.layers) == (planning.started_as, planning.plan, planning.layers)
         if same and before.measured and not planning.measured:
-            planning = replace(planning, problem=before.problem, seconds=before.seconds, measured=True)
+            kept = (before.problem, before.seconds, before.reasons)
+            planning = replace(planning, problem=kept[0], seconds=kept[1], reasons=kept[2], measured=True)
     write_atomically(folder / FILE, json.dumps(planning.to_json()).encode())
 
 
@@ -227,6 +237,8 @@ def _problem_json(problem: Problem) -> dict[str, Any]:
         "last_batch": problem.last_batch,
         "powersgd_bytes": list(problem.powersgd_bytes),
         "loading": asdict(problem.loading),
+        "watts": [watts.to_json() if watts is not None else None for watts in problem.watts],
+        "steps": problem.objective.steps,
     }
 
 
@@ -253,6 +265,8 @@ def _problem(value: Mapping[str, Any], job: Job, hosts: Sequence[Host]) -> Probl
         [_whole(size, 0) for size in value["powersgd_bytes"]],
         constraints_of(job.parallel),
         Loading(**{str(key): _whole(number, 0) for key, number in value["loading"].items()}),
+        [Watts.from_json(watts) if watts is not None else None for watts in value.get("watts", [])],
+        objective_of(job.parallel, _whole(value.get("steps", 0), 0)),
     )
 
 
@@ -279,6 +293,14 @@ def _number(value: Any, above: float | None = None) -> float:
     return float(value)
 
 
+def _contention(value: Any) -> Contention:
+    """Return how much longer work takes while several cores compute, if the file says it as `Host` does."""
+    points = [(_number(cores, above=0), _number(factor, above=0)) for cores, factor in value]
+    if len(points) > _MOST_RANKS or points != sorted(points):
+        raise ValueError("the contention on a machine is not in the order of its cores")
+    return tuple(points)
+
+
 def _memory(value: Any) -> float:
     """Return the bytes that a rank may use, which may be endless, or negative where processes take too many."""
     if type(value) not in (int, float) or math.isnan(value):
@@ -286,7 +308,7 @@ def _memory(value: Any) -> float:
     return float(value)
 
 
-def _name(value: Any) -> str:
+def _name(value: Any, most: int = _MOST_NAME) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} is no name")
-    return printable(value, _MOST_NAME)
+        raise TypeError(f"{type(value).__name__} is no text")
+    return printable(value, most)

@@ -7,8 +7,9 @@ best are improved by small moves; finally, other schedules are tried on the plan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan
@@ -19,11 +20,12 @@ from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.moves import moves
 from horizonml.planner.problem import Constraints, FixedStage, Problem
 from horizonml.planner.programme import Programme
+from horizonml.planner.refine import more_precise
 
-_PRECISION_IS_WORTH = 0.02  # of a step's time: the most that a more precise format may cost
 _SCHEDULE_IS_WORTH = 0.05  # of a step's time: the least that a schedule other than the first must save
 _NEAR = 1.05  # of the best time: other schedules are tried on plans within this
 _MOST_RESCHEDULED = 3  # the most plans that another schedule is tried on
+_MANY_RANKS = 200  # ranks, above which fewer plans are simulated, because each takes long
 _USUAL = "1f1b"  # the schedule with which plans are found for those that give several stages to a rank
 
 
@@ -34,7 +36,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     nearest is returned. Raises PlanError if the constraints allow no plan for the model.
     """
     evaluator = evaluator or Evaluator(problem)
-    budget = evaluations or max(60, 6000 // problem.ranks)
+    budget = evaluations or max(60 if problem.ranks <= _MANY_RANKS else 36, 6000 // problem.ranks)
     first, *others = problem.constraints.schedules
     several = SCHEDULES[first].stages_per_rank > 1 and problem.constraints.stages is None
     if several:
@@ -45,7 +47,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
     if not starts:
         raise PlanError("the constraints allow no plan of this model")
     most = 10 if problem.ranks <= 16 else 3 if problem.ranks <= 64 else 1
-    improved = sorted((_improve(evaluator, one, budget // 3) for one in starts[:most]), key=lambda one: one.cost)
+    improved = sorted((improve(evaluator, one, budget // 3) for one in starts[:most]), key=lambda one: one.cost)
     best = improved[0]
     if several:
         alone = (one.plan for one in improved if len(one.plan.stages) == 1)
@@ -61,7 +63,7 @@ def search(problem: Problem, evaluations: int | None = None, evaluator: Evaluato
             continue
         if other.cost[:2] < best.cost[:2] or other.prediction.seconds <= limit:
             best = other
-    return _precise(evaluator, best)
+    return more_precise(evaluator, best)
 
 
 def _starts(evaluator: Evaluator, budget: int) -> list[Candidate]:
@@ -88,8 +90,7 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
         times.append(evaluator.slowest(stage, rows))
         if len(stage.ranks) > 1:
             size = synced_bytes(problem, stage.sync, stage.start, stage.stop)
-            link = problem.network.between(stage.ranks[0], stage.ranks[1])
-            after = max(after, ring_seconds(len(stage.ranks), size, link))
+            after = max(after, ring_seconds(len(stage.ranks), size, evaluator.slowest_link(stage.ranks)))
         if number + 1 < len(plan.stages):
             link = problem.network.between(stage.ranks[0], plan.stages[number + 1].ranks[0])
             profile, side_by_side = problem.profiles[0], min(len(stage.ranks), 4)
@@ -100,7 +101,9 @@ def _estimate(evaluator: Evaluator, plan: Plan) -> float:
     return (plan.micro_batches - 1) * max(times) + sum(times) + after
 
 
-def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
+def improve(
+    evaluator: Evaluator, found: Candidate, budget: int, cost: Callable[[Candidate], Any] = lambda one: one.cost
+) -> Candidate:
     """Return the best plan that small moves lead to, one after the other, until none helps or `budget` is spent."""
     best, end = found, evaluator.evaluations + budget
     while True:
@@ -108,7 +111,7 @@ def _improve(evaluator: Evaluator, found: Candidate, budget: int) -> Candidate:
         for plan in moves(evaluator, best.plan):
             if evaluator.evaluations >= end:
                 return best
-            best = min(best, evaluator.judge(plan), key=lambda one: one.cost)
+            best = min(best, evaluator.judge(plan), key=cost)
         if best is before:
             return best
 
@@ -129,7 +132,7 @@ def _by_schedule(
     best = min(judged, key=lambda one: one.cost)
     worth_it = best.cost[:2] <= found[0].cost[:2] or near == math.inf
     if worth_it and best.prediction.seconds <= near:
-        best = _improve(evaluator, best, budget // 6)
+        best = improve(evaluator, best, budget // 6)
     return best
 
 
@@ -153,18 +156,3 @@ def _rescheduled(evaluator: Evaluator, plan: Plan, schedule: str) -> Iterator[Pl
     for micro_batches in places:
         for cuts, _ in programme.splits(groups, micro_batches):
             yield evaluator.plan(cuts, groups, micro_batches, schedule)
-
-
-def _precise(evaluator: Evaluator, found: Candidate) -> Candidate:
-    """Return the same plan with more precise formats wherever they cost next to nothing."""
-    formats = evaluator.problem.constraints.formats
-    limit = found.prediction.seconds * (1 + _PRECISION_IS_WORTH)
-    for number, stage in enumerate(found.plan.stages[:-1]):
-        for format in formats[: formats.index(stage.send)] if stage.send in formats else ():
-            stages = list(found.plan.stages)
-            stages[number] = replace(stage, send=format)
-            other = evaluator.judge(replace(found.plan, stages=tuple(stages)))
-            if other.prediction.seconds <= limit and len(other.prediction.lacking) <= len(found.prediction.lacking):
-                found = other
-                break
-    return found

@@ -3,7 +3,8 @@
 The prediction is a discrete-event simulation of the action lists that the engine runs: each rank works through its
 actions in order, an action waits for the tensors it needs, the messages of a rank go over its link one after the other,
 and ranks that share a machine share its cores. The simulation covers what closed formulas such as Asteroid's (MobiCom
-2024, section 4) leave out: uneven stages and shares, few micro-batches, busy links, and more ranks than cores.
+2024, section 4) leave out: uneven stages and shares, few micro-batches, busy links, and more ranks than cores. A step
+with local steps is an average one: none of its sums is waited for, and what they cost is divided among the steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import NamedTuple
 from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan
 from horizonml.planner.cores import Machine, cores_of
-from horizonml.planner.cost import LastBackward, LayerTimes, memory_needed, reduced_at
+from horizonml.planner.cost import (
+    LastBackward,
+    LayerTimes,
+    Ring,
+    coding_seconds,
+    memory_needed,
+    reduced_at,
+    synced_bytes,
+    trained_bytes,
+)
+from horizonml.planner.outer import outer_cost
 from horizonml.planner.problem import Problem
 from horizonml.planner.tasks import LAST_PASSES, Task, TaskMaker
 
@@ -56,16 +67,10 @@ class Prediction:
     memory: dict[int, float]  # bytes of parameters, gradients, optimizer state, activations and samples, by rank
     lacking: dict[int, float]  # bytes that are lacking, by rank; empty if the plan fits
     busy: dict[int, float]  # seconds of a step in which a rank computes on a core of its own
-    spans: list[WorkSpan]
-    messages: list[Transfer]
-
-    @property
-    def computing(self) -> dict[int, float]:
-        """Return each rank's seconds of computing in a step, including those in which it has to share its cores."""
-        total = dict.fromkeys(self.busy, 0.0)
-        for span in self.spans:
-            total[span.rank] += span.end - span.begin
-        return total
+    computing: dict[int, float]  # seconds of a step in which it computes, perhaps on a core that it has to share
+    working: dict[int, float]  # and those in which it sends or receives, too; empty where no device's watts are known
+    spans: list[WorkSpan]  # empty if the timeline was not asked for
+    messages: list[Transfer]  # likewise
 
     @property
     def fits(self) -> bool:
@@ -73,8 +78,11 @@ class Prediction:
         return not self.lacking
 
 
-def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None) -> Prediction:
-    """Return the step time and the memory of a plan; `times` are those of the problem's profiles, if known."""
+def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None, timeline: bool = True) -> Prediction:
+    """Return the step time and the memory of a plan.
+
+    `times` are those of the problem's profiles, if known. Without a `timeline` the prediction takes little memory.
+    """
     maker = TaskMaker(problem, plan, times or LayerTimes(problem.profiles))
     tasks = maker.tasks()
     simulation = _Simulation(problem, plan, tasks, [0.0] * len(problem.hosts))
@@ -82,17 +90,55 @@ def predict(problem: Problem, plan: Plan, times: LayerTimes | None = None) -> Pr
     if any(host.cores < 1 for host in problem.hosts):  # what a step leaves of a quota is available to the next one
         simulation = _Simulation(problem, plan, tasks, simulation.allowances(seconds))
         seconds = simulation.run()
-    memory = memory_needed(problem, plan, maker.actions)
-    capacity = problem.memory
+    idle = dict.fromkeys(plan.spare, 0.0)
+    memory = {**memory_needed(problem, plan, maker.actions), **idle}
+    capacity, parts, outer = problem.memory, simulation.parts(), 0.0
+    if plan.local is not None:
+        outer = outer_cost(problem, plan, seconds).seconds
+        seconds, parts = seconds + outer, {**parts, "agreeing on local steps": outer}
+    computing = dict.fromkeys([*tasks, *idle], 0.0)
+    for span in simulation.spans:
+        computing[span.rank] += span.end - span.begin
+    covered = _working(problem, plan, simulation) if problem.watts else {}
     return Prediction(
         seconds,
-        simulation.parts(),
+        parts,
         memory,
-        {rank: need - capacity[rank] for rank, need in memory.items() if need > capacity[rank]},
-        {rank: sum(task.work for task in own) for rank, own in tasks.items()},
-        simulation.spans,
-        simulation.messages,
+        {rank: need - capacity[rank] for rank, need in memory.items() if need > capacity[rank] and rank not in idle},
+        {**{rank: sum(task.work for task in own) for rank, own in tasks.items()}, **idle},
+        computing,
+        {rank: min(seconds, own + outer) for rank, own in covered.items()} | (idle if covered else {}),
+        simulation.spans if timeline else [],
+        simulation.messages if timeline else [],
     )
+
+
+def _working(problem: Problem, plan: Plan, simulation: _Simulation) -> dict[int, float]:
+    """Return the seconds of a step in which each rank computes, sends or receives; what overlaps counts once."""
+    spans: dict[int, list[tuple[float, float]]] = {rank: [] for stage in plan.stages for rank in stage.ranks}
+    for span in simulation.spans:
+        spans[span.rank].append((span.begin, span.end))
+    for message in simulation.messages:
+        for rank in (message.sender, message.receiver):
+            spans[rank].append((message.begin, message.end))
+    for number, done in simulation.reduced.items():
+        stage = plan.stages[number]
+        size = synced_bytes(problem, stage.sync, stage.start, stage.stop)
+        takes = Ring(problem, stage.ranks).seconds(size)
+        takes += coding_seconds(problem, stage.sync, stage.ranks, trained_bytes(problem.profiles[0], stage))
+        for rank in stage.ranks:
+            spans[rank].append((max(0.0, done - takes), done))
+    return {rank: _covered(own) for rank, own in spans.items()}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return how much time the spans cover together."""
+    total = reached = 0.0
+    for begin, end in sorted(spans):
+        if end > reached:
+            total += end - max(begin, reached)
+            reached = end
+    return total
 
 
 class _Simulation:
@@ -111,7 +157,7 @@ class _Simulation:
         self._began: dict[int, float] = {}
         self._last: dict[tuple[int, int], LastBackward] = {}  # by rank and stage
         self._passed = dict.fromkeys(tasks, 0.0)  # when each rank has done its last pass
-        self._reduced: dict[int, float] = {}  # when each stage's gradients are summed
+        self.reduced: dict[int, float] = {}  # when each stage's gradients are summed
         self._came: dict[int, int] = {}  # members that wait for the sum, by stage
         self._finish = dict.fromkeys(tasks, 0.0)
         self._events: list[tuple[float, int, int, int, _Arrival | None]] = []
@@ -140,7 +186,7 @@ class _Simulation:
         own = [self._plan.stages[number] for number in self._plan.stages_of(last)]
         end = self._finish[last]
         passed = min(end, max(self._passed[rank] for stage in own for rank in stage.ranks))
-        reduced = max([passed, *(self._reduced.get(number, 0.0) for number in self._plan.stages_of(last))])
+        reduced = max([passed, *(self.reduced.get(number, 0.0) for number in self._plan.stages_of(last))])
         return {
             "forward and backward passes": passed,
             "summing gradients": reduced - passed,
@@ -156,15 +202,18 @@ class _Simulation:
     def _advance(self, number: int, now: float) -> None:
         """Complete the actions that have ended on a host."""
         cores = self._cores[number]
-        if not cores.dedicated:
-            cores.machine.advance(now)
+        if cores.dedicated:
+            rank, _ = cores.left.popitem()
+            self._complete(rank, now)
+            return
+        cores.machine.advance(now)
         ended = [rank for rank, left in cores.left.items() if left <= _EPSILON + 1e-9 * now]
         for rank in ended:
-            del cores.left[rank]
+            cores.machine.end(cores, rank)
         for rank in ended:
             self._complete(rank, now)
-        if not cores.dedicated:
-            self._schedule(cores.machine)
+        cores.machine.balance()
+        self._schedule(cores.machine)
 
     def _complete(self, rank: int, now: float) -> None:
         task, began = self._tasks[rank][self._position[rank]], self._began.pop(rank)
@@ -212,7 +261,7 @@ class _Simulation:
             self._push(now + task.work, cores.number, cores.version)
             return
         cores.machine.advance(now)
-        cores.left[rank] = task.work
+        cores.machine.begin(cores, rank, task.work)
         self._schedule(cores.machine)
 
     def _come(self, number: int) -> None:
@@ -227,7 +276,7 @@ class _Simulation:
 
     def _release(self, number: int, now: float) -> None:
         """Let the members of a stage go on once its gradients are summed."""
-        self._reduced[number] = now
+        self.reduced[number] = now
         for rank in self._plan.stages[number].ranks:
             del self._began[rank]
             self._finish[rank] = now

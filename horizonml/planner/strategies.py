@@ -8,6 +8,7 @@ from dataclasses import replace
 from horizonml.plan.plan import FORMATS, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel, StageSpec
+from horizonml.planner.objective import Objective
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, FixedStage
 
 _ONE_STAGE = Constraints(most_stages=1, ordered=True, one_profile=True)
@@ -19,24 +20,39 @@ STRATEGIES: Mapping[str, Constraints] = {
     "hybrid": Constraints(least_stages=2, replicated=True, ordered=True, one_profile=True),
     "tensor": replace(_ONE_STAGE, sync=Sync.CHANNELS),
     "horovod": replace(_ONE_STAGE, sync=Sync.HOROVOD),
-    "auto": Constraints(formats=tuple(FORMATS)),
+    "auto": Constraints(),
 }
+# What the planner may choose from, the most precise first, where a job allows plans that are not exact.
+_SUMS = (Sync.FP16, Sync.INT4, Sync.POWERSGD)
+_EVERY = (4, 8, 16, 32, 64)
 _COMPRESSED = {
     (Sync.ALL_REDUCE, "fp16"): Sync.FP16,
     (Sync.ALL_REDUCE, "powersgd"): Sync.POWERSGD,
+    (Sync.ALL_REDUCE, "int4"): Sync.INT4,
     (Sync.HOROVOD, "fp16"): Sync.HOROVOD_FP16,
 }
 _DEFAULT_SCHEDULE = "1f1b"
 
 
-def constraints_of(parallel: Parallel) -> Constraints:
-    """Return the constraints that a job puts on its plan."""
-    if parallel.stages is None:
+def constraints_of(parallel: Parallel, world_size: int | None = None) -> Constraints:
+    """Return the constraints that a job puts on its plan for `world_size` ranks (by default as many as it asks for)."""
+    if parallel.stages is None and parallel.replicas is not None:
+        ranks = world_size or parallel.world_size()
+        strategy = Constraints(ordered=True, one_profile=True, stages=_replicas(ranks, parallel))
+    elif parallel.stages is None:
         strategy = STRATEGIES[parallel.strategy]
     else:
         stages = tuple(_fixed(spec, parallel) for spec in parallel.stages)
         strategy = Constraints(one_profile=True, stages=stages)
+    if parallel.sync is not None:
+        strategy = replace(strategy, local=parallel.sync.local())
+        if strategy.stages is None and parallel.strategy != "auto":  # whose replicas the planner forms
+            strategy = replace(strategy, sync=Sync.LOCAL)
     others = (name for name in SCHEDULES if name != _DEFAULT_SCHEDULE)
+    if parallel.stages is None and parallel.strategy == "auto" and not parallel.is_exact:
+        strategy = replace(strategy, formats=tuple(FORMATS))
+        if parallel.gradient_compression == "none":
+            strategy = replace(strategy, syncs=_SUMS, every=_EVERY)
     return replace(
         strategy,
         micro_batches=(parallel.micro_batches,) if parallel.micro_batches else MICRO_BATCHES,
@@ -46,9 +62,37 @@ def constraints_of(parallel: Parallel) -> Constraints:
     )
 
 
+def objective_of(parallel: Parallel, steps: int) -> Objective:
+    """Return what a job's plan is chosen for, in a run of so many steps."""
+    return Objective(parallel.objective, parallel.slowdown, parallel.deadline_seconds, steps)
+
+
+def _replicas(ranks: int, parallel: Parallel) -> tuple[FixedStage, ...]:
+    """Return the stages of replicas of a pipeline, each on consecutive ranks.
+
+    There are as many replicas as the job asks for, or fewer, if so many ranks do not form as many of equal length.
+    """
+    assert parallel.replicas is not None
+    replicas = next(number for number in range(min(parallel.replicas, ranks), 0, -1) if ranks % number == 0)
+    each = ranks // replicas
+    send = "fp32" if parallel.activations == "auto" else parallel.activations
+    return tuple(
+        FixedStage(
+            tuple(range(stage, ranks, each)),
+            (1.0,) * replicas,
+            Sync.LOCAL if replicas > 1 else Sync.ALL_REDUCE,
+            send,
+        )
+        for stage in range(each)
+    )
+
+
 def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
     """Return what a job says about a stage; what the stage leaves out comes from the whole section."""
-    sync = Sync(spec.how) if spec.how else _COMPRESSED.get((Sync.ALL_REDUCE, parallel.gradient_compression))
+    if parallel.sync is not None:
+        sync: Sync | None = Sync.LOCAL
+    else:
+        sync = Sync(spec.how) if spec.how else _COMPRESSED.get((Sync.ALL_REDUCE, parallel.gradient_compression))
     return FixedStage(
         tuple(spec.ranks),
         tuple(spec.shares or [1.0] * len(spec.ranks)),
@@ -61,7 +105,9 @@ def _fixed(spec: StageSpec, parallel: Parallel) -> FixedStage:
 def _syncs(parallel: Parallel) -> set[Sync]:
     """Return the ways in which members of the stages of a job's plan may agree on gradients."""
     constraints = constraints_of(parallel)
-    return {stage.sync for stage in constraints.stages} if constraints.stages is not None else {constraints.sync}
+    if constraints.stages is not None:
+        return {stage.sync for stage in constraints.stages}
+    return {constraints.sync, *constraints.syncs}
 
 
 def uses_horovod(parallel: Parallel) -> bool:

@@ -10,13 +10,15 @@ from typing import Any
 
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.schema import Job
-from horizonml.plan.plan import Plan
 from horizonml.planner.changes import Changed, Changes, apply_changes
+from horizonml.planner.energy_reasons import energy_facts
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime, judge
 from horizonml.planner.explain import bottleneck, explain_parts, shortage, why
+from horizonml.planner.objective import check_watts
 from horizonml.planner.planner import choose
 from horizonml.planner.problem import Problem
 from horizonml.planner.record import Planning
+from horizonml.planner.shape_reasons import reasons, work_of
 from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest
 
@@ -51,7 +53,15 @@ class Answer:
         """Return the planner's explanation of the plan."""
         problem, found, names = self.changed.problem, self.found, list(self.changed.names)
         lines = [bottleneck(problem, found, names)]
-        return lines + (why(problem, found, names) if problem.ranks > 1 else [])
+        if problem.ranks > 1:
+            lines += why(problem, found, names)
+            told = reasons(Evaluator(problem), found, names)
+            lines += [
+                one.text
+                for one in told
+                if one.brief and (not one.exact or one.about == "energy" or one.choice == "left out")
+            ]
+        return lines
 
 
 def plan_again(planning: Planning, changes: Changes, strategy: str | None, seconds: float) -> Answer:
@@ -77,6 +87,7 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
         )
     changed = apply_changes(planning, problem, changes)
     changed = replace(changed, problem=replace(changed.problem, constraints=constraints_of(job.parallel)))
+    check_watts(changed.problem.objective, changed.problem.watts, changed.names)
     evaluator = Evaluator(changed.problem, began + seconds)
     try:
         found = choose(job, changed.problem, evaluator)
@@ -189,7 +200,7 @@ def _work(answer: Answer) -> list[str]:
             )
     moved = []
     for rank, origin in enumerate(answer.changed.origins):
-        does, did = _does(after, rank), _does(before, origin) if origin is not None else None
+        does, did = work_of(after, rank), work_of(before, origin) if origin is not None else None
         if did is None:
             moved.append(f"{names[rank]} takes {does}.")
         elif did != does:
@@ -200,25 +211,6 @@ def _work(answer: Answer) -> list[str]:
         others = count(len(moved) - _MOST_TOLD + 1, "other device")
         moved = [*moved[: _MOST_TOLD - 1], f"The work of {others} changes, too."]
     return lines + moved
-
-
-def _does(plan: Plan, rank: int) -> str:
-    """Return which layers a rank works on, and on which part of every micro-batch."""
-    if len(plan.stages) == 1 and plan.world_size > 1:
-        stage = plan.stages[0]
-        return f"{stage.shares[stage.ranks.index(rank)] / sum(stage.shares):.0%} of the samples through all layers"
-    parts = []
-    for number in plan.stages_of(rank):
-        stage = plan.stages[number]
-        layers = f"layers {stage.start} to {stage.stop - 1}" if stage.stop - stage.start > 1 else f"layer {stage.start}"
-        share = stage.shares[stage.ranks.index(rank)] / sum(stage.shares)
-        if share < 1e-3:
-            parts.append(f"nothing of {layers}")
-        elif len(stage.ranks) > 1:
-            parts.append(f"{layers} for {share:.0%} of the samples")
-        else:
-            parts.append(layers)
-    return " and ".join(parts) or "nothing"
 
 
 def _several(words: Sequence[str]) -> str:
@@ -281,5 +273,6 @@ def plan_facts(
         "samples_per_second": problem.batch_size / prediction.seconds,
         "parts": prediction.parts,
         "parts_text": explain_parts(found),
+        "energy": energy_facts(problem, found),
         "fits": found.usable,
     }

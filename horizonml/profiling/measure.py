@@ -9,47 +9,58 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from horizonml.data.seeds import name_seed
-from horizonml.data.tensors import TensorSpec
 from horizonml.engine.backward import backward
-from horizonml.engine.codec import Codec
+from horizonml.engine.execution import Forward, memory_format, runs_for
+from horizonml.engine.staging_choice import staging_for
 from horizonml.files import cache_folder, write_atomically
-from horizonml.machine.host import processor_name
+from horizonml.machine.accelerator import computing, synchronised
 from horizonml.machine.resources import available_cores
 from horizonml.models.boundary import Boundary, Values, flat
+from horizonml.models.placing import HOST, bring
 from horizonml.models.zoo import Model
-from horizonml.plan.plan import FORMATS
+from horizonml.plan.execution import PLAIN, Execution, Executions, to_json
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.profiling.codecs import codec_seconds, coded_bytes
 from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
 
-_FORMAT = 6
+_FORMAT = 8
 _SIZES = (4, 16, 64)
 _REPEATS = 3
 _COLD_BYTES = 64 << 20  # more than caches hold
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured if the next one would take longer
 
+Form = tuple[torch.dtype, torch.memory_format]
 
-def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Callable[[str], None]) -> Profile:
+
+def cached_profile(
+    model: Model,
+    key: dict[str, Any],
+    batch_size: int,
+    say: Callable[[str], None],
+    executions: Sequence[Execution] = (),
+) -> Profile:
     """Return the profile of a model on this device, from the cache if it was measured before.
 
     `key` names the model and its options. Sizes above `batch_size` cannot occur and are not measured. `say` receives a
-    message if the measurement takes time.
+    message if the measurement takes time. `executions` says how each layer runs; without any, all run plain.
     """
-    key, sizes = _full_key(model, key, batch_size)
+    key, sizes = _full_key(model, key, batch_size, executions)
     path = _path(key)
     profile = _read(path)
     if profile is not None:
         return profile
     say("measuring the layers, once for this model and device ...")
-    profile = measure(model, sizes)
+    with staging_for(computing().device).creating():
+        profile = measure(model, sizes, executions)
     try:
         write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
     except OSError as error:
@@ -60,22 +71,27 @@ def cached_profile(model: Model, key: dict[str, Any], batch_size: int, say: Call
     return profile
 
 
-def kept_profile(model: Model, key: dict[str, Any], batch_size: int) -> Profile | None:
+def kept_profile(
+    model: Model, key: dict[str, Any], batch_size: int, executions: Sequence[Execution] = ()
+) -> Profile | None:
     """Return the profile of a model on this device if it was measured before, as in `cached_profile`, or None."""
-    return _read(_path(_full_key(model, key, batch_size)[0]))
+    return _read(_path(_full_key(model, key, batch_size, executions)[0]))
 
 
-def _full_key(model: Model, key: dict[str, Any], batch_size: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _full_key(
+    model: Model, key: dict[str, Any], batch_size: int, executions: Sequence[Execution]
+) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Return all that a profile depends on, and the sizes of micro-batches that it has."""
     sizes = tuple(size for size in _SIZES if size <= batch_size) or (max(2, batch_size),)
     return {
         "format": _FORMAT,
-        "device": processor_name(),
+        "device": computing().name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "layers": model.chain.names,
         "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
         "sizes": sizes,
+        "executions": [] if all(one == PLAIN for one in executions) else to_json(executions),
         **key,
     }, sizes
 
@@ -91,20 +107,26 @@ def _read(path: Path) -> Profile | None:
         return None
 
 
-def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
+def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution] = ()) -> Profile:
     """Return the profile of a model, from running every layer forward and backward, one layer in memory at a time.
 
-    Times are medians of a few runs, with gradients accumulated as in training.
+    Times are medians of a few runs, with gradients accumulated as in training. Each layer gets its input as the layer
+    before leaves it, so the conversion to the way in which it runs is a part of its time.
     """
+    chosen = tuple(executions) or (PLAIN,) * len(model.chain)
+    forms: Sequence[Form] = ()
     rows: list[list[tuple[float, float]]] = []
     layers: list[tuple[int, int, int]] = []
     update, largest, least = 0.0, 0, 1
     for index in range(len(model.chain)):
-        module = model.stage(index, index + 1).train()
+        module = _layer(model, index)
         boundary = model.chain.boundaries[index]
+        run = runs_for(
+            model, module, index, index + 1, Executions.of(chosen), before=chosen[index - 1 : index] or (PLAIN,)
+        )
         times = []
         for size in sizes:
-            runs = _runs(module, boundary, size, index > 0)
+            runs, left = _runs(run, boundary, size, index > 0, forms)
             usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
             times.append(usual)
             if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
@@ -115,8 +137,9 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
         if trained > largest:
             largest, update = trained, _update_seconds_per_byte(module)
         least = least if _trains_on_one(module, boundary) else 2
-        layers.append((size, trained, _saved_bytes(module, boundary, index > 0)))
-        del module
+        layers.append((size, trained, _saved_bytes(module, run, boundary, index > 0, forms)))
+        forms = left
+        del module, run
     # All layers must have the same sizes.
     known = min(len(times) for times in rows)
     found = tuple(
@@ -129,41 +152,83 @@ def measure(model: Model, sizes: tuple[int, ...]) -> Profile:
             saved_bytes=layers[index][2],
             output_bytes=model.chain.boundaries[index + 1].bytes_per_sample,
             gradient_bytes=model.chain.boundaries[index + 1].gradients.bytes_per_sample,
+            coded=coded_bytes(model.chain.boundaries[index + 1]),
         )
         for index, times in enumerate(rows)
     )
-    codecs = {format: _codec_seconds_per_byte(format) for format in FORMATS if format != "fp32"}
-    return Profile(processor_name(), sizes[:known], update, found, codecs, least_rows=least)
+    codecs = codec_seconds(_clock())
+    how = tuple(to_json(chosen)) if any(one != PLAIN for one in chosen) else ()
+    copying = _copy_seconds_per_byte() if computing().accelerates else 0.0
+    return Profile(
+        computing().name,
+        sizes[:known],
+        update,
+        found,
+        codecs,
+        transfer_seconds_per_byte=copying,
+        least_rows=least,
+        executions=how,
+    )
+
+
+def _layer(model: Model, index: int) -> nn.Module:
+    """Return a layer in training mode, on the device that this process computes on."""
+    if not computing().accelerates:
+        return model.stage(index, index + 1).train()
+    with HOST:
+        module = model.stage(index, index + 1).train()
+    bring(module, computing().device)
+    return module
 
 
 def _clock() -> Callable[[], float]:
-    """Return a clock in seconds: of processor time where a quota would interrupt the process, else of wall time."""
+    """Return a clock in seconds: of processor time where a quota would interrupt the process, else of wall time.
+
+    It waits for an accelerator to be done with what it has been given.
+    """
+    if computing().accelerates:
+        return synchronised
     return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
 
 
-def _runs(module: torch.nn.Module, entry: Boundary, size: int, needs_gradient: bool) -> list[tuple[float, float]]:
-    """Return the forward and backward seconds of a few runs on `size` samples.
+def _example(entry: Boundary, size: int, needs_gradient: bool, forms: Sequence[Form]) -> Values:
+    """Return synthetic inputs of a layer as the layer before leaves them: in its dtypes and memory formats."""
+    values = entry.example(size, needs_gradient)
+    if len(forms) != len(values):
+        return values
+    return tuple(
+        value.detach().to(dtype=dtype, memory_format=form).requires_grad_(value.requires_grad)
+        if value.is_floating_point()
+        else value
+        for value, (dtype, form) in zip(values, forms, strict=True)
+    )
+
+
+def _runs(
+    run: Forward, entry: Boundary, size: int, needs_gradient: bool, forms: Sequence[Form]
+) -> tuple[list[tuple[float, float]], Sequence[Form]]:
+    """Return the forward and backward seconds of a few runs on `size` samples, and the forms of what they return.
 
     Each run has its own input and output, because in training, too, other micro-batches displace these from the
     processor's caches.
     """
     copies = max(1, min(_REPEATS, _COLD_BYTES // (size * entry.bytes_per_sample)))
-    inputs = [entry.example(size, needs_gradient) for _ in range(copies)]
+    inputs = [_example(entry, size, needs_gradient, forms) for _ in range(copies)]
     kept: list[Values] = []
     runs = []
     for number in range(2 * _REPEATS):
         if number == _REPEATS:  # the first runs warm up, and provide memory for the others
             kept.clear()
-        runs.append(_once(module, inputs[number % copies], kept))
+        runs.append(_once(run, inputs[number % copies], kept))
         del kept[:-copies]
-    return runs[_REPEATS:]
+    return runs[_REPEATS:], [(value.dtype, memory_format(value)) for value in kept[-1]]
 
 
-def _once(module: torch.nn.Module, entered: Values, kept: list[Values]) -> tuple[float, float]:
+def _once(run: Forward, entered: Values, kept: list[Values]) -> tuple[float, float]:
     """Return the forward and backward seconds of one run, and append the outputs to `kept`."""
     clock = _clock()
     start = clock()
-    left = flat(module(*entered))
+    left = flat(run(*entered))
     middle = clock()
     kept.append(tuple(value.detach() for value in left))
     learned = tuple(value for value in left if value.requires_grad)
@@ -186,21 +251,25 @@ def _trains_on_one(module: torch.nn.Module, entry: Boundary) -> bool:
     return True
 
 
-def _saved_bytes(module: torch.nn.Module, entry: Boundary, needs_gradient: bool) -> int:
+def _saved_bytes(
+    module: torch.nn.Module, run: Forward, entry: Boundary, needs_gradient: bool, forms: Sequence[Form]
+) -> int:
     """Return the bytes per sample that autograd keeps from the forward to the backward pass, parameters excluded."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    shapes = {parameter.shape for parameter in module.parameters()}
     kept: dict[int, int] = {}
     samples = 2
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        is_cast = tensor.dtype == torch.bfloat16 and tensor.shape in shapes  # a weight's copy, made once in a step
+        if storage.data_ptr() not in own and not is_cast:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    entered = entry.example(samples, needs_gradient)
+    entered = _example(entry, samples, needs_gradient, forms)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        left: Values = flat(module(*entered))  # keeps saved tensors alive, and their addresses in use
+        left: Values = flat(run(*entered))  # keeps saved tensors alive, and their addresses in use
     if not any(value.requires_grad for value in left):  # nothing before here is trained
         return 0
     return (sum(kept.values()) + sum(value.nbytes for value in left)) // samples
@@ -218,13 +287,12 @@ def _update_seconds_per_byte(module: torch.nn.Module) -> float:
     return min(times[1:]) / sum(parameter.nbytes for parameter in parameters.values())
 
 
-def _codec_seconds_per_byte(format: str) -> float:
-    """Return the mean seconds to encode or decode a byte of float32."""
-    codec = Codec(TensorSpec((64, 32, 32)), format)
-    tensor = torch.randn(8, 64, 32, 32)
+def _copy_seconds_per_byte() -> float:
+    """Return the mean seconds to copy a byte of a message between an accelerator and the host's memory."""
+    staging, tensor = staging_for(computing().device), torch.randn(1 << 20)
     clock, times = _clock(), []
     for _ in range(1 + _REPEATS):
         start = clock()
-        codec.decode(codec.encode(tensor))
+        staging.to_device(staging.to_host(tensor))
         times.append(clock() - start)
     return min(times[1:]) / tensor.nbytes / 2

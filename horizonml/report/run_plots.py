@@ -18,6 +18,7 @@ from horizonml.report.history_plot import mark_steps
 from horizonml.report.lines import SpanLine
 from horizonml.report.records import RankRecords, Run
 from horizonml.report.style import TIME_COLOURS, percent_axis, plain_axis, save, series_styles
+from horizonml.text import count
 
 _WORK = {
     "forward": "#56B4E9",
@@ -207,8 +208,9 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
         busy = prediction.computing[rank] / prediction.seconds
         labels.append(f"{names[rank]}: {layers}\ncomputes {min(1.0, busy):.0%} of the time")
     _finish(axis, labels)
+    spare = f"; {count(len(plan.spare), 'rank')} left out" if plan.spare else ""
     axis.set_title(
-        f"Predicted: {1000 * prediction.seconds:,.0f} ms a step, {plan.schedule}; numbers are micro-batches",
+        f"Predicted: {1000 * prediction.seconds:,.0f} ms a step, {plan.schedule}; numbers are micro-batches{spare}",
     )
     kinds = {str(span.kind) for span in prediction.spans}
     handles = legend(kinds, wait=False)

@@ -162,8 +162,14 @@ class Records:
         self.slowdowns = tuple(map(float, factors))
         slow = tuple(rank for rank, factor in enumerate(self.slowdowns) if factor > _SLOW)
         if slow != self._slow:
-            told = ", ".join(f"rank {rank} computes {self.slowdowns[rank]:.1f} times as long" for rank in slow[:5])
-            self._event(when, "slow", f"{told} as planned" if told else "all ranks are as fast as planned again")
+            reasons = line.get("reasons")
+            known = reasons if isinstance(reasons, dict) else {}
+            told = "; ".join(
+                f"rank {rank} computes {self.slowdowns[rank]:.1f} times as long as planned"
+                + (f", because {printable(str(known[str(rank)]), 200)}" if str(rank) in known else "")
+                for rank in slow[:5]
+            )
+            self._event(when, "slow", told or "all ranks are as fast as planned again")
         self._slow = slow
 
     def _checkpoint(self, line: dict[str, Any], when: float) -> None:

@@ -18,21 +18,30 @@ from horizonml.data.needs import loads_ahead, sample_bytes
 from horizonml.data.spec import DataSpec
 from horizonml.errors import HorizonError, ModelError, PeerLost, PlanError
 from horizonml.job.schema import Job
+from horizonml.machine.energy import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
+from horizonml.plan.execution import Execution
 from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
-from horizonml.planner.evaluator import Candidate
+from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.explain import largest_layer, shortage, uncut
-from horizonml.planner.hardware import Host, Network
+from horizonml.planner.hardware import Contention, Host, Network
+from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Loading, Problem
 from horizonml.planner.profile import Profile
+from horizonml.planner.reasons import asked_reason, inexact_layers, inexact_parts
+from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.strategies import uses_powersgd
+from horizonml.profiling.contention import measure_contention, turns, with_contention
+from horizonml.profiling.executions import gain_here
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
+from horizonml.profiling.watts import device_watts
 from horizonml.runtime.stragglers import Forecast
+from horizonml.runtime.warm_up import why_untried
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.text import human_seconds
@@ -40,14 +49,18 @@ from horizonml.text import human_seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """Holds what the ranks measured: a profile for each, and the links between them."""
+    """Holds what the ranks measured: a profile for each, the links between them, and what else their machines tell."""
 
     profiles: Sequence[Profile]
     network: Network
+    contention: Sequence[Contention]  # on each rank's machine
+    watts: Sequence[Watts | None] = ()  # that each rank's device draws
 
     def among(self, ranks: Sequence[int]) -> Measured:
         """Return what is known of some of the ranks, which are numbered anew in this order."""
-        return Measured([self.profiles[rank] for rank in ranks], self.network.among(ranks))
+        watts = [self.watts[rank] for rank in ranks if self.watts]
+        contention = [self.contention[rank] for rank in ranks]
+        return Measured([self.profiles[rank] for rank in ranks], self.network.among(ranks), contention, watts)
 
 
 @dataclass(frozen=True)
@@ -142,27 +155,34 @@ def make_plan(
     names: Sequence[str],
     say: Callable[[str], None],
     known: Measured | None = None,
+    executions: Sequence[Execution] | None = None,
 ) -> Agreed:
     """Return the plan of a job, the same on all ranks. Raises PlanError on all of them.
 
-    Nothing is measured if rank 0 has `known` measurements of all ranks. `names[r]` is the name of rank r's machine.
-    Where every device is measured, the result is written to the run's folder as a file of devices.
+    Nothing is measured if rank 0 has `known` measurements of all ranks. `names[r]` is the name of rank r's machine,
+    and `executions` says how each layer runs on this rank. Where every device is measured, the result is written to the
+    run's folder as a file of devices.
     """
     if model.note and group.rank == 0:
         say(f"{job.model.name}: {model.note}")
     if not needs_profile(job.parallel, group.world_size):
-        return Agreed(fixed_plan(job, len(model.chain), group.world_size))
+        plan = fixed_plan(job, len(model.chain), group.world_size)
+        if group.rank == 0:
+            _say_inexact(plan, executions or (), say)
+        return Agreed(plan)
     measured: Measured | str | None = known
     if not group.broadcast(known is not None, read=boolean):
-        measured = _measure(job, model, info, group, hosts, say)
+        measured = _measure(job, model, group, hosts, say, executions or ())
     answer: dict[str, Any] = {}
     problem = None
     if group.rank == 0:
         try:
             if not isinstance(measured, Measured):
                 raise PlanError(str(measured))
-            problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network)
-            answer = _decide(job, model, problem, names, say).to_json()
+            hosts = with_contention(hosts, measured.contention)
+            problem = describe_problem(job, model, info, measured.profiles, hosts, measured.network, measured.watts)
+            check_watts(problem.objective, problem.watts, [f"{name} (rank {rank})" for rank, name in enumerate(names)])
+            answer = _decide(job, model, problem, names, executions or (), say).to_json()
         except HorizonError as error:
             answer = {"error": str(error)}
     decided: Agreed | str = group.broadcast(answer, read=_decided)
@@ -178,7 +198,12 @@ def _decided(value: Any) -> Agreed | str:
 
 
 def _measure(
-    job: Job, model: Model, info: DataInfo, group: Group, hosts: Sequence[Host], say: Callable[[str], None]
+    job: Job,
+    model: Model,
+    group: Group,
+    hosts: Sequence[Host],
+    say: Callable[[str], None],
+    executions: Sequence[Execution],
 ) -> Measured | str:
     """Return the measurements of links and devices, or why they cannot be made.
 
@@ -191,14 +216,22 @@ def _measure(
     else:
         network = probe_network(group)
     lead = next(host.ranks[0] for host in hosts if group.rank in host.ranks) if every else 0
-    own = trouble = None
-    if group.rank == lead:
+    own = trouble = watts = None
+    for turn in turns(hosts) if every else [[lead]]:  # so that containers of one machine do not slow each other down
         try:
-            own = cached_profile(model, profile_key(job), job.batch_size, say).to_json()
+            if group.rank == lead and lead in turn:
+                profile = cached_profile(model, profile_key(job), job.batch_size, say, executions)
+                own = replace(profile, gain=gain_here(job, model, group.world_size, executions)).to_json()
+            if every and lead in turn:
+                measures = group.rank == lead and job.parallel.objective != "time"
+                found = device_watts(EnergyMeter(), _sharing(hosts, group.rank), measures)
+                watts = found.to_json() if found is not None else None
         except HorizonError as error:
-            trouble = str(error)
-    measured = group.gather_json([own, trouble], fields(optional(Profile.from_json), optional(text)))
-    for _, reason in measured:
+            trouble = f"rank {group.rank}: {error}" if own is not None or group.rank != lead else str(error)
+        group.barrier()
+    told = [own, trouble, watts]
+    measured = group.gather_json(told, fields(optional(Profile.from_json), optional(text), optional(Watts.from_json)))
+    for _, reason, _ in measured:
         if reason is not None:
             return str(reason)
     first = {rank: host.ranks[0] if every else 0 for host in hosts for rank in host.ranks}
@@ -210,15 +243,30 @@ def _measure(
         replace(
             known[first[rank]],
             message_seconds=cost.message,
-            transfer_seconds_per_byte=cost.byte,
+            # What an accelerator copies, its profile says.
+            transfer_seconds_per_byte=cost.byte + known[first[rank]].transfer_seconds_per_byte,
             crossing_seconds_per_byte=cost.crossing,
         )
         for rank, cost in enumerate(costs)
     ]
-    return Measured(profiles, network)
+    draw = [measured[rank][2] or measured[first[rank]][2] for rank in range(group.world_size)]
+    return Measured(profiles, network, measure_contention(group, hosts, model, job.batch_size), draw)
 
 
-def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say: Callable[[str], None]) -> Agreed:
+def _sharing(hosts: Sequence[Host], rank: int) -> int:
+    """Return how many ranks share the machine of a rank, in its container or in others."""
+    own = next(host for host in hosts if rank in host.ranks)
+    return sum(len(host.ranks) for host in hosts if host is own or (own.machine and host.machine == own.machine))
+
+
+def _decide(
+    job: Job,
+    model: Model,
+    problem: Problem,
+    names: Sequence[str],
+    executions: Sequence[Execution],
+    say: Callable[[str], None],
+) -> Agreed:
     """Choose the plan, and report what is worth knowing about it. Raises PlanError."""
     choice = choose_or_say_why(job, model, problem)
     taken = human_seconds(choice.prediction.seconds)
@@ -228,13 +276,26 @@ def _decide(job: Job, model: Model, problem: Problem, names: Sequence[str], say:
     forecast = None
     if measures_every_device(job.parallel):
         _write_down(job, names, problem, say)
-        say(f"predicted to be fastest, with {taken} a step:")
+        kind = "fastest" if choice.fastest is None else "best"
+        say(f"predicted to be {kind}, with {taken} a step:")
         say(choice.plan.describe(model.chain.names))
+        for told in reasons(Evaluator(problem), choice, names):
+            if told.brief and (not told.exact or told.about in ("accuracy", "energy") or told.choice == "left out"):
+                say(told.text)
         forecast = Forecast.of(choice)
+    else:
+        _say_inexact(choice.plan, executions, say)
     if not choice.prediction.fits:
         reason = shortage(problem, choice, names)
         say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
     return Agreed(choice.plan, forecast)
+
+
+def _say_inexact(plan: Plan, executions: Sequence[Execution], say: Callable[[str], None]) -> None:
+    """Report what of a plan is not exact because the job asks for it."""
+    asked = asked_reason([*inexact_parts(plan), *inexact_layers([executions])])
+    if asked is not None:
+        say(asked.text)
 
 
 def choose_or_say_why(job: Job, model: Model, problem: Problem) -> Candidate:
@@ -254,7 +315,8 @@ def uncut_layer(model: Model, problem: Problem) -> str | None:
 
 def _write_down(job: Job, names: Sequence[str], problem: Problem, say: Callable[[str], None]) -> None:
     try:
-        path = write_cluster(job.run_folder, names, problem.hosts, problem.network, problem.profiles)
+        measured = problem.hosts, problem.network, problem.profiles, problem.watts
+        path = write_cluster(job.run_folder, names, *measured)
     except OSError as error:
         say(f"warning: what was measured could not be written to {job.run_folder}: {error.strerror or error}")
     else:
@@ -267,13 +329,22 @@ def profile_key(job: Job) -> dict[str, Any]:
 
 
 def describe_problem(
-    job: Job, model: Model, info: DataInfo, profiles: Sequence[Profile], hosts: Sequence[Host], network: Network
+    job: Job,
+    model: Model,
+    info: DataInfo,
+    profiles: Sequence[Profile],
+    hosts: Sequence[Host],
+    network: Network,
+    watts: Sequence[Watts | None] = (),
 ) -> Problem:
     """Return the planner's problem, with a profile for every rank."""
     powersgd = powersgd_bytes(model) if uses_powersgd(job.parallel) else ()
     last = info.train % job.batch_size
     loading = loading_for(job.data, info)
-    return problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd, loading)
+    steps = job.total_steps(-(-info.train // job.batch_size))
+    problem = problem_for(job, profiles, hosts, network, optimizer_copies(job), last, powersgd, loading, watts, steps)
+    why = why_untried(job, info)
+    return problem if why is None else replace(problem, constraints=problem.constraints.without_trial(why))
 
 
 def loading_for(spec: DataSpec, info: DataInfo) -> Loading:

@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from horizonml.comm.expected import fields, number, text
 from horizonml.comm.group import Group
-from horizonml.errors import PlanError
+from horizonml.errors import JobError, PlanError
+from horizonml.job.schema import Job
+from horizonml.machine.accelerator import Compute, choose_device, computing, use
 from horizonml.machine.host import shared_machine
 from horizonml.machine.resources import available_cores, memory_share
+from horizonml.machine.wish import wished
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
+from horizonml.planner.strategies import uses_horovod
 from horizonml.text import human_bytes
+
+
+def use_device(job: Job, place: int, say: Callable[[str], None]) -> None:
+    """Let this process compute on the device that its rank, number `place` on its machine, is to use.
+
+    Raises JobError.
+    """
+    found = device_of(job, place)
+    if found.accelerates:
+        say(f"this rank computes on {found.described}")
+    elif found.why:
+        say(f"warning: this rank computes on the processor: {found.why}")
+    use(found)
+
+
+def device_of(job: Job, place: int) -> Compute:
+    """Return the device that rank number `place` on this machine is to compute on. Raises JobError."""
+    wish, source = wished(job.device)
+    if uses_horovod(job.parallel):
+        if wish not in ("auto", "cpu"):
+            raise JobError(
+                f"{source}: {wish}, but parallel.strategy: horovod computes on processors here; choose cpu, or ddp"
+            )
+        wish = "cpu"
+    return choose_device(wish, place, source)
 
 
 def find_hosts(group: Group, taken: float) -> list[Host]:
     """Return the machines and containers of a group, with what each of its ranks may use there.
 
-    `taken` are the bytes of this process without its layers, which are not there for the model.
+    `taken` are the bytes of this process without its layers, which are not there for the model. An accelerator
+    is a host with one core, which the ranks share that compute on it, and with its own memory.
     """
-    nodes, rank = group.hosts, group.rank
+    nodes, rank, compute = group.hosts, group.rank, computing()
     own = memory_share(nodes.count(nodes[rank])) - taken
-    limits = group.gather_json([available_cores(), own, *shared_machine()], fields(number, number, text, number))
+    there = compute.memory()
+    if there is not None:
+        own = min(own, there) if compute.shared else there
+    told = [available_cores(), own, *shared_machine(), compute.label]
+    limits = group.gather_json(told, fields(number, number, text, number, text))
+    group.devices = {rank: str(limit[4]) for rank, limit in enumerate(limits) if limit[4]}
     machines = {node: str(limits[nodes.index(node)][2]) for node in nodes}
     hosts = []
-    for node in dict.fromkeys(nodes):
-        cores, memory, machine_, machine_cores = limits[nodes.index(node)]
+    for node, label in dict.fromkeys(zip(nodes, (str(limit[4]) for limit in limits), strict=True)):
+        ranks = tuple(rank for rank, other in enumerate(nodes) if (other, limits[rank][4]) == (node, label))
+        cores, memory, machine_, machine_cores, _ = limits[ranks[0]]
+        if label:
+            hosts.append(Host(ranks, 1.0, float(memory) / len(ranks)))
+            continue
         shared = sum(other == machine_ for other in machines.values()) > 1
-        ranks = tuple(rank for rank, other in enumerate(nodes) if other == node)
         place = (str(machine_), float(machine_cores)) if shared else ()
         hosts.append(Host(ranks, float(cores), float(memory), *place))
     return hosts

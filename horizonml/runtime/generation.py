@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 
-from horizonml.comm.expected import boolean, fields, optional, text, whole
+from horizonml.comm.expected import boolean, fields, number, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.engine.local_session import open_session
 from horizonml.engine.session import Session
 from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
+from horizonml.machine.accelerator import computing
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
+from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
 from horizonml.planner.hardware import Host
+from horizonml.profiling.executions import untried
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan, optimizer_copies
 from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
+from horizonml.runtime.executing import use_executions
+from horizonml.runtime.guarding import Guard
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
@@ -78,33 +85,43 @@ class Generation:
         known = life.state.model if life.state is not None and info == life.info else None
         model, notes = agree_on_model(job, info, group, known)
         if life.state is None or model is not known:
-            life.state, life.info = TrainState(model, job.optimizer, job.ema), info
+            local = job.parallel.may_take_local_steps
+            life.state = TrainState(model, job.optimizer, job.ema, local, device=computing().device)
+            life.info = info
         for note in notes if not life.begun else ():
             self.say(note)
         found = agree_on_state(life.state, life.begun, group)
         here = next(host for host in hosts if group.rank in host.ranks)
         self._use_threads(model, hosts, here)
-        agreed = self._agree_on_plan(model, info, hosts)
+        executions = use_executions(life, group, model, info, hosts, self.say)
+        guard = Guard(life, group, executions, self.say)
+        agreed = self._agree_on_plan(model, info, hosts, guard)
+        self._tell_local_steps(agreed.plan, info)
         source, followers = None, frozenset[int]()
         checkpoints = checkpoints_for(life, group, self.number, self.names, info, model)
         if found is not None and not is_older_than_disk(life, found.step, checkpoints, self.say):
             source, followers = recover(life, info, found, agreed.plan, self._place())
-        detector = self._detector(agreed)
-        energy = EnergyMeter() if here.ranks[0] == group.rank else None
-        about = run_info(life, group, self.number, self.names, model, agreed.plan, here)
+        meters = group.hosts.index(group.hosts[group.rank]) == group.rank  # one rank of each machine
+        energy = EnergyMeter() if meters else None
         devices = group.gather_json(device_facts(self.names[group.rank], group.hosts[group.rank]))
-        plan, moved = agreed.plan, ""  # what to say after a move
+        plan, moved, taken = agreed.plan, "", False  # what to say after a move
+        if guard.applies(plan):
+            with closing(self._session(plan, guard.executions())) as session:
+                data = self._load(session)
+                source, taken = take_up(life, session, checkpoints, first, source, followers, self.say), True
+            plan = guard.settle(plan, data, bool(followers))
+            agreed = self._plan_again(agreed, plan, guard, model, following=bool(followers))
+            plan = agreed.plan
+        guard.say_what_is_not_tried(plan)
+        detector = self._detector(agreed, guard)
+        about = run_info(life, group, self.number, self.names, model, plan, here)
         while True:
-            with closing(Session(plan, life.state, group, task_for(job, info), job.batch_size)) as session:
-                _check_smallest_batch(job, session, info)
-                data = load_for(life, session, info)
-                if job.data.corrupt == "skip" and info.unreadable is None:
-                    info = life.info = find_unreadable(job, session, data, self.say)
-                    life.data = Loaded(replace(data, info=info), session.is_first, session.is_last)
-                    data = life.data.data
+            with closing(self._session(plan, guard.executions())) as session:
+                data = self._load(session)
+                info = data.info
                 if moved:
                     self.say(moved)
-                else:
+                elif not taken:
                     source = take_up(life, session, checkpoints, first, source, followers, self.say)
                 if group.rank == 0:
                     self._record_plan(plan, agreed, detector, info, model, hosts, devices)
@@ -127,7 +144,37 @@ class Generation:
                 return outcome
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
-            followers = frozenset()
+            plan, followers = guard.allowed(plan), frozenset()
+
+    def _tell_local_steps(self, plan: Plan, info: DataInfo) -> None:
+        """Say how replicas that take local steps agree, when the run starts here."""
+        job = self.life.job
+        if plan.local is not None and not self.life.begun:
+            named = job.parallel.sync is not None and job.parallel.sync.names_the_optimizer
+            for note in plan.local.notes(job.total_steps(-(-info.train // job.batch_size)), named):
+                self.say(note)
+
+    def _session(self, plan: Plan, executions: Executions) -> Session:
+        """Return a session of a plan on the state."""
+        life = self.life
+        assert life.state is not None
+        assert life.info is not None
+        if plan.local is None:
+            life.state.forget_outer()
+        task = task_for(life.job, life.info)
+        return open_session(plan, life.state, self.group, task, life.job.batch_size, executions)
+
+    def _load(self, session: Session) -> Data:
+        """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""
+        life, info = self.life, self.life.info
+        assert info is not None
+        _check_smallest_batch(life.job, session, info)
+        data = load_for(life, session, info)
+        if life.job.data.corrupt == "skip" and info.unreadable is None:
+            info = life.info = find_unreadable(life.job, session, data, self.say)
+            life.data = Loaded(replace(data, info=info), session.is_first, session.is_last)
+            data = life.data.data
+        return data
 
     def _record_plan(
         self,
@@ -141,7 +188,9 @@ class Generation:
     ) -> None:
         """Write down, on rank 0, by which plan the group trains from now on, and what it was made of."""
         problem = detector.problem if detector is not None else agreed.problem
-        used = problem or assumed_problem(self.life.job, model, info, hosts)
+        used = problem or assumed_problem(
+            self.life.job, model, info, hosts, untried(self.life.job, self.life.executions or ())
+        )
         measured = problem is not None
         found = describe_planning(self.life, self.started_as, model, hosts, devices, plan, used, measured)
         record_planning(found, self.say)
@@ -181,7 +230,7 @@ class Generation:
         life.threads = threads
         torch.set_num_threads(threads)
 
-    def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host]) -> Agreed:
+    def _agree_on_plan(self, model: Model, info: DataInfo, hosts: list[Host], guard: Guard) -> Agreed:
         """Agree on a plan: one made for the same ranks before, if any, as another one ends elsewhere by rounding.
 
         A rank that does not know it takes it over from one that does.
@@ -192,7 +241,8 @@ class Generation:
         agreed = next((value for value in kept_by if value is not None), None)
         if agreed is None:
             measured = known(life, self.started_as)
-            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured)
+            used = guard.executions().layers  # profiles are taken without bf16 as long as it is not allowed
+            agreed = make_plan(life.job, model, info, group, hosts, self.names, self.say, measured, used)
             refuse_what_cannot_fit(agreed.plan, model, optimizer_copies(life.job), hosts, self.names)
             if agreed.measured is not None and agreed.measured is not measured:
                 life.measured, life.measured_for = agreed.measured, self.started_as
@@ -202,13 +252,40 @@ class Generation:
         life.agreed = life.plans[tuple(self.started_as)] = agreed
         return agreed
 
-    def _detector(self, agreed: Agreed) -> StragglerDetector | None:
+    def _plan_again(self, agreed: Agreed, plan: Plan, guard: Guard, model: Model, *, following: bool) -> Agreed:
+        """Return what to train by where formats of the agreed plan may not be used, with layers where it has them."""
+        state = self.life.state
+        assert state is not None
+        found = guard.plan_again(agreed, plan, search=state.tried is not None and not following)
+        if state.tried is None or following:  # so the next group tries the plan itself
+            return found
+        moves = senders(holders(plan), found.plan)
+        if moves or found.plan.stages != plan.stages:
+            self.say("with these formats, another plan is better:")
+            self.say(found.plan.describe(model.chain.names))
+        moved = sum(self.group.gather_json(move(state, moves, self.group), whole())) if moves else 0
+        if moved:
+            self.say(f"{human_bytes(moved)} of parameters and optimizer state changed hands")
+        self.life.agreed = self.life.plans[tuple(self.started_as)] = found
+        return found
+
+    def _detector(self, agreed: Agreed, guard: Guard) -> StragglerDetector | None:
         """Return what compares steps with the plan, if it is one that was predicted."""
         parallel = self.life.job.parallel
-        if agreed.forecast is None:
+        if agreed.forecast is None or agreed.plan.local is not None:  # replicas do not compare their steps
             return None
         return StragglerDetector(
-            self.group, agreed.plan, agreed.forecast, agreed.problem, parallel.replan_threshold, parallel.replan
+            self.group,
+            agreed.plan,
+            agreed.forecast,
+            agreed.problem,
+            parallel.replan_threshold,
+            parallel.replans,
+            self.life.condition,
+            time.monotonic,
+            guard.constraints,
+            parallel.deadline_seconds,
+            max(self.group.gather_json(time.monotonic() - (self.life.started or time.monotonic()), number)),
         )
 
     def _train(
@@ -225,10 +302,11 @@ class Generation:
 
         def mirror() -> Mirror | None:
             made = mirror_for(life, session, self._place())
-            life.last = Last(self.number, self.started_as, made) if made is not None else None
+            life.last = Last(self.number, self.started_as, made, session.executions) if made is not None else None
             return made
 
         try:
+            life.started = life.started or time.monotonic()
             outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
             if life.last is not None and outcome is Outcome.RE_PLAN:
                 life.last.mirror.finish()
@@ -247,6 +325,7 @@ class Generation:
         self.say(detector.plan.describe(model.chain.names))
         moved = sum(self.group.gather_json(move(state, senders(holders(plan), detector.plan), self.group), whole()))
         agreed = replace(self.life.agreed or Agreed(plan), plan=detector.plan, forecast=detector.forecast)
+        agreed = replace(agreed, problem=detector.problem)  # of the devices as they are now
         self.life.agreed = self.life.plans[tuple(self.started_as)] = agreed
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 

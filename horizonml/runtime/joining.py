@@ -11,6 +11,7 @@ import torch
 from horizonml.comm.expected import fields, number, whole
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
+from horizonml.machine.accelerator import computing
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following, Needs, followers, needs
@@ -37,7 +38,9 @@ class Place:
 
 def _room(group: Group) -> float:
     """Return the bytes that following may take on this rank."""
-    return _SHARE * memory_left(processes=group.hosts.count(group.hosts[group.rank]))
+    left, compute = memory_left(processes=group.hosts.count(group.hosts[group.rank])), computing()
+    there, taken = compute.memory(), compute.taken()
+    return _SHARE * (left if there is None or taken is None else min(left, there - taken))
 
 
 def who_follows(state: TrainState, moves: Moves, found: Recovery, plan: Plan, place: Place) -> frozenset[int]:

@@ -16,13 +16,16 @@ import yaml
 
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
+from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, service_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
+from horizonml.machine.wish import check_wish, wished
 from horizonml.plan.limits import limits_of
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.access import endpoint_for
+from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.serve import RENDEZVOUS
@@ -146,6 +149,16 @@ def check_memory(ranks: int, limit: float, each: int) -> None:
         )
 
 
+def _check_device(job: Job) -> None:
+    """Raise JobError if the ranks of this machine are to compute on a device that it does not have."""
+    wish, source = wished(job.device)
+    check_wish(wish, source)
+    if wish not in ("auto", "cpu"):  # or PyTorch need not be loaded
+        from horizonml.machine.accelerator import check_there
+
+        check_there(wish, source)
+
+
 def _check_world_size(job: Job, identity: Identity) -> None:
     """Raise JobError if the job needs a number of ranks other than the launcher has started."""
     parallel, size = job.parallel, identity.world_size
@@ -226,7 +239,7 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
     with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
         resolved = Path(scratch) / "job.yaml"
         resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-        command = [sys.executable, "-m", "horizonml", "train", str(resolved)]
+        command = python_module("horizonml", "train", str(resolved))
         if fresh:
             command.append("--fresh")
         env = {METRICS: f"{metrics[0]}:{metrics[1]}"} if metrics is not None else {}
@@ -251,6 +264,7 @@ def run_ranks(
     """
     check_strategy(job)
     check_packages(job.telemetry)
+    _check_device(job)
     world_size = job.parallel.world_size()
     check_memory(world_size, memory_limit(), process_memory())
     problem = foreign(job.run_folder) if fresh else None
@@ -259,7 +273,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
         (say or _say)(f"starting {count(world_size, 'rank')} on this machine ...")
         logs = _log_folder(job, Path(scratch))
-        with LocalRun(world_size, command, logs, env, logs != Path(scratch), output, inherited) as run:
+        patience = STOP_SECONDS
+        if job.parallel.may_take_local_steps:  # which end at a synchronisation
+            patience = max(patience, job.rendezvous.step_timeout)
+        kept = logs != Path(scratch)
+        with LocalRun(world_size, command, logs, env, kept, output, inherited, patience) as run:
             run.wait(meanwhile)
             return run.signal
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.job.schema import Job
+from horizonml.machine.condition import Condition
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.usage import rss_bytes
+from horizonml.plan.execution import Execution, Executions
 from horizonml.runtime.agreement import Agreed, Measured
 from horizonml.state.mirror import Mirror
 from horizonml.state.runfolder import RunFolder
@@ -35,6 +37,7 @@ class Last:
     generation: int
     members: list[int]  # the ranks as they were started
     mirror: Mirror
+    executions: Executions | None = None  # how layers ran here
 
 
 @dataclass
@@ -60,11 +63,14 @@ class Life:
     measured: Measured | None = None
     measured_for: list[int] = field(default_factory=list)  # the ranks that were measured, as they were started
     threads: int | None = None
+    executions: tuple[Execution, ...] | None = None  # how each layer runs here
     last: Last | None = None  # the group before
     outage: Outage | None = None  # since a loss, until the first step after it
     # Set once all ranks have agreed on it: an earlier run is moved away, and this one begins, only once.
     moved_away: bool = False
     begun: bool = False
     steps: int = 0  # done by this process
+    started: float | None = None  # when this process began to train, by `monotonic`
     newest_checkpoint: int | None = None
     observer: Observer | None = None  # of rank 0's records
+    condition: Condition = field(default_factory=Condition)  # of this rank's device, compared with that at first

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from horizonml.errors import HorizonError, JobError, PeerLost
+from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
@@ -73,13 +73,15 @@ class LocalRun:
         kept: bool = True,
         output: int | None = None,
         inherited: Sequence[int] = (),
+        patience: float = STOP_SECONDS,
     ) -> None:
         """Prepare to run `command` once per rank, with RANK and WORLD_SIZE set.
 
         The output of the ranks goes to the folder `logs`; `kept` says that the folder outlasts the run. That of the
         first rank goes to the file descriptor `output` instead, by default to this process's own output. The ranks
-        inherit the file descriptors `inherited`.
+        inherit the file descriptors `inherited`. Once asked to stop, they have `patience` seconds.
         """
+        self._patience = patience
         self._kept, self._output, self._inherited = kept, output, tuple(inherited)
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
@@ -141,7 +143,7 @@ class LocalRun:
         with listen("127.0.0.1", 0) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             self._service = subprocess.Popen(
-                [sys.executable, "-m", "horizonml", "rendezvous", "--inherited", str(listener.fileno())],
+                python_module("horizonml", "rendezvous", "--inherited", str(listener.fileno())),
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=self._service_log.file,
@@ -156,7 +158,7 @@ class LocalRun:
 
         Raises RankFailed with the reason of the rank that failed first.
         """
-        asked = math.inf
+        asked, ending = math.inf, False
         while not all(rank.ended for rank in self._ranks):
             time.sleep(0.05)
             meanwhile()
@@ -179,7 +181,11 @@ class LocalRun:
                 asked = now
                 for rank in self._ranks:
                     _signal(rank.process, signal.SIGTERM)
-            if self._stop.at_once or now - asked > STOP_SECONDS:
+            if self._stop.at_once or now - asked > self._patience:
+                if not ending:
+                    why = "as asked" if self._stop.at_once else f"as they did not stop within {self._patience:.0f} s"
+                    print(f"all ranks end at once, {why}; what came after the newest checkpoint is lost", flush=True)
+                ending = True
                 for rank in self._ranks:
                     _signal(rank.process, signal.SIGKILL)
         failed = [rank for rank in self._ranks if rank.ended and rank.process.returncode != 0]

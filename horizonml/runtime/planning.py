@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,19 +13,29 @@ from horizonml.data.dataset import DataInfo
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
+from horizonml.machine.accelerator import Compute, computing, use
+from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.resources import available_cores, memory_share, threads_per_rank
 from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import Model
 from horizonml.planner.devices import Cluster, load_cluster
-from horizonml.planner.evaluator import Candidate, judge
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import remedy, shortage
 from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network
+from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import fixed_plan, needs_profile
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
+from horizonml.planner.reasons import Reason
+from horizonml.planner.run_reasons import run_reasons
+from horizonml.planner.shape_reasons import reasons
+from horizonml.profiling.executions import executions_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
+from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
+from horizonml.runtime.capacity import device_of
+from horizonml.runtime.warm_up import LOCAL_STEPS, why_untried
 from horizonml.text import count
 
 Say = Callable[[str], None]
@@ -41,6 +51,7 @@ class Places:
     threads: int
     cluster: Cluster | None = None  # of the file
     folder: Path = Path()  # of the file
+    devices: Sequence[Compute] = ()  # of the ranks, on this machine
 
     @property
     def where(self) -> str:
@@ -58,49 +69,87 @@ class Planned:
     problem: Problem
     found: Candidate
     places: Places
+    untried: str | None  # why a run of the job cannot try what changes accuracy, if it cannot
 
     @property
     def predicted(self) -> bool:
         """Return whether there is a prediction: what a split by channels sends in its middle is not known."""
         return not any(stage.splits_channels for stage in self.found.plan.stages)
 
+    def reasons(self) -> list[Reason]:
+        """Return a reason for each choice of a plan that is predicted, and what the run decides when it begins."""
+        if not self.predicted:
+            return []
+        threads = self.places.threads if self.places.cluster is None else None
+        untried = LOCAL_STEPS if self.found.plan.local is not None else self.untried
+        left = run_reasons(self.job, threads, untried)
+        return [*reasons(Evaluator(self.problem), self.found, self.places.names), *left]
 
-def plan_job(job: Job, devices: Path | None, as_given: bool, say: Say) -> Planned:
+
+def plan_job(job: Job, devices: Path | None, as_given: bool, say: Say, only: Collection[str] = ()) -> Planned:
     """Return the plan of a job: with `devices`, for the cluster that the file describes, or else for this machine.
 
     For devices that is the job's explicit stages, else the best plan that is found, or the job's own strategy if
-    `as_given`. Raises HorizonError, also for a plan that no device could carry out.
+    `as_given`. Of the file's devices, those that are named `only` count, unless none is. Raises HorizonError, also for
+    a plan that no device could carry out.
     """
     keep_freed_memory()
-    job, places = _on_paper(job, devices, as_given, say) if devices is not None else (job, _here(job))
-    threads = torch.get_num_threads()
+    job, places = _on_paper(job, devices, as_given, say, only) if devices is not None else (job, _here(job, say))
+    threads, device = torch.get_num_threads(), computing()
     try:
         info, model, profiles = _profiled(job, places, say)
     finally:
         torch.set_num_threads(threads)
-    problem = describe_problem(job, model, info, profiles, places.hosts, places.network)
+        use(device)
+    watts = places.cluster.watts() if places.cluster is not None else [_here_watts(job)] * len(places.names)
+    problem = describe_problem(job, model, info, profiles, places.hosts, places.network, watts)
+    check_watts(problem.objective, watts, places.names)
     if needs_profile(job.parallel, problem.ranks):
         found = choose_or_say_why(job, model, problem)
     else:
         found = judge(problem, fixed_plan(job, len(model.chain), problem.ranks))
-    planned = Planned(job, model, profiles, problem, found, places)
+    planned = Planned(job, model, profiles, problem, found, places, why_untried(job, info))
     reason = shortage(problem, found, places.names) if planned.predicted else None
     if reason is not None:
         raise PlanError(f"the plan does not fit the devices: {reason}. {remedy(problem, found)}")
     return planned
 
 
-def _here(job: Job) -> Places:
-    """Return this machine as the place of all of the job's ranks."""
+def _here_watts(job: Job) -> Watts | None:
+    """Return what each of the job's ranks would draw on this machine, which is measured if the job asks for energy."""
+    ranks = job.parallel.world_size()
+    found = device_watts(EnergyMeter(), ranks, job.parallel.objective != "time")
+    return (
+        found if stated_watts() is not None or found is None else replace(found, busy=found.idle + found.added / ranks)
+    )
+
+
+def _here(job: Job, say: Say) -> Places:
+    """Return this machine as the place of all of the job's ranks. Raises JobError if it lacks the job's device."""
     cores, world_size = available_cores(), job.parallel.world_size()
-    host = Host(tuple(range(world_size)), cores, memory_share(world_size) - rss_bytes())
+    devices = [device_of(job, rank) for rank in range(world_size)]
+    for why in dict.fromkeys(device.why for device in devices if device.why):
+        say(f"warning: {why}")
+    own = memory_share(world_size) - rss_bytes()
+    hosts = []
+    for device in {one.label: one for one in devices}.values():  # an accelerator is a host, as in `find_hosts`
+        ranks = tuple(rank for rank, other in enumerate(devices) if other.label == device.label)
+        there = device.memory()
+        if there is None:
+            hosts.append(Host(ranks, cores, own))
+            continue
+        say(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {device.described}")
+        hosts.append(Host(ranks, 1.0, (min(own, there) if device.shared else there) / len(ranks)))
     threads = job.parallel.threads or threads_per_rank(cores, world_size)
-    return Places([f"rank {rank}" for rank in range(world_size)], [host], LOCAL_NETWORK, threads)
+    names = [f"rank {rank}" for rank in range(world_size)]
+    return Places(names, hosts, LOCAL_NETWORK, threads, devices=devices)
 
 
-def _on_paper(job: Job, devices: Path, as_given: bool, say: Say) -> tuple[Job, Places]:
+def _on_paper(job: Job, devices: Path, as_given: bool, say: Say, only: Collection[str]) -> tuple[Job, Places]:
     """Return the devices of a file, and the job for them: with the best plan, unless its own was asked for."""
     cluster = load_cluster(devices)
+    if set(only) & set(cluster.names):
+        cluster = cluster.only(only)
     changes: dict[str, object] = {"parallel.workers": len(cluster.names)}
     if job.parallel.stages is None and not as_given:
         changes["parallel.strategy"] = "auto"
@@ -115,10 +164,17 @@ def _profiled(job: Job, places: Places, say: Say) -> tuple[DataInfo, Model, Sequ
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
 
     def measured() -> Profile:
-        return cached_profile(model, profile_key(job), job.batch_size, say)
+        steps = job.total_steps(-(-info.train // job.batch_size))
+        executions = untried(job, executions_here(job, model, job.parallel.world_size(), steps, say))
+        found = cached_profile(model, profile_key(job), job.batch_size, say, executions)
+        return replace(found, gain=gain_here(job, model, job.parallel.world_size(), executions))
 
     if places.cluster is None:
-        return info, model, [measured()] * len(places.names)
+        found = {}
+        for label, device in {one.label: one for one in places.devices}.items():
+            use(device)
+            found[label] = measured()
+        return info, model, [found[device.label] for device in places.devices]
     return info, model, places.cluster.profiles(measured, model.chain.names, places.folder)
 
 

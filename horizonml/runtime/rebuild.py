@@ -147,7 +147,7 @@ class _Part:
                 received[old_of[peer]] = _parse(into)
             assert lost is not None
             try:
-                self._repeat(job, info, state, lost.mirror, received)
+                self._repeat(job, info, state, lost, received)
             except Exception as error:
                 if not isinstance(error, HorizonError) and not is_out_of_memory(error):
                     raise
@@ -177,11 +177,15 @@ class _Part:
         return kept
 
     def _repeat(
-        self, job: Job, info: DataInfo, state: TrainState, mirror: Mirror, received: dict[int, dict[str, Tensor]]
+        self, job: Job, info: DataInfo, state: TrainState, lost: Last, received: dict[int, dict[str, Tensor]]
     ) -> None:
-        """Repeat the lost owners' work since their copies, and take over their layers. Raises HorizonError."""
+        """Repeat the lost owners' work since their copies, and take over their layers. Raises HorizonError.
+
+        Layers run as they do on this rank, which is as they ran on a lost one of the same kind.
+        """
+        mirror = lost.mirror
         plan, rank = self._alone(mirror.plan)
-        theirs = TrainState(state.model, job.optimizer, job.ema)
+        theirs = TrainState(state.model, job.optimizer, job.ema, device=state.device)
         theirs.put(self._copied(theirs, mirror, received))
         theirs.step = self.how.step
         stages = plan.stages_of(rank)
@@ -198,7 +202,7 @@ class _Part:
                 scale = state.scales.of(step) if job.optimizer.clip_norm is not None else 1.0
                 yield messages.get(step, {}), batch, rate, scale
 
-        replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size)
+        replay(plan, rank, theirs, steps(), task_for(job, info), job.batch_size, lost.executions)
         if mirror.parts:
             state.become(theirs.tensors())  # its own parts are among them
         else:

@@ -12,15 +12,19 @@ from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
 from horizonml.job.schema import Job
+from horizonml.machine.accelerator import computing
 from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import machine_info, versions
 from horizonml.machine.resources import memory_limit
 from horizonml.models.zoo import Model
+from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan
-from horizonml.planner.evaluator import judge
+from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.hardware import LOCAL_NETWORK, Host
 from horizonml.planner.problem import Problem
+from horizonml.planner.reasons import asked_reason, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
+from horizonml.planner.shape_reasons import reasons
 from horizonml.profiling.measure import kept_profile
 from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
@@ -52,13 +56,14 @@ def run_info(
         versions=versions(),
         plan=plan,
         unigram=life.info.unigram if life.info is not None else None,
+        device=computing().described if computing().accelerates else "",
+        device_memory=computing().memory(),
     )
 
 
 def device_facts(name: str, node: str) -> dict[str, str]:
-    """Return what the other ranks should know of this rank's machine, as a JSON object."""
-    machine = machine_info()
-    return asdict(DeviceFacts(name, machine.processor, machine.architecture, node))
+    """Return what the other ranks should know of this rank's device and machine, as a JSON object."""
+    return asdict(DeviceFacts(name, computing().described, machine_info().architecture, node))
 
 
 def describe_planning(
@@ -77,13 +82,25 @@ def describe_planning(
     """
     assert life.state is not None
     splits_channels = any(stage.splits_channels for stage in plan.stages)  # whose time cannot be predicted
-    seconds = judge(problem, plan).prediction.seconds if problem is not None and not splits_channels else None
-    names = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
+    seconds: float | None = None
+    told: tuple[str, ...] = ()
+    if problem is not None and not splits_channels:
+        evaluator = Evaluator(problem)
+        found = evaluator.judge(plan)
+        seconds = found.prediction.seconds
+        if measured:
+            names = [str(facts.get("name", "")) for facts in devices]
+            told = tuple(reason.text for reason in reasons(evaluator, found, names))
+    if not told and (asked := asked_reason(inexact_parts(plan))) is not None:
+        told = (asked.text,)
+    facts_of = [{key: str(facts.get(key, "")) for key in vars(DeviceFacts(""))} for facts in devices]
+    if life.state.tried is not None:
+        told += life.state.tried.texts
     return Planning(
         job=life.job,
         layers=tuple(model.chain.names),
-        devices=tuple(DeviceFacts(**facts) for facts in names),
-        hosts=tuple(hosts),
+        devices=tuple(DeviceFacts(**facts) for facts in facts_of),
+        hosts=tuple(problem.hosts if problem is not None else hosts),
         plan=plan,
         step=life.state.step,
         time=time.time(),
@@ -91,15 +108,18 @@ def describe_planning(
         problem=problem if seconds is not None else None,
         seconds=seconds,
         measured=measured and seconds is not None,
+        reasons=told,
     )
 
 
-def assumed_problem(job: Job, model: Model, info: DataInfo, hosts: Sequence[Host]) -> Problem | None:
+def assumed_problem(
+    job: Job, model: Model, info: DataInfo, hosts: Sequence[Host], executions: Sequence[Execution] = ()
+) -> Problem | None:
     """Return what a plan that needs no measurements would be made for, as far as this device was measured before.
 
     Its profile stands for all devices, and the links are those of ranks on one machine. Return None if it was not.
     """
-    profile = kept_profile(model, profile_key(job), job.batch_size)
+    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
     if profile is None:
         return None
     ranks = sum(len(host.ranks) for host in hosts)
@@ -158,8 +178,9 @@ def recorder_for(
             f"{plan.stages[number].stop - 1}"
             for number in session.stages
         ]
+        does = f"trains {'; '.join(held)}" if held else "is left out by this plan, and waits"
         print(
-            f"rank {life.rank}: connected to {others}; trains {'; '.join(held)}, from step {done} of {steps}",
+            f"rank {life.rank}: connected to {others}; {does}, from step {done} of {steps}",
             flush=True,
         )
     return recorder

@@ -10,6 +10,7 @@ from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Session
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
+from horizonml.profiling.probe import probe_network
 from horizonml.runtime.agreement import Measured
 from horizonml.runtime.joining import Place, who_follows
 from horizonml.runtime.life import Life
@@ -92,8 +93,9 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
         return None
     left = memory_left(processes=group.hosts.count(group.hosts[group.rank]))
     size = session.state.bytes() if group.rank in owners(plan) else 0
-    spare = group.gather_json([size, left], fields(whole(), number))
-    short = crowded(plan, [size for size, _ in spare], [room for _, room in spare], group.hosts)
+    measured = known(life, place.started_as)
+    spare = group.gather_json([size, left, measured is not None], fields(whole(), number, boolean))
+    short = crowded(plan, [size for size, *_ in spare], [room for _, room, _ in spare], group.hosts)
     if short is not None:
         rank, needed = short
         place.say(
@@ -102,10 +104,13 @@ def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
             "state, all go on from a checkpoint (recovery.mirror: false turns copies and this warning off)"
         )
         return None
-    measured = known(life, place.started_as)
+    assumed = _ASSUMED_BANDWIDTH
+    if not all(knows for *_, knows in spare) and len(set(group.hosts)) > 1:
+        # Copies that are sent too fast fill a slow link, and the messages of steps wait behind them.
+        assumed = min(assumed, probe_network(group).bandwidth)
 
     def speed(to: int) -> float:
-        return measured.network.between(group.rank, to).bandwidth if measured is not None else _ASSUMED_BANDWIDTH
+        return measured.network.between(group.rank, to).bandwidth if measured is not None else assumed
 
     log_bytes = min(recovery.log_bytes, int(left * _LOG_SHARE))
     return Mirror(plan, session.state, group, speed, recovery.mirror_budget, log_bytes)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.rendezvous.service import SETTLE_SECONDS, Service
@@ -43,7 +44,7 @@ def become_service(host: str, port: int, inherited: int | None, without_token: b
     """Let this process be one that does nothing but `serve`, in half the memory that the command line takes."""
     options = json.dumps([host, port, inherited, without_token])
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", __name__, options])  # noqa: S606  (no shell is involved)
+    os.execv(sys.executable, python_module(__name__, options))  # noqa: S606  (no shell is involved)
 
 
 def serve_command(host: str, port: int, advertise: str | None, command: Sequence[str], without_token: bool) -> int:

@@ -1,31 +1,46 @@
 """Compares measured compute times with those that the plan predicted, and replans when that is worthwhile.
 
 A device that overheats lowers its clock, and a device that gets other work to do is slower, too; both compute longer
-than planned. Every few steps the ranks gather their medians, so that all of them know the same and decide alike.
+than planned. Every few seconds, or at once when a rank says that its device's condition has changed, the ranks gather
+their medians, so that all of them know the same and decide alike. Where time decides, it is that of rank 0's clock.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from horizonml.comm.expected import optional
+from horizonml.comm.expected import optional, text
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
+from horizonml.machine.condition import Condition, State
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.problem import Problem
-from horizonml.planner.search import search
+from horizonml.planner.objective import Objective
+from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.saving import is_better, with_objective
+from horizonml.profiling.pace import Pace
+from horizonml.state.move import holders, senders
+from horizonml.text import printable
 
-WINDOW = 8  # steps between two comparisons
-_SETTLE = 3  # steps of a new plan that do not count, because caches and connections are set up in them
+# The ranks compare after so many steps that take so many seconds together: short steps often enough for a stable
+# median, and long ones often enough to have another plan within a minute.
+WINDOWS = ((8, 1.0), (3, 8.0), (1, 20.0))
+_SETTLE = (3, 5.0)  # steps of a new plan, or seconds, that do not count: caches and connections are set up in them
+_LASTS = 4.0  # seconds for which ranks must differ from the plan, unless a rank says that its condition has changed
+_HOLD, _LONGEST_HOLD = 10.0, 60.0  # seconds after a new plan until the next one; doubled by each one of late
+_LATE = 600.0  # seconds for which a new plan counts as one of late, and for which what it saves is counted
+_PAUSE = 2.0  # seconds that a move takes besides what is sent, until one was measured
 _WORTH = 0.1  # a new plan must promise to save this part of a step
 _NEWS = 1.2  # a slowdown must change by this factor before a new plan is tried again
+_LATE_AFTER = 30.0  # seconds with a plan after which its pace tells whether the run ends in time
+_LATE_AGAIN = 60.0  # seconds after a search for a plan that meets the deadline until the next; doubled if in vain
 _LITTLE = 0.1  # of the busiest rank's computing; a smaller difference does not count
 
 
@@ -63,18 +78,23 @@ class Slowdowns:
 
     slowdowns: tuple[float, ...]  # each rank's measured over planned computing, relative to the other ranks
     stragglers: tuple[int, ...]
-    news: bool  # whether the stragglers differ from those of the previous comparison
+    news: bool  # whether the stragglers, or what holds a device back, differ from the previous comparison
+    reasons: tuple[str, ...] = ()  # what holds each rank's device back, if there are news; empty for most
+    told: bool = False  # whether a rank has said that its device's condition has changed
+    now: float = 0.0  # seconds since the run began, by the clock of rank 0
 
 
-def slowdowns(measured: Sequence[float], planned: Sequence[float]) -> tuple[float, ...]:
+def slowdowns(measured: Sequence[float], planned: Sequence[float], usual: float | None = None) -> tuple[float, ...]:
     """Return each rank's measured over planned computing, relative to the median of the ranks.
 
     If all ranks are slower than planned by the same factor, no other plan is needed, so the median counts as 1. Of an
     even number of ranks the lower median is used, because a straggler cannot be below it. A rank also counts as 1 if
-    its difference is negligible beside the busiest rank's computing, as that of a rank with hardly any work.
+    its difference is negligible beside the busiest rank's computing, as that of a rank with hardly any work. `usual` is
+    what counts as 1 instead, if it is given.
     """
     pairs, most = list(zip(measured, planned, strict=True)), max(planned)
-    usual = statistics.median_low([m / p for m, p in pairs if p >= _LITTLE * most])
+    if usual is None:
+        usual = statistics.median_low([m / p for m, p in pairs if p >= _LITTLE * most])
     if not 0 < usual < math.inf or not all(math.isfinite(m) for m in measured):  # some rank has measured nonsense
         return (1.0,) * len(measured)
     little = _LITTLE * usual * most
@@ -87,68 +107,217 @@ def _better(value: Any) -> tuple[Plan, Forecast]:
 
 
 class StragglerDetector:
-    """Finds ranks that compute longer than planned. All ranks must call `step` after every step."""
+    """Finds ranks that compute longer than planned, and better plans for them.
+
+    All ranks must call `note` after every step, and `look` after those in which a rank found that it is `due`.
+    """
 
     def __init__(
-        self, group: Group, plan: Plan, forecast: Forecast, problem: Problem | None, threshold: float, replan: bool
+        self,
+        group: Group,
+        plan: Plan,
+        forecast: Forecast,
+        problem: Problem | None,
+        threshold: float,
+        replan: bool,
+        condition: Condition | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        allowed: Callable[[Constraints], Constraints] = lambda constraints: constraints,
+        deadline: float | None = None,
+        spent: float = 0.0,
     ) -> None:
-        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, on rank 0 only."""
+        """Prepare to compare steps with `forecast`; `problem` is what the plan was made for, on rank 0 only.
+
+        `condition` is that of this rank's device. `allowed` makes of the problem's constraints those of a new plan. Of
+        the seconds in which the run is to end, its `deadline`, `spent` have passed.
+        """
         self._group, self._threshold, self._replan = group, threshold, replan
-        tag = group.channel("stragglers").tag()
-        self._sum = TreeSum(group, range(group.world_size), tag, torch.zeros(group.world_size, dtype=torch.float64))
-        self._measured: list[float] = []
-        self._stragglers: tuple[int, ...] = ()
-        self._tried: tuple[float, ...] = (1.0,) * group.world_size
+        self._condition, self._clock, self._allowed = condition, clock, allowed
+        self._deadline, self._born = deadline, clock() - spent
+        self._late_at, self._late_again = -math.inf, _LATE_AGAIN
+        tag, ranks = group.channel("stragglers").tag(), group.world_size
+        self._sum = TreeSum(group, range(ranks), tag, torch.zeros(4 * ranks + 1, dtype=torch.float64))
+        self._original, self._pace = problem, Pace() if replan and ranks > 1 else None
+        self.factors = (1.0,) * ranks  # how many times as long as at first each rank takes, as the plan has it
+        self._reasons = ("",) * ranks
+        self._pause, self._left = _PAUSE, math.nan
+        self._moves: list[float] = []  # when new plans were made
+        self._seen = 0.0  # the last comparison, in seconds since the run began
         self._adopt(plan, forecast, problem)
 
     def _adopt(self, plan: Plan, forecast: Forecast, problem: Problem | None) -> None:
         self.plan, self.forecast, self.problem = plan, forecast, problem
-        self._wanted = _SETTLE + WINDOW
-        self._measured = []
+        self._stragglers: tuple[int, ...] = ()
+        self._tried = self.factors
+        self._off_since: float | None = None
+        self._measured: list[float] = []
+        self._first: float | None = None  # when the ranks have compared for the first time with this plan
+        self._steps, self._wall = 0, math.nan  # since then, and the seconds of each, pauses included
+        self._alone: float | None = None  # what a rank that works alone took at first, over what was planned
+        self._settling, self._begun = _SETTLE[0], self._clock()
+        self._settled_at = self._begun + _SETTLE[1]
 
-    def step(self, compute: float) -> Slowdowns | None:
-        """Record this rank's seconds of computing in a step; every few steps, return what all ranks measured."""
-        self._measured.append(compute)
-        if len(self._measured) < self._wanted:
-            return None
-        vector = torch.zeros(self._group.world_size, dtype=torch.float64)
-        vector[self._group.rank] = statistics.median(self._measured[-WINDOW:])
-        self._measured, self._wanted = [], WINDOW
-        self._medians = tuple(self._sum.sum(vector).tolist())
-        found = slowdowns(self._medians, self.forecast.computing)
+    def due(self) -> bool:
+        """Return whether this rank wants all to compare after the next step."""
+        if self._group.world_size == 1:
+            return False
+        if self._condition is not None and self._condition.changed():
+            return True
+        steps, seconds = len(self._measured), self._clock() - self._begun
+        return self._group.rank == 0 and any(steps >= least and seconds >= after for least, after in WINDOWS)
+
+    def note(self, compute: float) -> None:
+        """Record this rank's seconds of computing in a step."""
+        now = self._clock()
+        self._steps += 1
+        if not math.isnan(self._left):  # this is the first step after a move
+            self._pause, self._left = max(0.0, now - self._left - self.forecast.seconds), math.nan
+        if self._settling:
+            self._settling = self._settling - 1 if now < self._settled_at else 0
+            self._begun = now
+        else:
+            self._measured.append(compute)
+        if self._pace is not None and self._is_idle(self._group.rank) and self.factors[self._group.rank] > _NEWS:
+            self._pace.sample()
+
+    def look(self) -> Slowdowns:
+        """Return what all ranks measured since the last comparison; all ranks call this after the same step."""
+        group, ranks = self._group, self._group.world_size
+        told = self._condition is not None and self._condition.changed()
+        state = self._condition.tell(told) if self._condition is not None else State()
+        vector = torch.zeros(4 * ranks + 1, dtype=torch.float64)
+        own = vector[: 4 * ranks].view(4, ranks)[:, group.rank]
+        own[0] = statistics.median(self._measured) if self._measured else 0.0
+        own[1] = state.factor if state.factor > 1 or not state.reason else 0.0
+        own[2] = (self._pace.factor() or 0.0) if self._pace is not None and self._is_idle(group.rank) else 0.0
+        own[3] = float(told)
+        vector[-1] = self._clock() - self._born if group.rank == 0 else 0.0
+        self._measured, self._begun = [], self._clock()
+        summed = self._sum.sum(vector)
+        now = float(summed[-1])
+        measured, factors, paces, news = (row.tolist() for row in summed[:-1].view(4, ranks))
+        self._estimate(measured, factors, paces, news)
+        planned = self.forecast.computing
+        ratios = (found / before for found, before in zip(self._found, self.factors, strict=True))
+        found = slowdowns([p * ratio for p, ratio in zip(planned, ratios, strict=True)], planned, self._alone)
         stragglers = tuple(rank for rank, factor in enumerate(found) if factor > self._threshold)
-        news = stragglers != self._stragglers
+        changed = stragglers != self._stragglers or any(news)
         self._stragglers = stragglers
-        return Slowdowns(found, stragglers, news)
+        if changed:
+            self._reasons = tuple(printable(one, 200) for one in group.gather_json(state.reason, text))
+        if self._first is None:
+            self._first, self._steps = now, 0
+        elif now - self._first >= _LATE_AFTER:
+            self._wall = (now - self._first) / max(1, self._steps)
+        since, self._seen = self._seen or now, now
+        if self._off(found) <= self._threshold:
+            self._off_since = None
+        elif self._off_since is None:
+            self._off_since = since
+        return Slowdowns(found, stragglers, changed, self._reasons, any(news), now)
 
-    def better_plan(self, found: Slowdowns) -> bool:
+    def _is_idle(self, rank: int) -> bool:
+        """Return whether a rank has so little to do that its times tell nothing of its speed."""
+        return self.forecast.computing[rank] < _LITTLE * max(self.forecast.computing)
+
+    def _estimate(
+        self, measured: Sequence[float], told: Sequence[float], paces: Sequence[float], news: Sequence[float]
+    ) -> None:
+        """Note how many times as long each rank takes for its work as at first, as `_found`."""
+        ranks, planned = range(self._group.world_size), self.forecast.computing
+        ratios = [
+            m / p if p > 0 and 0 < m < math.inf and not self._is_idle(rank) else None
+            for rank, m, p in zip(ranks, measured, planned, strict=True)
+        ]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if len(known) == 1 and len(ranks) > 1 and self._alone is None:
+            self._alone = known[0]  # there is nobody to compare it with later but itself
+        usual = statistics.median_low(known or [1.0]) if self._alone is None else self._alone
+        found = []
+        for rank, ratio in zip(ranks, ratios, strict=True):
+            one = self.factors[rank] * (ratio if ratio is not None else usual)
+            if ratio is None and paces[rank] > 0:
+                one = paces[rank] * usual
+            if news[rank] > 0 and told[rank] > 0:  # what was measured until now is of another condition
+                one = max(1.0, told[rank]) * usual
+            found.append(min(1e3, max(1e-3, one)) if math.isfinite(one) else self.factors[rank])
+        self._found = tuple(found)
+
+    def _off(self, found: Sequence[float]) -> float:
+        """Return by which factor a rank differs most from the plan, whether it is slower or faster."""
+        usual = statistics.median_low(one / old for one, old in zip(self._found, self.factors, strict=True))
+        idle = [self._found[rank] / self.factors[rank] / usual for rank in range(len(found)) if self._is_idle(rank)]
+        return max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in [*found, *idle])
+
+    def better_plan(self, found: Slowdowns, steps: int) -> bool:
         """Return whether there is a plan that fits the measurements clearly better; if so, it becomes `plan`.
 
-        Rank 0 searches with every device's profile scaled to the measurements. A device that is idle in the plan yields
-        no new measurements.
+        Rank 0 searches with every device's profile scaled to the measurements. `steps` are left to do: a new plan must
+        save more time in them, or in ten minutes, than the move takes. If the run would miss its deadline at its
+        present pace, a plan is sought that meets it.
         """
-        off = max(max(factor, 1 / factor) if factor > 0 else 1.0 for factor in found.slowdowns)
-        changed = any(
-            max(new / old, old / new) > _NEWS for new, old in zip(found.slowdowns, self._tried, strict=True) if new > 0
-        )
-        if not self._replan or off <= self._threshold or not changed:
+        late = self._is_late(found.now, steps)
+        if not self._replan or (self._off_since is None and not late):
             return False
-        self._tried = found.slowdowns
-        answer: dict[str, Any] | None = None
-        problem = self.problem
-        if problem is not None:
-            ratios = zip(problem.profiles, self._medians, self.forecast.computing, strict=True)
-            scaled = [profile.scaled(m / p) if m > 0 and p > 0 else profile for profile, m, p in ratios]
-            problem = replace(problem, profiles=scaled)
-            evaluator = Evaluator(problem)
-            other = search(problem, evaluator=evaluator)
-            before = evaluator.judge(self.plan).prediction.seconds
-            if other.usable and other.prediction.seconds < (1 - _WORTH) * before:
-                answer = {"plan": other.plan.to_json(), "forecast": Forecast.of(other).to_json()}
+        if not (found.told or late) and found.now - (self._off_since or 0.0) < _LASTS:
+            return False
+        self._moves = [at for at in self._moves if found.now - at < _LATE]
+        hold = min(_LONGEST_HOLD, _HOLD * 2 ** (len(self._moves) - 1)) if self._moves else 0.0
+        if self._moves and found.now - self._moves[-1] < hold:
+            return False
+        pairs = zip(self._found, self._tried, strict=True)
+        if not late and not any(max(new / old, old / new) > _NEWS for new, old in pairs):
+            return False
+        self._tried = self._found
+        self._late_at = found.now if late else self._late_at
+        answer, problem = self._search(steps, found.now) if self._original is not None else (None, None)
         better = self._group.broadcast(answer, read=optional(_better))
         if better is None:
+            self._late_again *= 2 if late else 1
             return False
+        self._moves.append(found.now)
+        self.factors = self._found
+        if self._pace is not None:
+            self._pace.forget()
         plan, forecast = better
         self._adopt(plan, forecast, problem)
-        self._tried, self._stragglers = (1.0,) * self._group.world_size, ()
+        self._left = self._clock()
         return True
+
+    def _is_late(self, now: float, steps: int) -> bool:
+        """Return whether the run misses its deadline at the present pace, and no plan was sought for that of late."""
+        if self._deadline is None or math.isnan(self._wall) or now - self._late_at < self._late_again:
+            return False
+        return self._wall * steps > self._deadline - now
+
+    def _search(self, steps: int, now: float) -> tuple[dict[str, Any] | None, Problem | None]:
+        """Return the plan to go on with and its forecast as JSON, or None, and the problem that it was made for."""
+        original = self._original
+        assert original is not None
+        profiles = [one.scaled(factor) for one, factor in zip(original.profiles, self._found, strict=True)]
+        problem = replace(original, profiles=profiles, constraints=self._allowed(original.constraints))
+        evaluator = Evaluator(problem)
+        timed = problem.objective.kind == "time"
+        present = evaluator.judge(self.plan)
+        before = present.prediction.seconds
+        if self._deadline is not None:
+            slower = self._wall / before if self._wall > 0 else 1.0  # than predicted, as the next plan will be, too
+            left = Objective("deadline", deadline=max(0.0, self._deadline - now) / slower, steps=steps)
+            problem = replace(problem, objective=left)
+        other = with_objective(problem, evaluator)  # within the constraints, as exact as the first plan had to be
+        saved = (before - other.prediction.seconds) * min(steps, _LATE / before)
+        if other.plan.local is not None:  # replicas that step alone do not compare their steps
+            return None, None
+        if not is_better(problem, other, present, _WORTH) or (timed and saved <= self._cost(problem, other.plan)):
+            return None, None
+        answer = {"plan": other.plan.to_json(), "forecast": Forecast.of(other).to_json()}
+        return answer, replace(problem, objective=original.objective)
+
+    def _cost(self, problem: Problem, plan: Plan) -> float:
+        """Return the seconds that a move to another plan is expected to take, one layer after the other."""
+        seconds = self._pause
+        for layer, sender, receiver in senders(holders(self.plan), plan):
+            found = problem.profiles[receiver].layers[layer]
+            size = found.parameter_bytes + found.trained * problem.optimizer_copies
+            seconds += problem.network.between(sender, receiver).seconds(size)
+        return seconds

@@ -73,6 +73,7 @@ class _Loop:
     mirror: Mirror | None = None
     overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
     wall: float = math.inf  # seconds that the last step took
+    told: bool = False  # whether the user knows that the stop has to wait
 
     def __post_init__(self) -> None:
         self.sampler = sampler_for(self.data.info, self.job.batch_size, self.job.seed)
@@ -120,7 +121,7 @@ class _Loop:
             following = not self._all_have_caught_up(step, ends=stopping or ended, best=best)
             replan = not following and self._has_better_plan(step, done) and not ended
             saving = stopping and step.totals.stop
-            due = (done % self.every == 0 or best or self.overdue) and not (stopping and not saving)
+            due = (self._falls_due(self.every, done) or best or self.overdue) and not (stopping and not saving)
             self.overdue, due = due and following, due and not following
             if self.checkpoints is not None and (due or ended or saving or replan):
                 self._save(self.checkpoints, done, stopping, best)
@@ -138,7 +139,15 @@ class _Loop:
     def _is_evaluated(self, done: int) -> bool:
         """Return whether the model is evaluated after so many steps."""
         spec = self.job.evaluate
-        return done >= self.total or done % (spec.every_steps or spec.every_epochs * self.per_epoch) == 0
+        return done >= self.total or self._falls_due(spec.every_steps or spec.every_epochs * self.per_epoch, done)
+
+    def _falls_due(self, period: int, done: int) -> bool:
+        """Return whether what is due every `period` steps takes place after so many steps.
+
+        Local steps put it off until the replicas synchronise.
+        """
+        local = self.session.plan.local
+        return done % period == 0 if local is None else local.falls_due(period, done)
 
     def _epoch(self, done: int) -> int:
         """Return the epoch, counted from 1, of which the last of so many steps was a part."""
@@ -174,6 +183,7 @@ class _Loop:
             following.before_step()
         if self.mirror is not None:
             self.mirror.before_step(self.wall)
+        self._tell_stop(done)
         takes_in = following is None  # or what is on its way to a newcomer would have to be sent again
         step = self.session.step(
             batch,
@@ -181,6 +191,8 @@ class _Loop:
             measure_divergence=every > 0 and done % every == 0,
             stop=self.stop.wanted,
             newcomers=takes_in and self.newcomers(),
+            look=takes_in and self.watch is not None and self.watch.due(),
+            full=self._is_evaluated(done + 1) or self._falls_due(self.every, done + 1),
         )
         if self.mirror is not None:
             self.mirror.after_step()
@@ -190,6 +202,18 @@ class _Loop:
         self.wall = step.wall
         self.recorder.step(step, done + 1, epoch + 1, batch.size, lr, batch.skipped)
         return step
+
+    def _tell_stop(self, done: int) -> None:
+        """Say once when a run that was asked to stop will, if that is not after the step that follows `done` others."""
+        local = self.session.plan.local
+        if local is None or self.told or not self.stop.wanted:
+            return
+        self.told, last = True, min(local.next_applied(done), self.total)
+        if last > done + 1:
+            self.recorder.message(
+                f"step {done}: stopping at the next synchronisation, after step {last} at the latest; a second Ctrl-C "
+                "ends the run at once"
+            )
 
     def _all_have_caught_up(self, step: Step, ends: bool, best: bool) -> bool:
         """Return whether all ranks hold their state now; wait for that if none may follow any longer. Raises PeerLost.
@@ -254,11 +278,16 @@ class _Loop:
 
     def _has_better_plan(self, step: Step, done: int) -> bool:
         """Return whether there is a better plan, if the detector watches the steps."""
-        look = self.watch.step(step.compute) if self.watch is not None else None
-        if self.watch is None or look is None:
+        if self.watch is None:
             return False
-        self.recorder.slowdowns(look.slowdowns, look.stragglers if look.news else None, done)
-        better = self.watch.better_plan(look)
+        self.watch.note(step.compute)
+        if not step.totals.look:
+            return False
+        found = self.watch.look()
+        self.recorder.slowdowns(found.slowdowns, found.stragglers if found.news else None, found.reasons, done)
+        better = self.watch.better_plan(found, self.total - done)
+        if better:
+            self.recorder.replanned()
         self.session.clock.pause()  # the time that this took belongs to no step
         self.recorder.skip()
         return better
@@ -269,11 +298,13 @@ class _Loop:
         If one is still being written, that of the `best` evaluation waits for it, and another one is left out. Raises
         CheckpointError if it is not saved and no later one will be.
         """
-        complete, due = self.ended, done % self.every == 0 or best
+        complete, due = self.ended, self._falls_due(self.every, done) or best
         details = {"epochs": self.job.total_epochs(self.per_epoch), "complete": complete, "metrics": self.state.metrics}
         details = {"job": self.job.model_dump(), "data": self.data.info.to_json(), **details}
         if self.state.best:
             details["best"] = {purpose: one.model_dump() for purpose, one in self.state.best.items()}
+        if self.state.tried is not None:
+            details["tried"] = self.state.tried.to_json()
         problems: list[str] = []
         if self.job.checkpoint.background and due and not complete and not stopping:
             skipped = checkpoints.skipped

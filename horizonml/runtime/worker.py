@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -12,17 +13,19 @@ from dataclasses import replace
 from horizonml.comm.group import Group
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.job.schema import Job
+from horizonml.machine.accelerator import computing
 from horizonml.machine.host import machine_id
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.resources import raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.rendezvous.client import Endpoint
-from horizonml.rendezvous.identity import Identity
+from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
 from horizonml.rendezvous.messages import Departure
 from horizonml.runtime.access import token_of_rank
 from horizonml.runtime.agreement import prepare
+from horizonml.runtime.capacity import use_device
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.linking import Linking
@@ -110,9 +113,11 @@ class Worker:
         self._life, life.observer = life, self._observer
         if not fresh and completed(job.run_folder / "checkpoints", job):
             return Outcome.ALREADY_COMPLETE
+        use_device(job, local_rank(os.environ), self.say_waiting)
         prepared = prepare(job)
         if prepared is not None:
-            life.info, life.state = prepared[0], TrainState(prepared[1], job.optimizer, job.ema)
+            life.info, local = prepared[0], job.parallel.may_take_local_steps
+            life.state = TrainState(prepared[1], job.optimizer, job.ema, local, device=computing().device)
         if self._endpoint is None:
             return self._train(life, None)
         membership, fruitless = None, 0
@@ -156,7 +161,7 @@ class Worker:
         lost = [member.rank for member in membership.lost]  # more may be known once the others have met
         silent = max((member.silent for member in membership.lost), default=None)
         self._metrics.lost(max(1, len(lost)), silent)
-        step = life.state.step if life.state is not None else 0
+        step = life.state.step + life.state.given_up if life.state is not None else 0
         if life.outage is None and life.steps:  # ranks that are lost before they have gone on belong to the same outage
             life.outage = Outage(self._broke_at, lost, silent, step)
 

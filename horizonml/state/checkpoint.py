@@ -23,6 +23,7 @@ from horizonml.comm.expected import boolean, fields, mapping, text
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
 from horizonml.machine.resources import memory_left
+from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
 from horizonml.state.background import Background
 from horizonml.state.disks import Disks
@@ -239,6 +240,7 @@ class Checkpoints:
             self.newest = state.step = metadata.step
             state.valid = True
             state.metrics, state.best = dict(metadata.metrics), dict(metadata.best)
+            state.tried = tried_from(metadata.tried)
         return metadata
 
 

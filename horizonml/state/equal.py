@@ -15,6 +15,7 @@ from horizonml.comm.expected import mapping, text
 from horizonml.comm.group import Group
 from horizonml.errors import StateDiffers
 from horizonml.plan.plan import Plan
+from horizonml.state.outer import in_common
 from horizonml.state.train_state import TrainState
 
 
@@ -61,7 +62,7 @@ def _digests(state: TrainState, plan: Plan, rank: int) -> dict[int, dict[str, st
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
         if len(stage.ranks) > 1:
-            found[number] = digest(state.replicated(stage.start, stage.stop))
+            found[number] = digest(in_common(state.replicated(stage.start, stage.stop), plan))
     return found
 
 
@@ -106,11 +107,11 @@ def _send(state: TrainState, plan: Plan, group: Group, differing: list[_Differen
         source = stage.ranks[0]
         if group.rank not in (one.rank, source):
             continue
-        tensors = state.replicated(stage.start, stage.stop)
+        tensors = in_common(state.replicated(stage.start, stage.stop), plan)
         for place, name in enumerate(sorted(tensors)):
             tensor = tensors[name].contiguous()
             if group.rank == source:
                 group.wait(group.send(tensor, one.rank, channel.tag(place)), one.rank)
             else:
                 group.wait(group.receive(tensor, source, channel.tag(place)), source)
-                tensors[name].copy_(tensor)
+                state.overwrite({name: tensor})

@@ -34,9 +34,9 @@ _LONGEST_REST = 0.5  # seconds between two pieces
 _LOOK_SECONDS = 1.0  # between two looks at whether the state has arrived, when all ranks wait for it
 
 # How the members of a stage may agree on gradients if one of them follows. These sums come out alike, bit for bit, on
-# all members, and one that contributes zeros changes nothing in them. PowerSGD instead has each member add up what its
-# compression has left out, also of a follower's zeros; Horovod does not overlap with a member that has no backward
-# pass; and members that split channels do not hold each other's state.
+# all members, and one that contributes zeros changes nothing in them. PowerSGD and sums of 4 bits instead have each
+# member add up what its compression has left out, also of a follower's zeros; Horovod does not overlap with a member
+# that has no backward pass; and members that split channels do not hold each other's state.
 _EXACT = {Sync.ALL_REDUCE, Sync.FP16}
 
 

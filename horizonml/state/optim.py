@@ -30,6 +30,7 @@ class Optimizer:
     def __init__(self, spec: Sgd | Adam, ema: Ema | None = None) -> None:
         self.spec = spec
         self.ema = ema if ema is not None and ema.decay is not None else None
+        self.local = False  # whether averages follow what local steps agree on, and not each step
 
     def initial(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the optimizer state of a parameter before its first update, on the parameter's device."""
@@ -67,6 +68,7 @@ class Optimizer:
         for name in names:
             if name not in state:
                 state[name] = self.initial(parameters[name].detach())
+            _lay_alike(parameters[name], state[name])
         tensors: list[Tensor] = [parameters[name] for name in names]
         gradients: list[Tensor] = [gradient for name in names if (gradient := parameters[name].grad) is not None]
         kept = [state[name] for name in names]
@@ -74,7 +76,7 @@ class Optimizer:
             self._sgd(self.spec, tensors, gradients, kept, learning_rate)
         else:
             self._adam(self.spec, tensors, gradients, kept, learning_rate)
-        if self.ema is not None:
+        if self.ema is not None and not self.local:
             follow([entries[AVERAGE] for entries in kept], tensors, decay_of(self.ema, number))
 
     @staticmethod
@@ -118,6 +120,25 @@ class Optimizer:
             eps=1e-8,
             maximize=False,
         )
+
+
+def _lay_alike(parameter: nn.Parameter, entries: dict[str, Tensor]) -> None:
+    """Put the gradient and the state of a parameter into its memory format, which the fused update takes for granted.
+
+    They differ after they have come from a file or from another rank, or when the parameter's format has changed.
+    """
+    if parameter.grad is not None and not lies_alike(parameter, parameter.grad):
+        parameter.grad = torch.empty_like(parameter.detach()).copy_(parameter.grad)
+    for key, value in entries.items():
+        if value.shape == parameter.shape and not lies_alike(parameter, value):
+            entries[key] = torch.empty_like(parameter.detach(), dtype=value.dtype).copy_(value)
+
+
+def lies_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether the values of two tensors of the same shape lie in the same order."""
+    if one.stride() == other.stride():
+        return True
+    return all(a == b for a, b, size in zip(one.stride(), other.stride(), one.shape, strict=True) if size > 1)
 
 
 def _zeros_like(parameter: Tensor) -> Tensor:

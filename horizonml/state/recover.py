@@ -15,6 +15,7 @@ from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.state.best import best_from
+from horizonml.state.outer import PreparedOuter
 from horizonml.state.train_state import TrainState
 
 
@@ -23,28 +24,32 @@ class Held:
     """Describes the state that a rank has in memory."""
 
     step: int
-    prepared: bool  # whether it holds the gradients of the next step, too
+    prepared: bool  # whether it holds what makes it the state after another step, too
     layers: tuple[int, ...]
+    then: int | None = None  # that step, if it is not the next one
 
     @classmethod
     def of(cls, state: TrainState) -> Held:
         """Describe a state."""
-        return cls(state.step, state.prepared is not None, tuple(state.layers()))
+        return cls(state.step, state.next is not None, tuple(state.layers()), state.next)
 
     def reaches(self, step: int) -> bool:
         """Return whether this is the state after `step`, or can be made so."""
-        return self.step == step or (self.prepared and self.step == step - 1)
+        then = self.then if self.then is not None else self.step + 1
+        return self.step == step or (self.prepared and then == step)
 
     def to_json(self) -> list[Any]:
         """Return plain JSON values."""
-        return [self.step, self.prepared, list(self.layers)]
+        return [self.step, self.prepared, list(self.layers), self.then]
 
     @classmethod
     def from_json(cls, value: Any) -> Held:
         """Return what `to_json` was called on. Raises PeerLost if a peer has sent anything else."""
         match value:
-            case [int(step), bool(prepared), list(layers)] if all(type(number) is int for number in [step, *layers]):
-                return cls(step, prepared, tuple(layers))
+            case [int(step), bool(prepared), list(layers), int() | None as then] if all(
+                type(number) is int for number in [step, *layers, *([] if then is None else [then])]
+            ):
+                return cls(step, prepared, tuple(layers), then)
         raise PeerLost("a rank does not say what state it has in memory")
 
 
@@ -115,7 +120,9 @@ def _adopt(state: TrainState, step: int, scale: float | None) -> None:
     clips = state.optimizer.spec.clip_norm is not None
     if state.step == step:
         state.settle(apply=False)
-    elif state.step == step - 1 and state.prepared is not None and (scale is not None or not clips):
+    elif isinstance(state.prepared, PreparedOuter) and state.next == step:
+        state.settle(apply=True)
+    elif state.next == step and not isinstance(state.prepared, PreparedOuter) and (scale is not None or not clips):
         state.settle(apply=True, scale=scale if clips else None)
     else:
         state.drop()

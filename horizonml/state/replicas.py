@@ -44,7 +44,8 @@ def owners(plan: Plan) -> list[int]:
     return [
         rank
         for rank in range(plan.world_size)
-        if all(
+        if plan.stages_of(rank)
+        and all(
             len(plan.stages[number].ranks) == 1 or plan.stages[number].splits_channels
             for number in plan.stages_of(rank)
         )
@@ -60,15 +61,15 @@ def together(plan: Plan, owner: int) -> tuple[int, ...]:
 def buddy(plan: Plan, owner: int, hosts: Sequence[str] | None = None) -> int:
     """Return the rank that keeps the replica of an owner: a member of the stage after its last one.
 
-    In a stage that is split, that is the next member. If the machines of the ranks are known, one on another machine
-    comes first.
+    In a stage that is split, that is the next member; if no other rank has layers, it is one without. If the machines
+    of the ranks are known, one on another machine comes first.
     """
     group = together(plan, owner)
     place = group.index(owner) + 1
     after = (max(plan.stages_of(owner)) + 1) % len(plan.stages)
     around = [plan.stages[number % len(plan.stages)] for number in range(after, after + len(plan.stages))]
     candidates = [rank for stage in around for rank in stage.ranks if rank not in group]
-    candidates += [rank for rank in (*group[place:], *group[:place]) if rank != owner]
+    candidates += [rank for rank in (*group[place:], *group[:place], *plan.spare) if rank != owner]
     return min(candidates, key=lambda rank: hosts is not None and hosts[rank] == hosts[owner])
 
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from horizonml.comm.expected import anything, items, optional
+from torch import Tensor
+
+from horizonml.comm.expected import anything, boolean, items, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError
 from horizonml.plan.plan import Plan
@@ -23,9 +25,11 @@ from horizonml.state.fence import Term
 from horizonml.state.shards import (
     Metadata,
     check,
+    inner_name,
     intact,
     is_folder_name,
     opened,
+    read_inner,
     read_metadata,
     shard_name,
     step_of,
@@ -100,6 +104,7 @@ class Resumption:
                 refused = self._first_problem(outcome)
                 if refused is None:
                     assert isinstance(outcome, Metadata)
+                    self._take_inner(state, plan, self.folder / name, outcome)
                     return outcome
                 if refused.final:
                     raise CheckpointError(refused.text)
@@ -181,6 +186,32 @@ class Resumption:
         spans = [(plan.stages[number].start, plan.stages[number].stop) for number in plan.stages_of(rank)]
         files = list(dict.fromkeys(file for start, stop in spans for file in metadata.needed(start, stop)))
         return _load(state, path, metadata, files)
+
+    def _take_inner(self, state: TrainState, plan: Plan, path: Path, metadata: Metadata) -> None:
+        """Load the optimizer's state as a member that took local steps had it; all ranks call this.
+
+        Each member takes its own up, or else the first member's. Where members do not take local steps now, all need
+        the same, so they take the first member's if all of them can read it.
+        """
+        if not metadata.inner:
+            return
+        found: dict[str, Tensor] = {}
+        complete = True
+        for number in plan.stages_of(self.group.rank):
+            stage = plan.stages[number]
+            places = [stage.ranks.index(self.group.rank), 0] if plan.local is not None else [0]
+            for saved, span in enumerate(metadata.plan.stages):
+                if span.start < stage.stop and stage.start < span.stop:
+                    read = (read_inner(path, metadata, inner_name(place, saved)) for place in places)
+                    one = next((tensors for tensors in read if tensors is not None), None)
+                    complete = complete and one is not None
+                    found |= one or {}
+        every = self.group.gather_json(complete, boolean)
+        if plan.local is not None or all(every):
+            try:
+                state.load_inner(found)
+            except ValueError as error:
+                _log.warning("%s: %s; the optimizer begins anew", path, error)
 
     def _locate(self, path: Path, seen: list[_Seen]) -> _Located | _Problem:
         """Return what one checkpoint consists of, and where that is; `seen[r]` is what rank r has of it."""

@@ -24,6 +24,7 @@ from horizonml.comm.expected import anything, fields, optional
 from horizonml.comm.group import Group
 from horizonml.errors import CheckpointError, PeerLost
 from horizonml.files import sync_folder
+from horizonml.plan.plan import Plan
 from horizonml.state.best import KEPT
 from horizonml.state.disks import Copy, Disks
 from horizonml.state.fence import Fence
@@ -33,6 +34,7 @@ from horizonml.state.shards import (
     Shard,
     describe,
     folder_name,
+    inner_name,
     shard_name,
     verify_shard,
     write_metadata,
@@ -80,6 +82,8 @@ class Saver:
         written = {}
         for number, tensors in snapshot.tensors.items():
             written[shard_name(number)] = self._write_shard(tensors, hidden, shard_name(number))
+        for name, tensors in snapshot.inner.items():
+            written[name] = self._write_shard(tensors, hidden, name)
         own = [written, snapshot.details if self.group.rank == 0 else None]
         gathered = self.group.gather_json(own, fields(anything, optional(dict)))
         reports, details = (
@@ -88,6 +92,8 @@ class Saver:
         )  # rank 0's, so that all metadata agree
         writers = [self.disks.writers(stage.ranks) for stage in plan.stages]
         shards, failed = _agreed(writers, reports, snapshot.most)
+        inner, more = _of_members(plan, reports, snapshot.most)
+        failed += more
         if failed:
             return failed
         shards, received = self._copy(snapshot, hidden, shards)
@@ -101,6 +107,7 @@ class Saver:
             "compatible": self.compatible,
             "plan": plan.to_json(),
             "shards": {name: shard.model_dump() for name, shard in shards.items()},
+            **({"inner": {name: shard.model_dump() for name, shard in inner.items()}} if inner else {}),
         }
         failed = self.disks.everywhere(lambda: self._prepare(hidden, metadata, shards, received), self.group)
         target = self.folder / folder_name(snapshot.step)
@@ -189,6 +196,27 @@ def clean(folder: Path, word: str) -> None:
         leftover.rename(folder / f".gone-{word}-{number}")
     for gone in folder.glob(".gone-*"):
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _of_members(plan: Plan, reports: list[Any], most: Sequence[int]) -> tuple[dict[str, Shard], list[str]]:
+    """Return the files of members' own optimizers that were written after local steps, and what went wrong."""
+    if plan.local is None:
+        return {}, []
+    found: dict[str, Shard] = {}
+    failed: list[str] = []
+    for number, stage in enumerate(plan.stages):
+        for member, rank in enumerate(stage.ranks):
+            name = inner_name(member, number)
+            report = reports[rank].get(name) if isinstance(reports[rank], dict) else None
+            try:
+                found[name] = Shard.model_validate(report)
+            except ValidationError:
+                why = report["error"] if isinstance(report, dict) and "error" in report else "it does not say it wrote"
+                failed.append(f"rank {rank}: {why} ({name})")
+                continue
+            if found[name].bytes > most[number]:
+                failed.append(f"rank {rank}: it says that {name} has {found[name].bytes} bytes, which cannot be")
+    return found, failed
 
 
 def _agreed(

@@ -4,6 +4,8 @@
         checkpoint.json          for people: step, accuracy, job, plan, and for every shard its SHA-256 and who keeps it
         stage-0.safetensors      parameters, buffers and optimizer state of stage 0's layers, by original name
         stage-1.safetensors ...
+        inner-2-stage-0.safetensors    after local steps: the inner optimizer's state of stage 0's third member, which
+                                       is only on that member's disk
 
 A checkpoint may come from a stranger or a broken disk: everything in it is checked before it is used, and nothing in it
 is ever executed.
@@ -81,10 +83,12 @@ class Metadata(_Strict):
     complete: bool = False
     metrics: dict[str, int | float] = {}  # of the last evaluation
     best: dict[str, Best] = {}  # the best evaluation so far, for each purpose
+    tried: dict[str, Any] | None = None  # what a trial has found about lossy formats, a `Tried`
     job: dict[str, Any] = {}
     compatible: dict[str, Any]
     plan: Cuts
     shards: dict[str, Shard]
+    inner: dict[str, Shard] = {}  # see `inner_name`
 
     @model_validator(mode="after")
     def _whole(self) -> Metadata:
@@ -106,6 +110,11 @@ class Metadata(_Strict):
 def shard_name(stage: int) -> str:
     """Return the name of a stage's file."""
     return f"stage-{stage}.safetensors"
+
+
+def inner_name(member: int, stage: int) -> str:
+    """Return the name of the file with the state of the optimizer of one of a stage's members that take local steps."""
+    return f"inner-{member}-stage-{stage}.safetensors"
 
 
 def folder_name(step: int) -> str:
@@ -261,6 +270,20 @@ def intact(path: Path, metadata: Metadata) -> tuple[list[str], list[str]]:
             except CheckpointError as error:
                 problems.append(str(error))
     return names, problems
+
+
+def read_inner(path: Path, metadata: Metadata, name: str) -> dict[str, Tensor] | None:
+    """Return what a member's optimizer had saved, or None if it is not on this disk, or damaged."""
+    shard = metadata.inner.get(name)
+    if shard is None or not os.path.lexists(path / name):
+        return None
+    try:
+        verify_shard(path / name, shard)
+        with opened(path, {name: shard}) as (keys, read):
+            return {key: read(key) for key in keys}
+    except CheckpointError as error:
+        _log.warning("%s; the optimizer begins anew", error)
+        return None
 
 
 def _regular_file(path: Path) -> BufferedReader:

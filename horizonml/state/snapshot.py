@@ -13,6 +13,8 @@ from torch import Tensor
 from horizonml.comm.group import Group
 from horizonml.plan.plan import Plan
 from horizonml.state.disks import Disks
+from horizonml.state.outer import in_common, is_inner
+from horizonml.state.shards import inner_name
 from horizonml.state.sizes import most_of_shards
 from horizonml.state.train_state import TrainState
 
@@ -28,6 +30,7 @@ class Snapshot:
     details: dict[str, Any]  # for the metadata
     tensors: dict[int, dict[str, Tensor]]  # those of each stage whose shard this rank writes
     most: list[int]  # bytes that each stage's shard can have
+    inner: dict[str, dict[str, Tensor]]  # the state of this rank's own optimizer by file, after local steps
 
 
 def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dict[str, Any], *, copy: bool) -> Snapshot:
@@ -35,13 +38,18 @@ def take(state: TrainState, plan: Plan, group: Group, disks: Disks, details: dic
 
     Unless `copy` is true, it consists of the state's own tensors, and is valid only until the next step.
     """
-    tensors = {}
+    tensors: dict[int, dict[str, Tensor]] = {}
+    inner: dict[str, dict[str, Tensor]] = {}
     for number in plan.stages_of(group.rank):
         stage = plan.stages[number]
         whole = state.whole(group, stage.start, stage.stop)  # all members have to put them together
         if group.rank in disks.writers(stage.ranks).values():
-            tensors[number] = {key: _plain(value, copy) for key, value in whole.items()}
-    return Snapshot(state.step, plan, details, tensors, most_of_shards(state, plan))
+            copied = copy and not state.copies
+            tensors[number] = {key: _plain(value, copied) for key, value in in_common(whole, plan).items()}
+        if plan.local is not None:
+            own = {key: _plain(value, copy and not state.copies) for key, value in whole.items() if is_inner(key)}
+            inner[inner_name(stage.ranks.index(group.rank), number)] = own
+    return Snapshot(state.step, plan, details, tensors, most_of_shards(state, plan), inner)
 
 
 def _plain(tensor: Tensor, copy: bool) -> Tensor:
@@ -59,9 +67,8 @@ def fingerprints(state: TrainState, plan: Plan, rank: int) -> dict[str, str]:
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
         if len(stage.ranks) > 1:
-            sums = [
-                f"{key} {_sum(value)}\n" for key, value in sorted(state.replicated(stage.start, stage.stop).items())
-            ]
+            shared = in_common(state.replicated(stage.start, stage.stop), plan)
+            sums = [f"{key} {_sum(value)}\n" for key, value in sorted(shared.items())]
             found[str(number)] = hashlib.sha256("".join(sums).encode()).hexdigest()
     return found
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
+from horizonml.models.placing import HOST, bring
 from horizonml.models.zoo import Model
+from horizonml.plan.lossy import Tried
 from horizonml.state.average import AVERAGE, swapped
 from horizonml.state.best import Best
 from horizonml.state.optim import Optimizer
+from horizonml.state.outer import MOMENTUM, PreparedOuter
 from horizonml.state.parts import Part, name_of
 from horizonml.state.scales import Scales
 from horizonml.state.spec import Adam, Ema, Sgd
@@ -37,14 +41,28 @@ class TrainState:
 
     The state consists of parameters, buffers and optimizer state. Its tensors have names for checkpoints and for moves
     between ranks: `model/NAME` with the name in the original model, and `optimizer/NAME/KEY`.
+
+    Modules, and the optimizer state of what they hold, are on the `device` that this rank computes on. Everybody else
+    deals with tensors in the host's memory: `tensors` returns such, and `put`, `load` and `overwrite` take them.
     """
 
-    def __init__(self, model: Model, optimizer: Sgd | Adam, ema: Ema | None = None) -> None:
-        self.model, self.optimizer = model, Optimizer(optimizer, ema)
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Sgd | Adam,
+        ema: Ema | None = None,
+        local: bool = False,
+        device: torch.device = HOST,
+    ) -> None:
+        """`local` says that members may take local steps, so that there may be the momentum of an outer optimizer."""
+        self.model, self.optimizer, self.device = model, Optimizer(optimizer, ema), device
         self.step = 0  # the number of steps done
+        self.given_up = 0  # steps that were done after this one and went with their group: those of local training
         self.metrics: dict[str, Any] = {}  # results of the last evaluation on held-out data
         self.best: dict[str, Best] = {}  # the best evaluation for each purpose
-        self.prepared: Prepared | None = None
+        self.tried: Tried | None = None  # what a trial has found about lossy formats
+        self.prepared: Prepared | PreparedOuter | None = None
+        self.local = local
         self.scales = Scales()
         self.valid = (
             True  # false while layers have initial values, or some of a checkpoint's, and the step says otherwise
@@ -71,6 +89,11 @@ class TrainState:
             _let_go(module)
         kept = self._held
         self._optimizer = {name: entries for name, entries in self._optimizer.items() if name in kept}
+        if self.device != HOST:
+            for module in self._modules:
+                bring(module, self.device)
+            for entries in self._optimizer.values():
+                entries |= {key: value.to(self.device) for key, value in entries.items()}
         return list(self._modules)
 
     def split(self, parts: Mapping[str, Part]) -> None:
@@ -138,6 +161,11 @@ class TrainState:
         prepared, self.prepared = self.prepared, None
         if prepared is None:
             return
+        if isinstance(prepared, PreparedOuter):
+            if apply:
+                self.take_over(prepared.tensors)
+                self.step = prepared.step
+            return
         if apply:
             gradients = prepared.gradients
             if scale is not None:
@@ -150,6 +178,39 @@ class TrainState:
         for name, value in prepared.before.items():
             held[name].detach().copy_(value)
 
+    @property
+    def next(self) -> int | None:
+        """Return the step after which the state is what is prepared, or None if nothing is."""
+        if isinstance(self.prepared, PreparedOuter):
+            return self.prepared.step
+        return self.step + 1 if self.prepared is not None else None
+
+    def take_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give parameters, buffers, moving averages and outer momentum new values, by their names in the state."""
+        held = self._held
+        for key, value in tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind == "model":
+                held[rest].detach().copy_(value)
+                continue
+            name, _, entry = rest.rpartition("/")
+            if name not in self._optimizer:
+                self._optimizer[name] = self.optimizer.initial(held[name].detach())
+            kept = self._optimizer[name].get(entry)
+            if kept is not None and entry != MOMENTUM:
+                kept.copy_(value)
+            else:
+                self._optimizer[name][entry] = value.to(self.device)
+
+    def entries(self, entry: str) -> dict[str, Tensor]:
+        """Return what the optimizer keeps under a key, such as `average`, for each parameter that has it."""
+        return {name: kept[entry] for name, kept in self._optimizer.items() if entry in kept}
+
+    def forget_outer(self) -> None:
+        """Drop the momentum of an outer optimizer, which a plan without local steps does not have."""
+        for kept in self._optimizer.values():
+            kept.pop(MOMENTUM, None)
+
     def apply(self, gradients: Mapping[str, Tensor], learning_rate: float, step: int) -> None:
         """Update parameters with gradients that were kept of a step, by name; then no parameter has a gradient."""
         held = self._held
@@ -159,6 +220,19 @@ class TrainState:
         self.update(parameters, learning_rate, step)
         for parameter in parameters.values():
             parameter.grad = None
+
+    def contents(self, copy: bool = False) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Return all parameters and buffers, and the optimizer state, by name: the state's own tensors, or copies."""
+        held = {name: tensor.detach().clone() if copy else tensor.detach() for name, tensor in self._held.items()}
+        kept = {
+            name: {key: value.clone() if copy else value for key, value in entries.items()}
+            for name, entries in self._optimizer.items()
+        }
+        return held, kept
+
+    def replace_optimizer(self, kept: dict[str, dict[str, Tensor]]) -> None:
+        """Hold this optimizer state instead of what is held."""
+        self._optimizer = kept
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are held, by name, also those that checkpoints leave out."""
@@ -193,7 +267,26 @@ class TrainState:
         return swapped({held[name]: found[AVERAGE] for name, found in self._optimizer.items() if AVERAGE in found})
 
     def tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
-        """Return the tensors of layers `start` to `stop - 1` that are held; they are the state's own, not copies."""
+        """Return the tensors of layers `start` to `stop - 1` that are held, in the host's memory.
+
+        They are the state's own, not copies, unless the state is on another device (`copies`).
+        """
+        found = self._own_tensors(start, stop)
+        return {key: tensor.to(HOST) for key, tensor in found.items()} if self.copies else found
+
+    @property
+    def copies(self) -> bool:
+        """Return whether `tensors` returns copies."""
+        return self.device != HOST
+
+    def overwrite(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the values of tensors that are held, in place, by those of the host's `tensors`."""
+        own = self._own_tensors()
+        for key, tensor in tensors.items():
+            own[key].copy_(tensor)
+
+    def _own_tensors(self, start: int = 0, stop: int | None = None) -> dict[str, Tensor]:
+        """Return the tensors of layers `start` to `stop - 1` that are held, on this rank's device."""
         last = len(self.model.chain) if stop is None else stop
         here = {name: tensor for name, tensor in self._saved.items() if start <= self._layers[name] < last}
         tensors = {f"model/{name}": tensor.detach() for name, tensor in here.items()}
@@ -240,6 +333,8 @@ class TrainState:
             found = {f"model/{name}": tensor.detach().to("meta") for name, tensor in tensors.items()}
             for name, parameter in module.named_parameters():
                 found |= {f"optimizer/{name}/{key}": value for key, value in self.optimizer.expected(parameter).items()}
+                if self.local and parameter.requires_grad:
+                    found[f"optimizer/{name}/{MOMENTUM}"] = parameter.detach().to("meta")
             self._expected[layer] = found
         return self._expected[layer]
 
@@ -247,7 +342,8 @@ class TrainState:
         """Return the bytes of what a copy holds of all layers, with optimizer state that is still to come."""
         layers = {self._layers[name] for name in self._held}
         expected = [entry for layer in layers for entry in self.expected(layer).items()]
-        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in expected if not self.is_constant(key))
+        kept = ((key, tensor) for key, tensor in expected if not self.is_constant(key) and not key.endswith(MOMENTUM))
+        return sum(self._own(name_of(key), tensor).nbytes for key, tensor in kept)
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Hold tensors received from another rank, by name; `take` makes their layers."""
@@ -286,16 +382,46 @@ class TrainState:
         self._set_to_initial({name: tensor for name, tensor in held.items() if name not in saved})
         self._optimizer = {}
         for name, tensor in held.items():
-            expected = self.optimizer.expected(tensor) if isinstance(tensor, nn.Parameter) else {}
-            if f"optimizer/{name}/{AVERAGE}" not in available:
-                expected.pop(AVERAGE, None)  # it begins with this step
-            if any(f"optimizer/{name}/{key}" in available for key in expected):
-                self._optimizer[name] = {
-                    key: _like(like, self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
-                    for key, like in expected.items()
+            if isinstance(tensor, nn.Parameter):
+                self._load_entries(name, tensor, read, available)
+
+    def load_inner(self, tensors: Mapping[str, Tensor]) -> None:
+        """Hold the optimizer state of these that belongs to parameters held, where it is complete; see `load`.
+
+        Raises ValueError if one has another shape or dtype.
+        """
+        held = self._held
+        for name, parameter in held.items():
+            inner = self.optimizer.expected(parameter) if isinstance(parameter, nn.Parameter) else {}
+            inner.pop(AVERAGE, None)
+            if inner and all(f"optimizer/{name}/{key}" in tensors for key in inner):
+                own = {
+                    key: _like(like, self._own(name, tensors[f"optimizer/{name}/{key}"]), f"{key} of {name}")
+                    for key, like in inner.items()
                 }
-                if self.optimizer.ema is not None:
-                    self._optimizer[name].setdefault(AVERAGE, tensor.detach().clone())
+                own = {key: value.to(parameter.device) for key, value in own.items()}
+                self._optimizer[name] = self._optimizer.get(name, self.optimizer.initial(parameter.detach())) | own
+
+    def _load_entries(
+        self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor], available: set[str]
+    ) -> None:
+        """Read a parameter's optimizer state, if any of it is available; see `load`."""
+        expected = self.optimizer.expected(parameter)
+        if self.local and parameter.requires_grad:
+            expected[MOMENTUM] = parameter.detach()
+        there = {key for key in expected if f"optimizer/{name}/{key}" in available}
+        if not there:
+            return
+        inner = expected.keys() - {AVERAGE, MOMENTUM}
+        if there & inner:
+            there |= inner  # all of it, or the state would be a mixture
+        # Without it, as after local steps, the inner optimizer begins anew, and so does an average.
+        found = {
+            key: _like(expected[key], self._own(name, read(f"optimizer/{name}/{key}")), f"{key} of {name}")
+            for key in there
+        }
+        own = {key: value.to(parameter.device) for key, value in found.items()}
+        self._optimizer[name] = self.optimizer.initial(parameter.detach()) | own
 
     def _own(self, name: str, whole: Tensor) -> Tensor:
         part = self.parts.get(name)

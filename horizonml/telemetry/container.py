@@ -9,6 +9,7 @@ import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from horizonml.machine.accelerator import computing
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
 from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.telemetry.table import CONTAINER
@@ -23,7 +24,8 @@ class Container(Collector):
 
     def _read(self) -> dict[str, float | None]:
         """Return all current values; a value is None where this system does not provide it."""
-        network = psutil.net_io_counters()
+        network, compute = psutil.net_io_counters(), computing()
+        told = compute.readings()
         return {
             "resident_memory_bytes": float(rss_bytes()),
             "memory_used_bytes": memory_used(self._root),
@@ -33,6 +35,10 @@ class Container(Collector):
             "cpu_throttled_seconds": throttled_seconds(self._root),
             "network_sent_bytes": network.bytes_sent,
             "network_received_bytes": network.bytes_recv,
+            "accelerator_memory_bytes": compute.taken(),
+            "accelerator_memory_limit_bytes": compute.memory(),
+            "accelerator_temperature_celsius": told.temperature,
+            "accelerator_utilization_ratio": told.utilisation,
         }
 
     def collect(self) -> Iterator[Metric]:

@@ -183,7 +183,10 @@ class Metrics(Collector):
         for phase, seconds in zip(self._phases, (record.compute, record.transfer, record.wait), strict=True):
             phase.observe(seconds)
         if record.divergence is not None:
-            self._put("gradient_divergence", record.divergence)
+            local = record.local_steps is not None
+            self._put("replica_divergence" if local else "gradient_divergence", record.divergence)
+        if record.local_steps is not None:
+            self._counter("local_steps").inc(record.local_steps)
         for direction, sent, received in self._traffic:
             out, back = step.traffic[direction]
             if out:
@@ -253,6 +256,10 @@ class Metrics(Collector):
     def slowdown(self, factor: float) -> None:
         """Note how the rank's computing compares with its plan."""
         self._put("slowdown_ratio", factor)
+
+    def replanned(self) -> None:
+        """Note that training goes on by a better plan."""
+        self._counter("replans").inc()
 
     def lost(self, lost_ranks: int, silent_seconds: float | None) -> None:
         """Note that the group is over, because it has lost so many ranks; none if it ends for another reason.

@@ -60,11 +60,13 @@ class RunInfo:
     unigram: float | None = None  # perplexity on a held-out text of knowing how frequent each token is, and no more
     total_steps: int | None = None  # of the whole run, unless it ends early
     total_epochs: int | None = None
+    device: str = ""  # the accelerator that the rank computes on; empty for the processor
+    device_memory: float | None = None  # bytes of it that the rank may use
 
     @property
     def stage(self) -> int:
-        """Return the rank's stage, or the first one if it holds several."""
-        return self.plan.stages_of(self.rank)[0]
+        """Return the rank's stage, or the first one if it holds several; -1 if it has no work."""
+        return next(iter(self.plan.stages_of(self.rank)), -1)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
@@ -99,12 +101,14 @@ class StepRecord:
     cpu_seconds: float  # of this process, all its threads
     rss_bytes: int
     joules: float | None  # used by this machine, on its first rank only; None if the machine does not measure it
-    divergence: float | None  # |g_i - g| / |g| of this member's gradient before reduction, on measured steps
+    # |g_i - g| / |g| of this member's gradient before reduction, on measured steps; with local steps, of its outer one
+    divergence: float | None
     load: float = 0.0  # seconds of `wait` or `compute` in which the step could not go on without its data
     skipped: int = 0  # samples of the global batch that could not be read and were replaced
     unit: str = "samples"  # what the loss is a mean over
     units: int = 0  # in the global batch
     gradient_norm: float | None = None  # of the whole gradient before clipping; None if gradients are not clipped
+    local_steps: int | None = None  # updates that this rank's replica made by itself; None without local steps
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object, in which each metric has a key of its own."""

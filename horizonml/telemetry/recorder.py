@@ -99,6 +99,7 @@ class Recorder:
             unit=step.totals.unit,
             units=step.totals.units,
             gradient_norm=step.gradient_norm,
+            local_steps=step.local_steps,
         )
         self._cpu = cpu
         self._write(record.to_json())
@@ -139,20 +140,34 @@ class Recorder:
         if self._metrics is not None:
             self._metrics.evaluation(record)
 
-    def slowdowns(self, slowdowns: Sequence[float], stragglers: Sequence[int] | None, number: int) -> None:
+    def slowdowns(
+        self, slowdowns: Sequence[float], stragglers: Sequence[int] | None, reasons: Sequence[str], number: int
+    ) -> None:
         """Record how the ranks' computing compares with the plan, as found after step `number`.
 
-        `slowdowns[r]` is how many times as long as planned rank r computes, relative to the other ranks. `stragglers`
-        are the ranks that take too long if they have changed since the last call, or else None.
+        `slowdowns[r]` is how many times as long as planned rank r computes, relative to the other ranks. `reasons[r]`
+        says what holds its device back, if that is known. `stragglers` are the ranks that take too long if they or the
+        reasons have changed since the last call, or else None.
         """
         factors = [round(factor, 4) for factor in slowdowns]
-        self._write({"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors})
+        known = {str(rank): reason for rank, reason in enumerate(reasons) if reason}
+        line = {"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors}
+        self._write(line | ({"reasons": known} if known else {}))
         if self._metrics is not None:
             self._metrics.slowdown(slowdowns[self._rank])
         if stragglers is not None:
-            told = ", ".join(f"rank {rank} computes {factors[rank]:.1f} times as long" for rank in stragglers)
-            found = f"{told} as planned, compared with the others" if told else "all are as fast as planned again"
-            self._display.message(f"step {number}: {found}")
+            told = [
+                f"rank {rank} computes {factors[rank]:.1f} times as long as planned, compared with the others"
+                + (f", because {reasons[rank]}" if rank < len(reasons) and reasons[rank] else "")
+                for rank in stragglers
+            ]
+            told += [f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text and rank not in stragglers]
+            self._display.message(f"step {number}: {'; '.join(told) or 'all are as fast as planned again'}")
+
+    def replanned(self) -> None:
+        """Record that training goes on by a better plan."""
+        if self._metrics is not None:
+            self._metrics.replanned()
 
     def checkpoint(self, number: int, saved: bool, seconds: float, writing: float = 0.0) -> None:
         """Record that a checkpoint was saved after step `number`, or that saving it failed.

@@ -30,6 +30,7 @@ _STEP = {
     "cpu_seconds": "rank_0/cpu_seconds",
     "rss_bytes": "rank_0/memory_bytes",
     "joules": "rank_0/joules",
+    "local_steps": "rank_0/local_steps",
 }
 _EVALUATION = {"loss": "held_out/loss", "seconds": "time/evaluation_seconds"}
 _RUN = {"generation": "group/generation", "world_size": "group/ranks"}

@@ -49,6 +49,7 @@ TABLE: Sequence[MetricSpec] = (
     _gauge("plan_info", "The plan; always 1.", "schedule", "micro_batches", "ranks", "cuts", "send"),
     _gauge("plan_step_seconds", "A step's time as the automatic plan predicts it."),
     _gauge("slowdown_ratio", "The rank's computing over what was planned, compared with the others' (1: as planned)."),
+    _counter("replans", "New plans that were made because devices turned out slower or faster than planned."),
     _gauge("ready", "1 while the rank is in a formed group, or has completed its job.", from_zero=True),
     _gauge("complete", "1 when the job is trained to its end.", from_zero=True),
     _gauge(
@@ -93,6 +94,12 @@ TABLE: Sequence[MetricSpec] = (
     _gauge(
         "bubble_ratio",
         "Share of the newest step in which the rank waited for others (the pipeline's bubble) or for its data.",
+    ),
+    _counter("local_steps", "Updates that this rank's replica made by itself, with `parallel.sync`.", from_zero=False),
+    _gauge(
+        "replica_divergence",
+        "Distance of this replica's outer gradient from the mean of all replicas at the last synchronisation, relative "
+        "to the mean.",
     ),
     _counter("load_seconds", "Time that steps spent getting their data: what loading ahead did not hide."),
     _counter("samples_skipped", "Samples that could not be read and were replaced by others, in global batches."),
@@ -161,6 +168,11 @@ CONTAINER: Sequence[MetricSpec] = (
     _counter("cpu_throttled_seconds", "Time for which the container's CPU quota held it up."),
     _counter("network_sent_bytes", "Bytes sent by all interfaces of the container."),
     _counter("network_received_bytes", "Bytes received by all interfaces of the container."),
+    # Of ranks on an accelerator; see docs/accelerators.md.
+    _gauge("accelerator_memory_bytes", "Memory of the accelerator that the process uses."),
+    _gauge("accelerator_memory_limit_bytes", "Memory of the accelerator that the process may use."),
+    _gauge("accelerator_temperature_celsius", "Temperature of the accelerator, if it reports one."),
+    _gauge("accelerator_utilization_ratio", "Share of recent time in which the accelerator was busy."),
 )
 
 _HEAD = """\

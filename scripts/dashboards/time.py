@@ -73,6 +73,28 @@ PANELS = [
         without="Only automatic plans predict compute times",
     ),
     curves(
+        "New plans",
+        "How often did the ranks make a new plan, because a device turned out slower or faster than planned?",
+        "none",
+        [(most("horizonml_replans_total"), "since the process was started")],
+        without="Only automatic plans are made anew",
+    ),
+    per_rank(
+        "Local steps per second",
+        "How often does each rank's replica update its parameters by itself, between two synchronisations?",
+        "suffix:steps/s",
+        rate("horizonml_local_steps_total"),
+        without="No rank here takes local steps (parallel.sync)",
+    ),
+    per_rank(
+        "Divergence of replicas",
+        "How far apart are replicas that take local steps? The distance of each replica's outer gradient to the mean "
+        "of all, relative to the mean, at the last synchronisation.",
+        "none",
+        each("horizonml_replica_divergence"),
+        without="No rank here takes local steps (parallel.sync)",
+    ),
+    curves(
         "Bytes sent by direction",
         "How much is sent where? Bytes per second to the previous stage, to the next one, and to members of the same "
         "stage.",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.distributed.processes import environment, ours
+from tests.distributed.processes import Service, environment, ours
 
 JOB = """
 name: test
@@ -68,3 +68,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def service(start: Callable[..., subprocess.Popen[str]]) -> Iterator[Service]:
+    """A rendezvous service."""
+    process = start("rendezvous", "--port", "0")
+    assert process.stdout is not None
+    yield Service(process, process.stdout.readline().split()[-1])
+    process.terminate()
+    process.communicate(timeout=10)

@@ -7,9 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+
+@dataclass
+class Service:
+    """A rendezvous service in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
 
 
 def environment(**extra: str) -> dict[str, str]:

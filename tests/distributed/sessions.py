@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from horizonml.comm.group import Group
+from horizonml.engine.local_session import open_session
 from horizonml.engine.session import Session
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
@@ -24,7 +25,8 @@ def session_for(
     ema: Ema | None = None,
 ) -> Session:
     """A session on a new state."""
-    return Session(plan, TrainState(model, optimizer, ema), group, task or Classification(), batch_size)
+    state = TrainState(model, optimizer, ema, local=plan.local is not None)
+    return open_session(plan, state, group, task or Classification(), batch_size)
 
 
 def state_of(session: Session) -> dict[str, Tensor]:

@@ -153,6 +153,11 @@ def test_a_rank_that_fails_by_itself_ends_all_with_its_reason(folder: Path) -> N
         (["train", "job.yaml", "--set", "model.name=tests.models:two_outputs"], 1, "must return the results"),
         (["train", "job.yaml", "--set", "data.samples=33", "--set", "model.name=resnet18"], 1, "with one sample"),
         (["plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--workers", "18"], 2, "at most 17 stages"),
+        (["train", "job.yaml", "--device", "tpu"], 2, "error: --device: 'tpu' is not one of auto, cpu, cuda, cuda:N"),
+        (["train", "job.yaml", "--device", "cuda:99"], 2, "error: --device: cuda:99, but "),
+        (["train", "job.yaml", "--set", "device=cuda:99"], 2, "error: device: cuda:99, but "),
+        (["plan", "job.yaml", "--set", "device=cuda:99"], 2, "error: device: cuda:99, but "),
+        (["validate", "job.yaml", "--set", "device=cuda:x"], 2, "'cuda:x' is not one of auto, cpu, cuda, cuda:N (such"),
         (["validate", "job.yaml", "--set", "sead=1"], 2, "sead: unknown key; did you mean 'seed'?"),
         (["export", "nowhere", "model.pt"], 1, "no checkpoint in nowhere"),
         (["plan", "job.yaml", "--picture", "p.svg"], 2, "--picture: p.svg must end in .png"),
@@ -171,6 +176,24 @@ def test_mistakes_are_explained_without_a_traceback(folder: Path, arguments: lis
     assert words in result.stderr
     assert "Traceback" not in result.stderr
     assert result.returncode == code
+
+
+def test_another_package_of_this_name_in_the_working_directory_is_left_alone(folder: Path) -> None:
+    (folder / "horizonml").mkdir()
+    (folder / "horizonml" / "__init__.py").write_text("raise SystemExit('this is another package')\n")
+    (folder / "mine").mkdir()
+    (folder / "mine" / "sizes.py").write_text("PIXELS = 64\n")
+    (folder / "mine" / "net.py").write_text(
+        "from torch import nn\nfrom mine.sizes import PIXELS\n\n\n"
+        "def build(num_classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(PIXELS, num_classes))\n"
+    )
+    options = ["--workers", "2", "--set", "epochs=1", "--set", "model.name=mine.net:build"]
+    command = [sys.executable, "-P", "-m", "horizonml", "train", "job.yaml", *options]
+    result = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "epoch 1/1" in result.stdout
 
 
 @pytest.mark.parametrize(

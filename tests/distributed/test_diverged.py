@@ -54,6 +54,8 @@ CASES = {
         Shape((TWO,), Sync.POWERSGD), 1, float("inf"), "wide", clip_norm=1.0, steps=WHOLE_STEPS + 1
     ),
     "ddp, PowerSGD, overflow": Case(Shape((TWO,), Sync.POWERSGD), -1, LARGE, "wide", steps=WHOLE_STEPS + 1),
+    "ddp, 4-bit sums": Case(Shape((TWO,), Sync.INT4), 1),
+    "hybrid, 4-bit sums, infinite, clipped": Case(Shape((ONE, TWO), Sync.INT4), 2, float("inf"), clip_norm=1.0),
     "beside a member without rows": Case(Shape(((50.0, 1.0),)), batch=2),
     "beside a member without rows, 16-bit sums": Case(
         Shape(((50.0, 1.0),), Sync.FP16), value=1e9, multiplied=True, batch=2
@@ -121,7 +123,7 @@ def test_no_rank_commits_a_step_whose_gradients_are_not_finite(pool: Pool, name:
     assert rank in members(case)[stage]
     assert case.rank < 0 or case.rank in members(case)[stage]  # all members have the sum
     assert all(unchanged for _, unchanged in results)
-    lossy = case.shape.sync in (Sync.FP16, Sync.POWERSGD)
+    lossy = case.shape.sync in (Sync.FP16, Sync.POWERSGD, Sync.INT4)
     assert results[0][0].endswith("or set parallel.gradient_compression: none") == lossy
 
 

@@ -91,6 +91,20 @@ def test_who_repeats_what_another_rank_said_names_that_one_only(tmp_path: Path) 
         run(2, command, tmp_path)
 
 
+def test_a_second_ctrl_c_ends_a_local_run_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    deaf = ["sh", "-c", "trap '' TERM; touch ready; while :; do sleep 1; done"]
+    ready = tmp_path / "ready"
+    with LocalRun(1, ["env", "-C", str(tmp_path), *deaf], tmp_path, {}) as cluster:
+
+        def interrupt() -> None:
+            if ready.exists() and not cluster._stop.at_once:
+                cluster._stop.note(signal.SIGINT)
+
+        cluster.wait(interrupt)
+    said = capfd.readouterr().out
+    assert said.count("all ranks end at once, as asked; what came after the newest checkpoint is lost") == 1
+
+
 def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Signals | None = None) -> None:
     """Run a local cluster to its end."""
     with LocalRun(world_size, command, logs, {}) as cluster:

@@ -276,7 +276,7 @@ def test_only_newcomers_follow_and_only_where_another_member_holds_their_stages(
     assert following({0: whole, 2: whole}, three) == everyone(1)
     assert following({2: whole}, three) == everyone(0, 1)
     assert following({0: whole, 1: whole}, ddp(15, 1.0, 1.0, 1.0, sync=Sync.FP16)) == everyone(2)
-    for sync in (Sync.POWERSGD, Sync.CHANNELS, Sync.HOROVOD):
+    for sync in (Sync.POWERSGD, Sync.INT4, Sync.CHANNELS, Sync.HOROVOD):
         assert following({0: whole, 1: whole}, ddp(15, 1.0, 1.0, 1.0, sync=sync)) == everyone()
     # The layers of a stage that has no other member have to come first, as have those of a stage of newcomers only.
     assert following({1: whole}, Plan((Stage(0, 6, (0,), ONE), Stage(6, 15, (1,), ONE)))) == everyone()

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from horizonml.chaos.cluster import Cluster
-from tests.distributed.processes import steps, wait_for
+from tests.distributed.processes import Service, steps, wait_for
 from tests.distributed.test_chaos import need_networks
-from tests.distributed.test_recovery import OPTIONS, Service, runs, service
+from tests.distributed.test_recovery import OPTIONS, runs
 
 pytestmark = pytest.mark.slow
-
-__all__ = ["service"]  # a fixture
 
 
 def test_a_run_begins_with_the_least_number_of_ranks_and_grows_to_the_most(

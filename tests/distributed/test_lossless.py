@@ -43,6 +43,7 @@ PIPELINE = Plan(tuple(Stage(*bounds, (rank,), ONE) for rank, bounds in enumerate
 PLANS = {
     "pipeline": PIPELINE,
     "int8": Plan(tuple(Stage(s.start, s.stop, s.ranks, ONE, send="int8") for s in PIPELINE.stages), micro_batches=3),
+    "int4": Plan(tuple(Stage(s.start, s.stop, s.ranks, ONE, send="int4") for s in PIPELINE.stages), "zb-h1", 3),
     "zb-h1": Plan(PIPELINE.stages, "zb-h1", 3),
     "interleaved": Plan(
         tuple(
@@ -175,7 +176,17 @@ def test_a_lost_stage_is_rebuilt_bit_for_bit(pool: Pool, lost: int, bytes_per_se
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "zb-h1", "interleaved", "tied", "tied before members", "modules", "before members", "between members"],
+    [
+        "int8",
+        "int4",
+        "zb-h1",
+        "interleaved",
+        "tied",
+        "tied before members",
+        "modules",
+        "before members",
+        "between members",
+    ],
 )
 def test_stages_of_other_plans_are_rebuilt_bit_for_bit(pool: Pool, name: str) -> None:
     expect_rebuilt(pool, name, owners(PLANS[name])[-1], 9, 12_000.0)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +18,13 @@ from safetensors.torch import load_file
 from horizonml.machine.network import split_address
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError
 from horizonml.telemetry.log import read_lines
-from tests.distributed.processes import horizonml, rank_process, steps, wait_for
+from tests.distributed.processes import Service, horizonml, rank_process, steps, wait_for
 from tests.web import get
 
 pytestmark = pytest.mark.slow
 
 Start = Callable[..., "subprocess.Popen[str]"]
 OPTIONS = ["--set", "telemetry.divergence_every=0", "--set", "checkpoint.every_steps=5"]
-
-
-@dataclass
-class Service:
-    """A rendezvous service in a process of its own."""
-
-    process: subprocess.Popen[str]
-    address: str
-
-
-@pytest.fixture
-def service(start: Start) -> Iterator[Service]:
-    process = start("rendezvous", "--port", "0")
-    assert process.stdout is not None
-    yield Service(process, process.stdout.readline().split()[-1])
-    process.terminate()
-    process.communicate(timeout=10)
 
 
 def connect(address: str) -> Client:

@@ -289,6 +289,8 @@ def outlive_the_service(rank: int, world_size: int, store: Store, port: int, pid
     """Rank 0 stops the service for longer than a rank may be silent; nobody is lost, and no call hangs."""
     membership = meet(Identity(rank, world_size, "test"), settings(20.0), Endpoint("127.0.0.1", port), Listener())
     named = None
+    store.set(f"met {rank}", "")
+    store.wait([f"met {other}" for other in range(world_size)], timedelta(seconds=60))
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(LOST_SECONDS + 1.0)

@@ -30,6 +30,7 @@ OPTIMIZER = Sgd(momentum=0.9)
 PLANS = {
     "ddp": Plan((Stage(0, 15, (0, 1, 2), (1.0, 1.0, 1.0)),), micro_batches=3),
     "hybrid": Plan((Stage(0, 6, (0,), (1.0,)), Stage(6, 15, (1, 2), (1.0, 1.0))), micro_batches=3),
+    "spare": Plan((Stage(0, 6, (2,), (1.0,)), Stage(6, 15, (0,), (1.0,))), micro_batches=3, spare=(1,)),
     "interleaved": Plan(
         tuple(
             Stage(start, stop, (number % 3,), (1.0,))

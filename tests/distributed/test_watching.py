@@ -80,7 +80,8 @@ def test_without_a_rank_it_is_the_plan_of_the_others_from_scratch(recorded: Path
     assert planning is not None
     assert planning.problem is not None
     known = planning.problem
-    hosts = [Host((0, 1), known.hosts[0].cores, known.hosts[0].memory)]
+    host = known.hosts[0]
+    hosts = [Host((0, 1), host.cores, host.memory, contention=host.contention)]
     profiles = [known.profiles[0], known.profiles[2]]
     scratch = problem_for(
         planning.job, profiles, hosts, known.network.among([0, 2]), known.optimizer_copies, known.last_batch,

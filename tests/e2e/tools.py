@@ -119,6 +119,9 @@ MAY_BE_EMPTY = (
     "horizonml_replica",
     "horizonml_plan_memory_bytes",  # of automatic plans
     "horizonml_gradient_norm",  # of gradients that are clipped
+    "horizonml_replans",  # of automatic plans
+    "horizonml_local_steps",  # of jobs with local steps
+    "horizonml_accelerator",  # of ranks on an accelerator
 )
 
 

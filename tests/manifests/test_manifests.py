@@ -18,7 +18,7 @@ from tests.programs import need
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "1.28"
 OVERLAYS = ["dp", "mp", "hybrid"]
-COMPONENTS = ["monitoring", "monitoring-standalone", "downloads", "open-network", "jetson"]
+COMPONENTS = ["monitoring", "monitoring-standalone", "downloads", "open-network", "jetson", "gpu"]
 CUSTOM = ("monitoring.coreos.com/v1",)  # of the Prometheus operator: not in Kubernetes' schemas
 
 
@@ -69,7 +69,15 @@ def test_what_users_apply_is_valid(folder: str) -> None:
 def test_components_can_be_added(tmp_path: Path, component: str) -> None:
     documents = render(with_components(tmp_path, "dp", [component]))
     validate(documents)
-    assert len(documents) > len(render(ROOT / "k8s" / "dp")) or component in ("jetson", "open-network")
+    assert len(documents) > len(render(ROOT / "k8s" / "dp")) or component in ("gpu", "jetson", "open-network")
+
+
+def test_with_the_gpu_component_every_worker_has_a_gpu(tmp_path: Path) -> None:
+    workers = find(render(with_components(tmp_path, "dp", ["gpu"])), "StatefulSet", "worker")
+    (worker,) = workers["spec"]["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert {"memory", "cpu"} <= worker["resources"]["limits"].keys() | {"cpu"}
+    assert {"name": "HORIZONML_DEVICE", "value": "cuda"} in worker["env"]
 
 
 def test_the_job_component_takes_the_place_of_the_stateful_set() -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from horizonml.rendezvous import answers
 from horizonml.rendezvous.checks import parse
 from horizonml.rendezvous.wire import encode
+from tests.rosters import rank
 from tests.security.net import Raw, Target, connect, undisturbed
-from tests.unit.test_roster import rank
 
 FEW = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

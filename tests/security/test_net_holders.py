@@ -20,8 +20,8 @@ from horizonml.rendezvous.keys import MOST_VALUE
 from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
+from tests.rosters import rank
 from tests.security.net import ENDED, Target, many_files, undisturbed
-from tests.unit.test_roster import rank
 
 GOOD = rank(0, world_size=2, pid=4_000_000_000).to_json()
 ASK = {"host_id": "pi", "pid": 7, "digest": "d9", "world_size": 2, "most": 4}

@@ -23,8 +23,8 @@ from horizonml.chaos.cluster import Cluster
 from horizonml.chaos.faults import FAULTS
 from horizonml.chaos.output import Output
 from horizonml.cli.chaos import chaos
-from horizonml.cli.durations import duration
 from horizonml.errors import JobError, is_out_of_memory
+from horizonml.spec.durations import duration
 
 BATCH = 10
 

@@ -10,17 +10,18 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
-from horizonml.job.planfile import read_plan, write_plan
+from horizonml.job.planfile import read_devices, read_plan, write_plan
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile
-from horizonml.planner.evaluator import judge
+from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import bottleneck, compare, remedy, rows, shortage, why
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import search
+from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.strategies import uses_horovod
 from tests.unit.test_planner import profile
 
@@ -114,11 +115,17 @@ def test_a_plan_is_explained(tmp_path: Path) -> None:
 def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
     made, names = problem(tmp_path)
     stages = (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 6, (1, 2), (1.0, 1e-9)))
-    lines = why(made, judge(made, Plan(stages)), names)
+    found = judge(made, Plan(stages))
+    lines = why(made, found, names)
     assert lines[0].startswith("With ddp every rank would send 8.0 MiB of gradients a step, which the slowest link")
     assert "(laptop to pi-0, 20 Mbit/s) takes 3.4 s for" in lines[0]
-    assert lines[1].startswith("Stage 0 sends int8, 0.25 of the bytes")
-    assert lines[2].startswith("pi-1: as good as nothing to do")
+    assert lines[1].startswith("pi-1: as good as nothing to do")
+    told = [reason.text for reason in reasons(Evaluator(made), found, names)]
+    assert told[0] == "These are not exact, as the job asks: int8 between stages 0 and 1."
+    assert told[1].startswith(
+        "Stages 0 and 1 exchange int8 (8-bit integers): 2 B for each sample instead of 8 B, which"
+    )
+    assert told[-2].startswith("pi-1 (rank 2), at 0.25 of the fastest's speed, takes nothing of layers 3 to 5, and")
 
 
 def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> None:
@@ -175,8 +182,10 @@ def test_a_plan_that_is_written_and_read_is_the_same_plan(tmp_path: Path, strate
         return fixed_plan(job, 6, ranks)
 
     plan = plan_of(made)
-    write_plan(plan, tmp_path / "plan.yaml", ["laptop", "pi-0", "pi-1"][:ranks])
-    assert "# rank 0: laptop" in (tmp_path / "plan.yaml").read_text().splitlines()
+    names = ["laptop", "pi-0", "pi-1"][:ranks]
+    write_plan(plan, tmp_path / "plan.yaml", names)
+    assert f"devices: [{', '.join(names)}]" in (tmp_path / "plan.yaml").read_text().splitlines()
+    assert read_devices(tmp_path / "plan.yaml") == names
     for other in STRATEGIES:
         job = read_plan(parse("", "job.yaml", [f"parallel.strategy={other}"]), tmp_path / "plan.yaml")
         assert plan_of(job) == plan
@@ -220,7 +229,8 @@ def test_what_was_measured_can_be_planned_with(tmp_path: Path) -> None:
     path = write_cluster(tmp_path, ["pi", "pc", "pc"], hosts, Network(1.0, 1.0, pairs=pairs), profiles)
     cluster = load_cluster(path)
     assert cluster.names == ["pi", "pc-rank1", "pc-rank2"]
-    assert cluster.hosts() == [Host((0,), 0.4, 2**29), Host((1,), 1.0, 2**30), Host((2,), 1.0, 2**30)]
+    shared = [Host((rank,), 1.0, 2**30, "pc-1", 2.0) for rank in (1, 2)]
+    assert cluster.hosts() == [Host((0,), 0.4, 2**29), *shared]
     assert cluster.network().between(0, 2) == (0.002, 2.5e6)
     assert cluster.network().between(2, 1) == (0.003, 5e6)
 

@@ -136,7 +136,7 @@ def problem(frozen: int, ranks: int = 2) -> Problem:
 
 def test_the_planner_counts_what_is_trained_alone() -> None:
     pipeline = Plan((Stage(0, 2, (0,), (1.0,)), Stage(2, 4, (1,), (1.0,))), micro_batches=2)
-    every, half = (judge(problem(frozen), pipeline).prediction for frozen in (0, 2))
+    every, half = (predict(problem(frozen), pipeline) for frozen in (0, 2))
     mib = 1 << 20
     assert every.memory[0] - every.memory[1] > 0  # the first stage holds more micro-batches
     assert half.memory[0] == 2 * mib  # the parameters, and nothing for training

@@ -10,7 +10,7 @@ from horizonml.rendezvous.crashes import Crashes
 from horizonml.rendezvous.messages import Ask, Departure, Farewell
 from horizonml.rendezvous.numbers import Given
 from horizonml.rendezvous.roster import Roster
-from tests.unit.test_roster import (
+from tests.rosters import (
     LOST_PEER,
     alive,
     beat,

@@ -26,7 +26,7 @@ from horizonml.rendezvous.keys import MOST_VALUE, Keys
 from horizonml.rendezvous.messages import Ask, Departure, Farewell, Join, Resume
 from horizonml.rendezvous.wire import PROTOCOL, check_hello, encode, hello
 from horizonml.text import printable
-from tests.unit.test_roster import rank
+from tests.rosters import rank
 
 
 def travelled(fields: Fields) -> Fields:

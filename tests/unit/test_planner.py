@@ -13,7 +13,7 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner import simulate
 from horizonml.planner.candidates import equal_split
-from horizonml.planner.cost import all_reduce_seconds
+from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import remedy
 from horizonml.planner.hardware import Host, Network
@@ -362,4 +362,4 @@ def test_a_sum_over_machines_costs_the_processor_more() -> None:
         ([Host((0, 1), 2.0, 1e12), Host((2, 3), 2.0, 1e12)], 1500 * 1e-3),  # one neighbour of each is elsewhere
     ):
         problem = Problem([protected] * 4, hosts, FAST, 10, 0)
-        assert all_reduce_seconds(problem, range(4), 1000.0) == pytest.approx(expected)
+        assert Ring(problem, range(4)).seconds(1000.0) == pytest.approx(expected)

@@ -1,4 +1,6 @@
-from dataclasses import replace
+"""How a group forms, and forms again after a loss."""
+
+from __future__ import annotations
 
 import pytest
 
@@ -6,24 +8,7 @@ from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.messages import Departure, Farewell
 from horizonml.rendezvous.roster import Roster
-
-
-def rank(number: int, world_size: int = 3, **changes: object) -> Fingerprint:
-    base = Fingerprint(
-        number, world_size, "digits", "d1", "0.1.0", "2.13.0", f"host{number}", f"m{number}", f"10.0.0.{number}", 100
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-def gather(roster: Roster, *fingerprints: Fingerprint, at: float = 0.0, first: int = 1) -> list[Formed | Refused]:
-    for number, fingerprint in enumerate(fingerprints, start=first):
-        roster.join(number, fingerprint, at)
-    return roster.decide(at)
-
-
-def beat(roster: Roster, *joins: int, count: int, at: float) -> None:
-    for number in joins:
-        roster.beat(number, count, at)
+from tests.rosters import LOST_PEER, alive, beat, come_back, formed, gather, rank, roster_over, survivor
 
 
 def test_a_complete_group_is_formed_in_the_order_of_ranks() -> None:
@@ -120,18 +105,6 @@ def test_ranks_that_leave_or_fall_silent_are_forgotten() -> None:
     assert roster.present() == []
 
 
-def formed(roster: Roster, *fingerprints: Fingerprint, at: float = 0.0, first: int = 1) -> Formed:
-    """Ranks that make a group at once."""
-    (verdict,) = gather(roster, *fingerprints, at=at, first=first)
-    assert isinstance(verdict, Formed)
-    return verdict
-
-
-def survivor(number: int, generation: int = 1, size: int = 3, **changes: object) -> Fingerprint:
-    """A rank that was in a group before, and waits 10 s for those that the group has lost."""
-    return rank(number, generation=generation, group_size=size, replace_timeout=10.0, **changes)
-
-
 def test_survivors_wait_for_a_replacement_and_take_it() -> None:
     roster = Roster()
     formed(roster, rank(0), rank(1), rank(2))
@@ -140,26 +113,6 @@ def test_survivors_wait_for_a_replacement_and_take_it() -> None:
     beat(roster, 4, 5, count=1, at=10.0)
     again = formed(roster, rank(1, pid=200), at=10.5, first=6)
     assert (again.generation, again.joins) == (2, [4, 6, 5])
-
-
-def alive(roster: Roster, *joins: int, start: float, end: float) -> list[Formed | Refused]:
-    """The verdicts while these ranks beat each quarter of a second and all others are silent."""
-    verdicts: list[Formed | Refused] = []
-    for quarter in range(round(4 * start), round(4 * end) + 1):
-        beat(roster, *joins, count=quarter, at=quarter / 4)
-        verdicts += roster.decide(quarter / 4)
-    return verdicts
-
-
-def come_back(
-    roster: Roster, *ranks: int, generation: int, size: int, at: float, first: int, **changes: object
-) -> None:
-    """Survivors of a group join anew."""
-    for number, one in enumerate(ranks, start=first):
-        roster.join(number, rank(one, generation=generation, group_size=size, **changes), at)
-
-
-LOST_PEER = Farewell("lost a peer", Departure.LOST_PEER)
 
 
 def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
@@ -184,12 +137,6 @@ def test_survivors_go_on_without_a_rank_that_does_not_come_back() -> None:
     again = formed(roster, survivor(0, generation=2, size=2), survivor(2, generation=2, size=2), at=18.5, first=7)
     assert (again.generation, [member.rank for member in again.members]) == (3, [0, 1, 2])
     assert roster.newcomers(100.0) == []
-
-
-def roster_over(lost: int) -> Ended:
-    """The end of the first generation, to which all but one rank came back after 6 s."""
-    reason = "rank 0 on host0 has left the group and joins anew"
-    return Ended(reason, (Lost(lost, f"host{lost}", "gives no sign of life", 6.0),))
 
 
 def test_without_a_replace_timeout_survivors_go_on_as_soon_as_those_that_live_are_back() -> None:
@@ -370,170 +317,3 @@ def test_who_waits_beside_a_rank_that_may_be_dead_waits_until_that_is_clear() ->
     assert roster.short(5.0) == "waiting for rank 1 to join"
     assert alive(roster, 1, 3, start=5.25, end=7.0) == []
     assert roster.present() == [0, 2]
-
-
-def test_a_rank_of_another_world_is_no_newcomer() -> None:
-    roster = Roster()
-    formed(roster, rank(0), rank(1), rank(2))
-    roster.join(4, rank(3, world_size=5), 1.0)
-    beat(roster, 1, 2, 3, count=1, at=1.0)
-    assert roster.decide(1.0) == []
-    assert roster.newcomers(100.0) == []
-
-
-def long_after(roster: Roster, *joins: int, start: int) -> list[Formed | Refused]:
-    """The verdicts of the next minute, in which these ranks live and all others are silent."""
-    verdicts = []
-    for second in range(start, start + 60):
-        beat(roster, *joins, count=second, at=second)
-        verdicts += roster.decide(second)
-    return verdicts
-
-
-def test_who_may_not_go_on_without_the_others() -> None:
-    # A first meeting needs everyone.
-    roster = Roster()
-    gather(roster, rank(0, replace_timeout=10.0), rank(2, replace_timeout=10.0))
-    assert long_after(roster, 1, 2, start=1) == []
-    # A group that another job's ranks come to before it has met again.
-    roster = Roster()
-    formed(roster, rank(0), rank(1), rank(2))
-    alive(roster, 1, 2, 3, start=0.25, end=1.0)
-    roster.leave(1, LOST_PEER, 1.0)
-    gather(roster, rank(0, 2, job="cifar", pid=300), rank(1, 2, job="cifar", pid=301), at=1.0, first=11)
-    assert not any(isinstance(verdict, Formed) for verdict in alive(roster, 2, 3, 11, 12, start=1.25, end=3.0))
-
-
-def test_after_a_restart_of_the_service_only_a_majority_goes_on_alone() -> None:
-    roster = Roster()
-    gather(roster, survivor(0, generation=4))
-    assert long_after(roster, 1, start=1) == []
-    roster = Roster()
-    gather(roster, survivor(0, generation=4), survivor(1, generation=4))
-    (verdict,) = long_after(roster, 1, 2, start=1)
-    assert isinstance(verdict, Formed)
-    assert verdict.generation == 5  # generations never repeat
-
-
-def test_a_stranger_is_refused_alone_and_those_who_wait_are_told() -> None:
-    for changes, words in (
-        ({"job": "cifar"}, "rank 2 has job cifar"),
-        ({"job": "cifar", "world_size": 5}, "rank 2 has world size 5"),
-        ({"digest": "d2", "world_size": 5}, "rank 2 has world size 5"),
-        ({"digest": "d2", "rank": 1, "pid": 666}, "rank 1 has job digest d2"),  # rank 1 is there already
-    ):
-        roster = Roster()
-        (verdict,) = gather(roster, rank(0), rank(1), rank(2, **changes))
-        assert isinstance(verdict, Refused)
-        assert verdict.joins == [3]
-        assert words in verdict.reason
-        assert roster.missing() == [2]
-        assert roster.refused(1.0) == [verdict.reason]
-        assert roster.refused(1000.0) == []
-        again = formed(roster, rank(2), at=1.0, first=4)
-        assert again.joins == [1, 2, 4]
-
-
-def test_where_one_rank_waits_for_one_job_and_one_for_another_the_next_rank_decides() -> None:
-    roster = Roster()
-    assert gather(roster, rank(0, job="cifar"), rank(0, machine="m7"), at=0.0) == []
-    beat(roster, 1, 2, count=1, at=1.0)
-    (verdict,) = gather(roster, rank(1), at=1.0, first=3)
-    assert isinstance(verdict, Refused)
-    assert verdict.joins == [1]
-    # If no other comes in time, the one that was there first is right.
-    roster = Roster()
-    gather(roster, rank(0, job="cifar"), rank(1))
-    verdicts = long_after(roster, 1, 2, start=1)
-    assert [verdict.joins for verdict in verdicts] == [[2]]
-
-
-def test_ranks_that_were_killed_do_not_speak_against_those_that_come_after_them() -> None:
-    roster = Roster()
-    gather(roster, rank(0), rank(1))
-    news = [rank(number, pid=200, digest="d2") for number in range(3)]
-    verdict = gather(roster, *news, at=1.0, first=3)[-1]
-    assert isinstance(verdict, Formed)
-    assert verdict.members == news
-
-
-def test_a_rank_that_withdraws_is_gone_only_if_its_group_has_not_formed() -> None:
-    roster = Roster()
-    gather(roster, rank(0), rank(1))
-    assert roster.withdraw(1)
-    assert roster.missing() == [0, 2]
-    formed(roster, rank(0), rank(2), first=3)
-    assert not roster.withdraw(3)
-    assert roster.running() == [2, 3, 4]
-
-
-def test_nobody_who_misstates_where_it_was_disturbs_the_group_that_runs() -> None:
-    roster = Roster()
-    formed(roster, rank(0), rank(1), rank(2))
-    claims = [
-        replace(rank(1, pid=999), generation=1, group_size=3),  # of this generation, as another process
-        replace(rank(1, pid=999), generation=2, group_size=3),  # of a newer one
-        replace(rank(7, 8, pid=999, job="other"), generation=1, group_size=8),  # of another run
-    ]
-    for number, claim in enumerate(claims, start=50):
-        with pytest.raises(ValueError, match="which this service did not form"):
-            roster.resume(number, claim, range(claim.group_size), 1.0)
-        with pytest.raises(ValueError, match="did not meet at this service, so it is of another run"):
-            roster.join(number, claim, 1.0)
-    with pytest.raises(ValueError, match="did not meet at this service"):
-        Roster().join(1, replace(rank(0), generation=1 << 40, group_size=3), 0.0)
-    # A container may have the number of a process in another one on the same machine.
-    roster.join(60, replace(rank(3, machine="m1", address="10.0.0.1"), pid=rank(1).pid), 1.0)
-    beat(roster, 1, 2, 3, count=1, at=1.1)
-    roster.decide(1.2)
-    assert (roster.running(), roster.endings()) == ([1, 2, 3], {})
-
-
-def test_a_report_that_contradicts_the_others_is_not_believed() -> None:
-    def running(number: int, **changes: object) -> Fingerprint:
-        return replace(survivor(number, 2, size=3), pid=500 + number, **changes)  # type: ignore[arg-type]
-
-    roster = Roster(settled=3.0)
-    roster.resume(11, running(0), [0, 1, 2], 1.0)
-    for claim, beside, words in (
-        (running(1), [0, 1], "misstates"),
-        (running(7, world_size=9), [0, 1, 2], "misstates"),
-        (running(1, generation=1 << 40), [0, 1, 2], "misstates"),
-        (running(1, generation=9, job="other"), [0, 1, 2], "of another run"),
-        (running(1), [1, 2, 5], "something else"),
-        (running(0, hostname="other", machine="other"), [0, 1, 2], "something else"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            roster.resume(20, claim, beside, 1.0)
-    assert roster.running() == [11]
-    for number in (1, 2):
-        assert roster.resume(11 + number, running(number), [0, 1, 2], 1.5)
-    assert roster.running() == [11, 12, 13]
-
-
-def test_a_new_roster_learns_of_the_group_that_runs() -> None:
-    def running(number: int, generation: int = 2) -> Fingerprint:
-        return replace(survivor(number, generation, size=2), pid=500 + number)
-
-    roster = Roster(settled=3.0)
-    strangers = [rank(number, machine=f"other{number}") for number in range(3)]
-    assert gather(roster, *strangers, at=0.0) == []  # a group may run here already
-    roster.resume(11, running(0), [0, 2], 1.0)
-    assert roster.newcomers(100.0) == [1]  # rank 2 has not reported yet, but it runs
-    roster.resume(12, running(2), [0, 2], 1.0)
-    roster.resume(12, running(2), [0, 2], 1.2)  # twice is once
-    beat(roster, 1, 2, 3, 11, 12, count=1, at=2.0)
-    verdicts = roster.decide(2.5)
-    assert [verdict.joins for verdict in verdicts] == [[1], [3]]  # ranks 0 and 2 are there; rank 1 was lost
-    assert all("is there twice" in verdict.reason for verdict in verdicts if isinstance(verdict, Refused))
-    # What is over stays over.
-    with pytest.raises(ValueError, match="generation 1, which is over"):
-        roster.resume(30, running(1, generation=1), [0, 1, 2], 4.0)
-    # There is no second group beside it; when it meets again with the newcomer, it goes on counting generations.
-    assert gather(roster, rank(5, world_size=6, job="other"), at=4.0, first=20) == []
-    beat(roster, 2, count=2, at=4.4)
-    for number in (11, 12):
-        roster.leave(number, LOST_PEER, 4.5)
-    verdict = gather(roster, running(0), running(2), at=4.5, first=40)[-1]
-    assert isinstance(verdict, Formed)
-    assert (verdict.generation, [member.rank for member in verdict.members]) == (3, [0, 1, 2])

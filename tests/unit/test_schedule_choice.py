@@ -21,6 +21,7 @@ from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.search import search
+from horizonml.planner.simulate import predict
 
 NETWORK = Network(1e-6, 1e10)
 
@@ -184,7 +185,7 @@ def test_what_a_rank_sends_itself_is_free(interleaved: str) -> None:
     slow = Network(1.0, 1.0)
     costly = replace(profile(2), message_seconds=1.0, transfer_seconds_per_byte=1.0)
     problem = Problem([costly], [Host((0,), 1.0, 1e12)], slow, 4, 0)
-    two = judge(problem, cyclic(1, 2, 1, interleaved, 2)).prediction
+    two = predict(problem, cyclic(1, 2, 1, interleaved, 2))
     assert two.messages == []
     assert two.seconds == pytest.approx(judge(problem, cyclic(1, 1, 2, "1f1b", 2)).prediction.seconds)
 
@@ -192,7 +193,7 @@ def test_what_a_rank_sends_itself_is_free(interleaved: str) -> None:
 def test_memory_and_updates_count_all_stages_of_a_rank(interleaved: str) -> None:
     times = replace(profile(4), update_seconds_per_byte=1e-8)
     hosts = [Host((rank,), 1.0, 1e12) for rank in range(2)]
-    found = judge(Problem([times] * 2, hosts, NETWORK, 2, 1), cyclic(2, 2, 1, interleaved, 2)).prediction
+    found = predict(Problem([times] * 2, hosts, NETWORK, 2, 1), cyclic(2, 2, 1, interleaved, 2))
     updates = [span for span in found.spans if span.kind is Kind.UPDATE]
     assert sorted((span.rank, span.stage) for span in updates) == [(0, 0), (0, 2), (1, 1), (1, 3)]
     assert found.parts["updating parameters"] == pytest.approx(2 * (1 << 20) * 1e-8)

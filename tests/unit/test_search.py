@@ -9,12 +9,16 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from horizonml.plan.plan import FORMATS, Plan
 from horizonml.planner.candidates import data_parallel, equal_split
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.programme import StageBlocks, _solve, _solve_each
 from horizonml.planner.search import search
 
 
@@ -108,6 +112,58 @@ def test_shares_let_members_finish_together() -> None:
         for rank, (a, b) in zip(stage.ranks, stage.parts(problem.batch_size), strict=True)
     ]
     assert max(times) <= min(more) * (1 + 1e-9), "one sample from the slowest to the fastest would help"
+
+
+def test_many_devices_are_planned_with_few_simulations() -> None:
+    problem = replace(cluster(12, 250, 4), batch_size=1000)
+    evaluator = Evaluator(problem)
+    found = search(problem, evaluator=evaluator)
+    found.plan.check(4, 250)
+    assert evaluator.evaluations <= 36
+    assert found.prediction.seconds < judge(problem, data_parallel(problem)).prediction.seconds
+
+
+def every_way(
+    costs: dict[tuple[int, int], np.ndarray], layers: int, blocks: int, start: int = 0, first: int = 0
+) -> Iterator[list[float]]:
+    """The costs of the stages of every way to cover the layers and blocks from these on."""
+    if (start, first) == (layers, blocks):
+        yield []
+    for stop, end in itertools.product(range(start + 1, layers + 1), range(first + 1, blocks + 1)):
+        for rest in every_way(costs, layers, blocks, stop, end):
+            yield [costs[first, end][start, stop], *rest]
+
+
+def parts(costs: dict[tuple[int, int], np.ndarray], stages: Sequence[StageBlocks] | None) -> list[float]:
+    """The costs of stages, which must follow each other."""
+    assert stages is not None
+    assert [one[1] for one in stages[:-1]] == [one[0] for one in stages[1:]]
+    return [float(costs[first, end][start, stop]) for start, stop, first, end in stages]
+
+
+def test_the_programme_finds_the_best_of_all_ways_for_every_number_of_stages() -> None:
+    draw, layers, blocks = np.random.default_rng(5), 4, 3
+    spans = list(itertools.combinations(range(blocks + 1), 2))
+    for _ in range(5):
+        costs = {span: draw.uniform(1, 2, (layers + 1, layers + 1)) for span in spans}
+        shape = (0, layers + 1, layers + 1)
+        by_end = [
+            (
+                np.array([first for first, last in spans if last == end], dtype=int),
+                np.array([costs[first, end] for first, last in spans if last == end]).reshape(-1, *shape[1:]),
+            )
+            for end in range(blocks + 1)
+        ]
+        for cost in costs.values():
+            cost[np.tril_indices(layers + 1)] = np.inf
+        by_end = [(firsts, np.where(np.tri(layers + 1, dtype=bool), np.inf, cost)) for firsts, cost in by_end]
+        ways = list(every_way(costs, layers, blocks))
+        for join, total in ((np.maximum, max), (np.add, sum)):
+            assert total(parts(costs, _solve(by_end, join))) == pytest.approx(min(map(total, ways)))
+            for number, stages in enumerate(_solve_each(by_end, join, blocks), 1):
+                best = min(total(way) for way in ways if len(way) == number)
+                assert len(stages or ()) == number
+                assert total(parts(costs, stages)) == pytest.approx(best)
 
 
 def test_a_hundred_devices_are_planned() -> None:

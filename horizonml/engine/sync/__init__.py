@@ -8,6 +8,8 @@ from horizonml.engine.sync.allreduce import AllReduce
 from horizonml.engine.sync.base import Alone, GradientSync, Members, synced_buffers, trainable
 from horizonml.engine.sync.channels import Channels
 from horizonml.engine.sync.compressed import HalfAllReduce, PowerSgdAllReduce
+from horizonml.engine.sync.int4 import Int4AllReduce
+from horizonml.engine.sync.nccl import NcclAllReduce, has_gpus_of_its_own
 from horizonml.plan.plan import Sync
 
 
@@ -18,12 +20,18 @@ def sync_for(module: nn.Module, members: Members) -> GradientSync:
     if not members.stage.splits_channels and not trainable(module) and not synced_buffers(module):
         return Alone()  # in a stage that is frozen, there is nothing to agree on
     match members.stage.sync:
+        case Sync.LOCAL:
+            raise ValueError("members that take local steps train by their replica's plan, in which stages have one")
+        case Sync.ALL_REDUCE if has_gpus_of_its_own(members):
+            return NcclAllReduce(module, members)
         case Sync.ALL_REDUCE:
             return AllReduce(module, members)
         case Sync.FP16:
             return HalfAllReduce(module, members)
         case Sync.POWERSGD:
             return PowerSgdAllReduce(module, members)
+        case Sync.INT4:
+            return Int4AllReduce(module, members)
         case Sync.CHANNELS:
             return Channels(module, members)
         case Sync.HOROVOD | Sync.HOROVOD_FP16:

@@ -21,14 +21,10 @@ from torch import Tensor, nn
 
 from horizonml.comm.tree import TreeSum
 from horizonml.comm.work import Work
+from horizonml.engine.staging import CPU
 from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
-from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
+from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
 from horizonml.state.parts import Part
-
-# Up to these sizes a tree is faster than a ring: over a network, where its root carries n times the bytes, and on one
-# machine, where only the number of messages counts.
-TREE_BYTES = 128 << 10
-TREE_BYTES_ON_ONE_HOST = 4 << 20
 
 
 @dataclass
@@ -37,6 +33,7 @@ class Bucket:
 
     parameters: list[nn.Parameter]
     extra: int = 0
+    device: torch.device = CPU
     flat: Tensor = field(init=False)
     views: list[Tensor] = field(init=False)
     missing: int = 0
@@ -45,7 +42,8 @@ class Bucket:
     def __post_init__(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
         double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
-        self.flat = torch.zeros(sum(sizes) + self.extra, dtype=torch.float64 if double else torch.float32)
+        dtype = torch.float64 if double else torch.float32
+        self.flat = torch.zeros(sum(sizes) + self.extra, dtype=dtype, device=self.device)
         parts = self.flat[: sum(sizes)].split(sizes) if sizes else ()
         # In the parameter's own memory format, since the fused update walks through memory as it lies.
         self.views = [
@@ -70,6 +68,7 @@ class AllReduce:
         self.replicas = 1 if split is None else len(members.ranks)
         self.parts: Mapping[str, Part] = split or {}
         self._members, self._group, self._clock = members, members.group, members.clock
+        self._staging, self._device = members.staging, members.staging.device
         self._parameters = [parameter for name, parameter in trainable(module).items() if name not in self.parts]
         self._averaged, self._copied = float_and_other(
             buffer for name, buffer in synced_buffers(module).items() if name not in self.parts
@@ -95,7 +94,7 @@ class AllReduce:
         """Return the buckets in the order in which they are sent; the last has room for `extra` values of buffers."""
         parts = in_buckets([parameter.nbytes for parameter in self._parameters], BUCKET_BYTES)
         grouped = [[self._parameters[index] for index in part] for part in parts] or [[]]
-        return [*map(Bucket, grouped[:-1]), Bucket(grouped[-1], extra)]
+        return [*(Bucket(own, device=self._device) for own in grouped[:-1]), Bucket(grouped[-1], extra, self._device)]
 
     def _make_tree(self, total: int) -> TreeSum | None:
         """Return a tree if it is faster than a ring for `total` bytes, or None."""
@@ -104,7 +103,7 @@ class AllReduce:
             return None
         assert len(self._buckets) == 1
         tag = self._group.channel("gradients").tag(self._members.number)
-        return TreeSum(self._group, ranks, tag, self._buckets[0].flat)
+        return TreeSum(self._group, ranks, tag, self._staging.to_host(self._buckets[0].flat))
 
     def close(self) -> None:
         """See `GradientSync`. The gradients are dropped too, because they lie in the buckets."""
@@ -152,7 +151,8 @@ class AllReduce:
         gradients = []
         self._present += [parameter.grad is not None for parameter in bucket.parameters]
         if bucket is self._buckets[-1]:
-            bucket.tail[: len(self._parameters)] = torch.tensor(self._present, dtype=bucket.flat.dtype)
+            present = torch.tensor(self._present, dtype=bucket.flat.dtype)
+            bucket.tail[: len(self._parameters)] = self._staging.to_device(present)
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             if parameter.grad is None:  # this member had no samples, or the loss does not depend on the parameter
                 view.zero_()
@@ -171,6 +171,9 @@ class AllReduce:
 
     def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         """Begin to sum a bucket in place; `views` are its gradients."""
+        return self._staging.sum(flat, self._all_reduce)
+
+    def _all_reduce(self, flat: Tensor) -> Work:
         return self._group.all_reduce(flat, self._members.ranks, self._members.number)
 
     def finish(self, weight: float) -> float | None:
@@ -181,11 +184,13 @@ class AllReduce:
             bucket.missing = 0
         self._send_full()
         self._armed = False
+        self._staging.drain()
+        own = self._staging.to_host(self._buckets[0].flat) if self._tree is not None else None
         self._clock.switch("transfer", "all-reduce")
-        if self._tree is not None:
-            total = self._tree.sum(self._buckets[0].flat)
+        if self._tree is not None and own is not None:
+            total = self._tree.sum(own)
             if total is not self._buckets[0].flat:
-                self._buckets[0].flat.copy_(total)
+                self._buckets[0].flat.copy_(self._staging.to_device(total))
         for work in self._works:
             self._group.wait(work)
         self._clock.switch("compute", "update")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.engine.clock import Clock
+from horizonml.engine.staging import Staging
 from horizonml.models.freezing import still_buffers
 from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
@@ -23,6 +24,7 @@ class Members:
     number: int  # the number of the stage in its plan
     group: Group
     clock: Clock
+    staging: Staging = field(default_factory=Staging)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -37,32 +37,35 @@ class Exchange:
 
     def __init__(self, members: Members) -> None:
         self._group, self._ranks, self._clock = members.group, members.ranks, members.clock
+        self._staging = members.staging
         tag = members.group.channel("members").tag(members.number)
         self._here = TreeSum(members.group, members.ranks, tag, torch.zeros(1))
         self.bytes = 0  # bytes sent by this member, which receives as many
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all members' tensors as a new tensor."""
-        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        total = self._staging.to_host(tensor.detach().clone(memory_format=torch.contiguous_format))
         before = self._begin()
         self._group.wait(self._group.all_reduce(total, self._ranks))
         self._clock.switch(*before)
         self.bytes += 2 * (len(self._ranks) - 1) * total.nbytes // len(self._ranks)
-        return total
+        return self._staging.to_device(total)
 
     def gather(self, own: Tensor, dim: int, bounds: Sequence[tuple[int, int]]) -> Tensor:
         """Return all members' tensors joined along `dim`; member i's lies at `bounds[i]`."""
+        own = self._staging.to_host(own.detach())
         before = self._begin()
         whole = gather(own, dim, bounds, self._group, self._ranks)
         self._clock.switch(*before)
         longest = max(stop - start for start, stop in bounds)
         self.bytes += (len(self._ranks) - 1) * longest * (own.nbytes // max(1, own.shape[dim]))
-        return whole
+        return self._staging.to_device(whole)
 
     def _begin(self) -> tuple[Any, str, int]:
+        self._staging.drain()
         before = self._clock.current
         self._clock.switch("wait", "members")
-        self._here.sum(torch.zeros(1))
+        self._here.sum(torch.zeros(1, device="cpu"))  # also while a model creates tensors on the device
         self._clock.switch("transfer", "channels")
         return before
 
@@ -242,7 +245,7 @@ class Channels(AllReduce):
         start, stop = part.bounds[part.member]
         new = nn.BatchNorm2d(
             stop - start, layer.eps, layer.momentum, layer.affine, track_running_stats=layer.track_running_stats
-        )
+        ).to(self._stage_members.staging.device)
         new.load_state_dict(own)
         for key, parameter in new.named_parameters():
             parameter.requires_grad_(layer.get_parameter(key).requires_grad)

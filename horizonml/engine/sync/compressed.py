@@ -31,12 +31,12 @@ def powersgd_ratio(shapes: Sequence[Sequence[int]]) -> float:
     return sum(map(powersgd_numbers, shapes)) / every if every else 1.0
 
 
-class _Compressed(AllReduce, ABC):
+class Compressed(AllReduce, ABC):
     """Sums a compressed form of the gradients. Buffers are never compressed and have a message of their own."""
 
     def _make_buckets(self, extra: int) -> list[Bucket]:
         buckets = super()._make_buckets(0)
-        return [*buckets, Bucket([], extra)] if extra else buckets
+        return [*buckets, Bucket([], extra, self._device)] if extra else buckets
 
     def _make_tree(self, total: int) -> TreeSum | None:
         return None
@@ -44,18 +44,22 @@ class _Compressed(AllReduce, ABC):
     def begin(self, measure_divergence: bool) -> None:
         """See `GradientSync`."""
         super().begin(measure_divergence)
-        whole = sum(bucket.flat.nbytes for bucket in self._buckets)
         extra = sum(4 * bucket.extra for bucket in self._buckets)
         count = len(self._members.ranks)
-        self.bytes_sent = int(2 * (count - 1) * (self._ratio * (whole - extra) + extra) / count)
+        self.bytes_sent = self._bytes_of_gradients() + int(2 * (count - 1) * extra / count)
 
     def _sum(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         return self._sum_compressed(flat, views) if views else super()._sum(flat, views)
 
-    @property
     @abstractmethod
-    def _ratio(self) -> float:
-        """Return the bytes that are summed in a step, relative to those of float32."""
+    def _bytes_of_gradients(self) -> int:
+        """Return the bytes of gradients that this member sends in a step."""
+
+    def _ring_bytes(self, ratio: float) -> int:
+        """Return the bytes that a member sends if gradients take `ratio` of their bytes and are summed along a ring."""
+        count = len(self._members.ranks)
+        whole = sum(bucket.flat.nbytes - 4 * bucket.extra for bucket in self._buckets)
+        return int(2 * (count - 1) * ratio * whole / count)
 
     @abstractmethod
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
@@ -73,14 +77,15 @@ class _HalfSum:
         self.flat.copy_(self.sent)
 
 
-class HalfAllReduce(_Compressed):
+class HalfAllReduce(Compressed):
     """Sums gradients as 16-bit floats."""
 
-    _ratio = 0.5
+    def _bytes_of_gradients(self) -> int:
+        return self._ring_bytes(0.5)
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
         sent = flat.half()
-        return _HalfSum(flat, sent, self._group.all_reduce(sent, self._members.ranks, self._members.number))
+        return _HalfSum(flat, sent, self._staging.sum(sent, self._all_reduce))
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class _WhenWaitedFor:
         self.start()
 
 
-class PowerSgdAllReduce(_Compressed):
+class PowerSgdAllReduce(Compressed):
     """Sums thin matrices with torch's hook, which averages.
 
     The hook begins some of its sums on other threads, so it must run while this rank begins no other sum; otherwise the
@@ -148,15 +153,20 @@ class PowerSgdAllReduce(_Compressed):
 
     def _make_buckets(self, extra: int) -> list[Bucket]:
         # torch's hook hangs with more than one bucket on gloo.
-        buckets = [Bucket(self._parameters[::-1])]
-        return [*buckets, Bucket([], extra)] if extra else buckets
+        buckets = [Bucket(self._parameters[::-1], device=self._device)]
+        return [*buckets, Bucket([], extra, self._device)] if extra else buckets
 
-    @property
-    def _ratio(self) -> float:
-        return self._thin if self._state.iter >= WHOLE_STEPS else 1.0
+    def _bytes_of_gradients(self) -> int:
+        return self._ring_bytes(self._thin if self._state.iter >= WHOLE_STEPS else 1.0)
 
     def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
-        return _WhenWaitedFor(lambda: self._run_hook(flat, views))
+        def begin(host: Tensor) -> Work:
+            there = views
+            if host is not flat:  # the hook computes where its sums are
+                there = [host.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
+            return _WhenWaitedFor(lambda: self._run_hook(host, there))
+
+        return self._staging.sum(flat, begin)
 
     @torch.no_grad()
     def _run_hook(self, flat: Tensor, views: Sequence[Tensor]) -> None:

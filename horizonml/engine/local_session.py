@@ -1,0 +1,321 @@
+"""Trains with local steps: replicas train independently, and synchronise every so many steps (see `plan.local`).
+
+A replica is a session of its own, with the part of the plan that its ranks have, on its rows of each global batch. It
+updates its parameters whenever it has as many rows as an equal share of a batch, so slow devices, which have smaller
+shares, take fewer local steps. Between synchronisations nothing travels between replicas. In a synchronisation, the
+members of each stage sum their outer gradients (`outer.fragment`); then all ranks agree on the loss, on whether to go
+on, and on whether all of that was finite, and only then does anyone go on from the new parameters.
+
+The state of a run with local steps is what all members have agreed on last. When the session ends at any other
+moment, the parameters go back to that, so a rank that is lost costs no more than the steps since then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+
+from horizonml.comm.expected import boolean
+from horizonml.comm.group import Group
+from horizonml.comm.within import Within
+from horizonml.data.needs import Needs
+from horizonml.data.seeds import name_seed
+from horizonml.engine.outer.fragment import Fragment, fragments_of
+from horizonml.engine.outer.merge import Tail, merged
+from horizonml.engine.outer.rows import Part, Rows
+from horizonml.engine.session import Session
+from horizonml.engine.step import WAYS, Step, Told, Totals
+from horizonml.engine.sync.base import Members, synced_buffers
+from horizonml.engine.tied import Ties
+from horizonml.engine.totals import TotalsSum
+from horizonml.engine.verdict import UNCHANGED, GradientCheck
+from horizonml.errors import Diverged, PeerLost, PlanError
+from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.plan.execution import Executions
+from horizonml.plan.local import Local
+from horizonml.plan.plan import Plan
+from horizonml.state.follow import Following
+from horizonml.state.outer import PreparedOuter
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.task import Batch, Task
+
+_SYNCED = (
+    "Parameters are as they were after step {step}, when the replicas last agreed on them; lower optimizer.lr or "
+    "parallel.sync.learning_rate, clip gradients (optimizer.clip_norm), or synchronise more often (parallel.sync.every)"
+)
+
+
+def open_session(
+    plan: Plan,
+    state: TrainState,
+    group: Group,
+    task: Task,
+    batch_size: int,
+    executions: Executions | None = None,
+) -> Session:
+    """Return this rank's session of a plan, with or without local steps; all ranks of the group call this."""
+    kind = Session if plan.local is None else LocalSession
+    return kind(plan, state, group, task, batch_size, executions)
+
+
+class LocalSession(Session):
+    """Holds this rank's part in one generation that takes local steps."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: TrainState,
+        group: Group,
+        task: Task,
+        batch_size: int,
+        executions: Executions | None = None,
+    ) -> None:
+        """Connect the replicas and their stages; see `Session`."""
+        plan.check(len(state.model.chain), group.world_size)
+        assert plan.local is not None
+        self.plan, self.state, self.group, self.task = plan, state, group, task
+        self.following: Following | None = None
+        self._local: Local = plan.local
+        self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
+        shares = plan.stages[0].shares
+        self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
+        usual = -(-batch_size // len(shares))
+        within = Within(group, plan.replicas[self._place])
+        self._inner = Session(plan.replica(self._place), state, within, task, usual, executions)
+        self.stages, self.clock = self._inner.stages, self._inner.clock
+        group.barrier()
+        self._totals = TotalsSum(group, task, self.stages, len(plan.stages) - 1)
+        self._check = GradientCheck(
+            self._inner.plan, Ties([]), group, self.clock, {}, None, self._inner.staging
+        )  # of evaluations
+        self._ties = [list(names) for names in state.model.ties]
+        spans = ({plan.stage_of(state.layer_of(f"model/{name}")) for name in names} for names in self._ties)
+        if any(len(stages) > 1 for stages in spans):
+            self._inner.close()
+            raise PlanError(
+                "parallel.sync: layers in different stages share a parameter, which replicas of a pipeline cannot "
+                "synchronise; use strategy ddp, or stages that hold all of these layers"
+            )
+        self._fragments: list[list[Fragment]] = []  # by number, those of this rank's stages; once training begins
+        self._flying: int | None = None  # the fragment whose sum is under way
+        self._synced = self._base = state.step
+        self._waiting: list[Part] = []  # rows that are to be a part of the next local step
+        self._pending = [0] * len(shares)  # how many rows wait on each replica
+        self._found, self._samples = self._totals.found({}), 0
+        self._sent = 0  # bytes, in the step under way
+        self._apart: float | None = None  # how far this replica's outer gradient was from the mean
+        self._stop = self._newcomers = False
+        self._last: Totals | None = None
+        self.local_steps = 0  # that this replica has taken since the session began
+
+    def follow(self, following: Following) -> None:
+        """Refuse followers: whoever joins replicas receives the state before training goes on."""
+        raise AssertionError("nobody follows replicas that take local steps")
+
+    def _begin_training(self) -> None:
+        """Take the state as what all agree on; it has been loaded, or received, by now."""
+        if self._fragments:
+            return
+        self.state.optimizer.local, self.state.given_up = True, 0
+        every = []
+        for number, stage in self.stages.items():
+            members = Members(self.plan.stages[number], number, self.group, self.clock)
+            here = [[name for name in names if name in stage.parameters] for names in self._ties]
+            ties = [names for names in here if len(names) > 1]
+            buffers = synced_buffers(stage.module)
+            every.append(fragments_of(self._local, members, self.state, stage.parameters, buffers, ties))
+        self._fragments = [[of_stage[number] for of_stage in every] for number in range(self._local.fragments)]
+        self._synced = self._base = self.state.step
+
+    def step(
+        self,
+        batch: Batch,
+        learning_rate: float,
+        *,
+        measure_divergence: bool = False,
+        stop: bool = False,
+        newcomers: bool = False,
+        look: bool = False,
+        full: bool = False,
+    ) -> Step:
+        """Train on this replica's rows of a global batch, and synchronise if it is time; see `Session.step`.
+
+        The totals are those of all replicas since the last synchronisation in a step that ends with one, and this
+        replica's own in others. Only the former say whether anyone wants to end, or to join.
+        """
+        if self.group.is_over:  # nothing that travels would show it
+            raise PeerLost("the group was broken off")
+        self._begin_training()
+        self.state.prepared = None
+        number = self.state.step
+        self._stop, self._newcomers = self._stop or stop, self._newcomers or newcomers
+        steps = self._train(batch, learning_rate, full)
+        self.state.step = number + 1
+        self.clock.restart()
+        self._sent, self._apart, totals = 0, None, None
+        arriving, leaving = self._local.applied(number + 1), self._local.sent(number + 1)
+        if not full:
+            if leaving is not None:
+                self._begin_sum(leaving)
+            if arriving is not None and arriving == self._flying:
+                totals = self._agree([arriving], late=self._local.delay > 0)
+            full = totals is not None and (totals.stop or totals.newcomers) and self._has_more
+        if full:
+            totals = self._synchronise_fully()
+        return self._merged(steps, totals)
+
+    @property
+    def _has_more(self) -> bool:
+        """Return whether a synchronisation leaves replicas with parameters of their own."""
+        return self._local.fragments > 1 or self._local.delay > 0
+
+    def _train(self, batch: Batch, learning_rate: float, full: bool) -> list[Step]:
+        """Take the local steps that are due with a global batch; before a `full` synchronisation, at least one."""
+        parts, number = self.plan.stages[0].parts(batch.size), self.state.step
+        updates = [self._local.updates(share, number - self._base) for share in self._shares]
+        updates = [max(1, due) for due in updates] if full else updates
+        waiting = [before + end - first for before, (first, end) in zip(self._pending, parts, strict=True)]
+        trained = [rows if due else 0 for rows, due in zip(waiting, updates, strict=True)]
+        self._pending = [before - done for before, done in zip(waiting, trained, strict=True)]
+        for fragment in itertools.chain(*self._fragments):
+            fragment.count(trained)
+        self._waiting.append(Part(batch, *parts[self._place]))
+        if not updates[self._place]:
+            return []
+        rows, self._waiting = Rows(self._waiting), []
+        steps = []
+        for place, piece in enumerate(rows.split(updates[self._place])):
+            self.state.step = number
+            seed = self.state.model.seed
+            self._inner.draws = name_seed(seed, "replica", self._place, place) if self._place or place else seed
+            with _said_of_replicas(self._synced):
+                steps.append(self._inner.step(piece, learning_rate))
+            self._found, self._samples = self._found + self._inner.found, self._samples + piece.size
+            self._last = steps[-1].totals
+            self.local_steps += 1
+        return steps
+
+    def _begin_sum(self, number: int) -> None:
+        """Begin to sum a fragment's outer gradients."""
+        self.clock.switch("compute", "outer gradient")
+        for fragment in self._fragments[number]:
+            fragment.begin()
+            self._sent += fragment.bytes_sent
+        self._flying = number
+
+    def _synchronise_fully(self) -> Totals:
+        """Synchronise all fragments while everyone waits, so that there is one set of parameters. Raises PeerLost.
+
+        A fragment on which nobody has worked since its last synchronisation is left out: it would only be moved on by
+        the outer momentum. What arrives late is mixed with the steps taken meanwhile, as ever, so these count.
+        """
+        if self._flying is not None:
+            self._agree([self._flying], late=True)
+        changed = [number for number, here in enumerate(self._fragments) if any(one.has_changed for one in here)]
+        for number in changed:
+            self._begin_sum(number)
+        totals = self._agree(changed, late=False)
+        self._base = self.state.step
+        return totals
+
+    def _agree(self, numbers: Sequence[int], late: bool) -> Totals:
+        """Wait for the sums of some fragments, and go on from them once all ranks have them.
+
+        Raises PeerLost and Diverged.
+        """
+        fragments, step = [one for number in numbers for one in self._fragments[number]], self.state.step
+        self.clock.switch("transfer", "outer gradient")
+        results = [fragment.finish(step) for fragment in fragments]
+        self._flying = None
+        self._apart = max((apart for _, apart in results if apart is not None), default=None)
+        finite = all(fine for fine, _ in results) and bool(torch.isfinite(self._found).all())
+        found = {key: value for fragment in fragments for key, value in fragment.found.items()}
+        if finite:  # or those who lose the others' consent could go on from what all would have refused
+            self.state.prepared = PreparedOuter(step, found)
+        self.clock.switch("wait", "others")
+        totals = self._totals.agree(self._found, self._samples, None, self._stop, self._newcomers, finite)
+        self.clock.switch("compute", "update")
+        self.state.prepared = None
+        if not totals.finite:
+            self._refuse(step)
+        for fragment in fragments:
+            fragment.commit(step, late)
+        self._synced = step
+        return totals
+
+    def _refuse(self, step: int) -> NoReturn:
+        """Raise Diverged on all ranks, naming one whose parameters or loss are not finite."""
+        own = [p.sum() for stage in self.stages.values() for p in stage.parameters.values()]
+        broken = not all(bool(torch.isfinite(value)) for value in (*own, *self._found))
+        told = self.group.gather_json(broken, boolean)
+        rank = next((rank for rank, found in enumerate(told) if found), None)
+        who = f" (the parameters or the loss of rank {rank} are not)" if rank is not None else ""
+        raise Diverged(f"step {step}: the outer gradient is not finite{who}. {_SYNCED.format(step=self._synced)}")
+
+    def _merged(self, steps: Sequence[Step], totals: Totals | None) -> Step:
+        """Return what this rank saw of a global step: its local steps, and the synchronisation if there was one."""
+        wall, spent = self.clock.finish(), self.clock.totals
+        tail = Tail(wall, spent["compute"], spent["transfer"], spent["wait"], self.clock.spans, self._sent, self._apart)
+        told = self._totals.told if totals is not None else ()
+        own = totals or self._last or self._totals.nothing()
+        found = merged(steps, tail, own, told)
+        if totals is not None:
+            self._found, self._samples = torch.zeros_like(self._found), 0
+            self._stop = self._newcomers = False
+        moved = [found.traffic[way][place] for place in (0, 1) for way in WAYS]
+        kinds = (found.wall, found.compute, found.transfer, found.wait)
+        self._totals.own = Told(*kinds, cpu_seconds(), rss_bytes(), *moved)
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Totals:
+        """Return the loss and the metrics on held-out batches, which the replicas divide among them; see `Session`."""
+        own = (Rows([Part(batch, *self.plan.stages[0].parts(batch.size)[self._place])]) for batch in batches)
+        found, samples = self._inner.judge(rows for rows in own if rows.size)
+        totals = self._totals.agree(found, samples, None)
+        self._check.check_held_out(self.state.step, totals.loss, float(found[0]))
+        return totals
+
+    def needs(self, size: int, training: bool) -> Needs:
+        """See `Session.needs`."""
+        first, end = self.plan.stages[0].parts(size)[self._place]
+        if first == end:
+            return Needs()
+        found = self._inner.needs(end - first, training)
+        inputs, targets = (
+            [(first + low, first + high) for low, high in rows] for rows in (found.inputs, found.targets)
+        )
+        return Needs(inputs, targets)
+
+    def try_smallest(self, size: int) -> str | None:
+        """See `Session.try_smallest`."""
+        first, end = self.plan.stages[0].parts(size)[self._place]
+        pieces = max(1, math.ceil(self._shares[self._place] - 1e-9))
+        sizes = sorted({(end - first) // pieces, end - first} - {0})
+        return next((why for rows in sizes if (why := self._inner.try_smallest(rows)) is not None), None)
+
+    def close(self) -> None:
+        """Go back to what all ranks have agreed on last, and release everything but the state."""
+        self._inner.close()
+        for fragment in itertools.chain(*self._fragments):
+            fragment.roll_back()
+        if self._fragments:
+            self.state.given_up, self.state.step = self.state.step - self._synced, self._synced
+        if not isinstance(self.state.prepared, PreparedOuter):
+            self.state.prepared = None
+        self.state.optimizer.local = False
+        self._fragments, self._waiting = [], []
+
+
+@contextmanager
+def _said_of_replicas(synced: int) -> Iterator[None]:
+    """Let an error of a replica say what becomes of the parameters."""
+    try:
+        yield
+    except Diverged as error:
+        raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None

@@ -1,0 +1,244 @@
+"""Holds what members agree on for some layers of a stage: outer parameters, momentum, and buffers.
+
+A fragment's outer gradient is `sum_m w_m (outer - own_m)`: `own_m` are the parameters of member m, and `w_m` is its
+part of the samples that all members have worked on since the last synchronisation. The outer optimizer is SGD with
+Nesterov momentum, as in DiLoCo (arXiv 2311.08105). Every member computes the same update from the same sum, so all
+hold the same bits. If an update arrives late, it is mixed with the parameters after the steps in between (Streaming
+DiLoCo, arXiv 2501.18512, section 2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from horizonml.comm.work import Work
+from horizonml.engine.outer.sums import Sum, WholeSum, sum_for
+from horizonml.engine.sync.base import Members, float_and_other
+from horizonml.models.placing import HOST
+from horizonml.plan.local import Local
+from horizonml.state.average import AVERAGE, decay_of, follow
+from horizonml.state.outer import MOMENTUM
+from horizonml.state.train_state import TrainState
+
+MIXING = 0.5  # the part of a member's own parameters that it keeps when an update arrives late
+
+
+class Fragment:
+    """Holds one fragment of one stage, as one of its members.
+
+    Outer parameters and momentum are in the host's memory, whatever the member computes on.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        local: Local,
+        members: Members,
+        state: TrainState,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        copies: Mapping[str, tuple[str, nn.Parameter]],
+    ) -> None:
+        """Take the parameters and buffers as they are for what all members agree on; all call this in one order.
+
+        `copies` are other parameters that are tied to one of the `parameters`, whose name stands with each.
+        """
+        self._local, self._members, self._state = local, members, state
+        self._parameters, self._buffers, self._copies = dict(parameters), dict(buffers), dict(copies)
+        double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
+        self._dtype = torch.float64 if double else torch.float32
+        self._sizes = [parameter.numel() for parameter in parameters.values()]
+        self._counts = [0.0] * len(members.ranks)  # the rows that each member has worked on since the last agreement
+        self._since = state.step  # the step of that agreement
+        count, group, stage = sum(self._sizes), members.group, members.stage
+        self._sum: Sum | None = None
+        if count:
+            self._sum = sum_for(local.format, group, stage, members.number, number, count, self._dtype.itemsize)
+        size = sum(buffer.numel() for buffer in buffers.values())
+        self._buffer_sum = WholeSum(group, stage, members.number, 4 * size) if size else None
+        self.outer = self._flat()
+        self.momentum = torch.zeros(count, dtype=self._dtype)
+        known, views = state.entries(MOMENTUM), self._by_name(self.momentum)
+        for name in known.keys() & views.keys():
+            views[name].copy_(known[name])
+        self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        self._averaged = set(state.entries(AVERAGE)) & set(parameters)
+        self._works: list[Work] = []
+        self._vector, self._own = torch.zeros(0), torch.zeros(0)
+        self._arrived: list[Tensor] = []
+        self.found: dict[str, Tensor] = {}  # what the last synchronisation has found, by the names in the state
+        self._next = torch.zeros(0), torch.zeros(0)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the bytes that this member sends in a synchronisation; it receives about as many."""
+        return sum(one.bytes_sent for one in (self._sum, self._buffer_sum) if one is not None)
+
+    def _flat(self) -> Tensor:
+        """Return a copy of this member's own parameters."""
+        found = [parameter.detach().flatten().to(HOST, self._dtype) for parameter in self._parameters.values()]
+        return torch.cat(found) if found else torch.zeros(0)
+
+    def _by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split(self._sizes) if self._sizes else ()
+        pairs = zip(self._parameters.items(), parts, strict=True)
+        return {name: part.view(parameter.shape) for (name, parameter), part in pairs}
+
+    def count(self, rows: Sequence[int]) -> None:
+        """Note how many rows each member has worked on in a step."""
+        self._counts = [before + more for before, more in zip(self._counts, rows, strict=True)]
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether any member has worked on rows since the last sum began; all members know the same."""
+        return any(self._counts)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin to sum this member's outer gradient, and its buffers, with those of the others. Raises PeerLost."""
+        total = sum(self._counts)
+        weight = self._counts[self._members.place] / total if total else 1.0 / len(self._counts)
+        self._counts = [0.0] * len(self._counts)
+        self._works = []
+        if self._sum is not None:
+            self._own = self.outer - self._flat()
+            self._vector = self._own * weight
+            if self._local.format != "fp32":
+                self._vector = self._vector.float()
+            self._works.append(self._sum.begin(self._vector))
+        if self._buffer_sum is not None:
+            averaged, copied = float_and_other(self._buffers.values())
+            first = float(self._members.leads)
+            parts = [b.flatten().to(HOST, torch.float32) * weight for b in averaged]
+            parts += [b.flatten().to(HOST, torch.float32) * first for b in copied]
+            self._arrived = [torch.cat(parts)]
+            self._works.append(self._buffer_sum.begin(self._arrived[0]))
+
+    @torch.no_grad()
+    def finish(self, step: int) -> tuple[bool, float | None]:
+        """Wait for the sum, and compute what all members go on from after `step` steps. Raises PeerLost.
+
+        Return whether it is finite, and how far this member's outer gradient was from the mean, relative to that.
+        """
+        for work in self._works:
+            self._members.group.wait(work)
+        self._works, divergence, finite = [], None, True
+        if self._sum is not None:
+            gradient = self._vector.to(self._dtype)
+            finite = bool(torch.isfinite(gradient.sum()))
+            norm = float(gradient.norm())
+            divergence = float((self._own - gradient).norm()) / norm if norm > 0 else 0.0
+            momentum = self.momentum * self._local.momentum + gradient
+            direction = gradient + self._local.momentum * momentum
+            self._next = self.outer - self._local.learning_rate * direction, momentum
+        self.found = self._name(step)
+        return finite, divergence
+
+    def _name(self, step: int) -> dict[str, Tensor]:
+        """Return the new values by the names that they have in the state."""
+        found: dict[str, Tensor] = {}
+        if self._sum is not None:
+            outer, momentum = map(self._by_name, self._next)
+            known = self._state.entries(MOMENTUM)
+            for name, parameter in self._parameters.items():
+                found[f"model/{name}"] = outer[name].to(parameter.dtype)
+                # A parameter that no member has ever changed has no optimizer state.
+                if self._local.momentum and (name in known or bool(momentum[name].any())):
+                    found[f"optimizer/{name}/{MOMENTUM}"] = momentum[name].to(parameter.dtype)
+            found |= self._averages(outer, step)
+            for name, (first, _) in self._copies.items():
+                for key in ("model/{}", f"optimizer/{{}}/{AVERAGE}"):
+                    if key.format(first) in found:
+                        found[key.format(name)] = found[key.format(first)]
+        if self._arrived:
+            averaged, copied = float_and_other(self._buffers.values())
+            names = {id(buffer): name for name, buffer in self._buffers.items()}
+            every = [*averaged, *copied]
+            parts = self._arrived[0].split([buffer.numel() for buffer in every])
+            for buffer, part in zip(every, parts, strict=True):
+                found[f"model/{names[id(buffer)]}"] = part.view(buffer.shape).to(buffer.dtype)
+        return found
+
+    def _averages(self, outer: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Return the moving averages, which follow what members agree on as they would follow as many steps."""
+        found: dict[str, Tensor] = {}
+        ema = self._state.optimizer.ema
+        if ema is None:
+            return found
+        before, known = self._by_name(self.outer), self._state.entries(AVERAGE)
+        keeps = decay_of(ema, step - 1) ** max(1, step - self._since)
+        for name in known.keys() & self._parameters.keys():
+            # What a member's first step began an average with is only its own.
+            average = (known[name].to(HOST) if name in self._averaged else before[name].to(known[name].dtype)).clone()
+            follow([average], [outer[name].to(average.dtype)], keeps)
+            found[f"optimizer/{name}/{AVERAGE}"] = average
+            self._averaged.add(name)
+        return found
+
+    @torch.no_grad()
+    def commit(self, step: int, late: bool) -> None:
+        """Go on from what was found; if it is `late`, keep a part of the steps taken since the sum began."""
+        every = {**self._parameters, **{name: copy for name, (_, copy) in self._copies.items()}}
+        own = {name: parameter.detach().clone() for name, parameter in every.items()} if late else {}
+        self._state.take_over({key: value.clone() for key, value in self.found.items()} if self._copies else self.found)
+        if self._sum is not None:
+            self.outer, self.momentum = self._next
+        self._kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        for name, value in own.items():
+            every[name].detach().lerp_(value, MIXING)
+        self._since, self.found, self._next = step, {}, (torch.zeros(0), torch.zeros(0))
+        self._vector, self._own, self._arrived = torch.zeros(0), torch.zeros(0), []
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Go back to what members agreed on last."""
+        outer = self._by_name(self.outer)
+        for name, parameter in self._parameters.items():
+            parameter.detach().copy_(outer[name])
+        for first, copy in self._copies.values():
+            copy.detach().copy_(outer[first])
+        for name, buffer in self._buffers.items():
+            buffer.copy_(self._kept[name])
+
+
+def fragments_of(
+    local: Local,
+    members: Members,
+    state: TrainState,
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    ties: Sequence[Sequence[str]],
+) -> list[Fragment]:
+    """Return a stage's fragments: consecutive layers with about as many parameters each; some may be empty.
+
+    `ties` are the names of parameters of which several in the stage are one; all but the first follow that.
+    """
+    first = {name: names[0] for names in ties for name in names[1:]}
+    layers = sorted({state.layer_of(f"model/{name}") for name in (*parameters, *buffers)})
+    size = dict.fromkeys(layers, 0)
+    for name, parameter in parameters.items():
+        size[state.layer_of(f"model/{name}")] += parameter.numel() if name not in first else 0
+    total, before, place = sum(size.values()), 0, {}
+    for layer in layers:
+        middle = before + size[layer] / 2
+        place[layer] = min(local.fragments - 1, int(local.fragments * middle / total)) if total else 0
+        before += size[layer]
+
+    def belongs(name: str, number: int) -> bool:
+        return place[state.layer_of(f"model/{first.get(name, name)}")] == number
+
+    return [
+        Fragment(
+            number,
+            local,
+            members,
+            state,
+            {name: one for name, one in parameters.items() if name not in first and belongs(name, number)},
+            {name: one for name, one in buffers.items() if belongs(name, number)},
+            {name: (first[name], one) for name, one in parameters.items() if name in first and belongs(name, number)},
+        )
+        for number in range(local.fragments)
+    ]

@@ -1,0 +1,165 @@
+"""Defines local steps: members train independently, and synchronise their parameters every so many steps.
+
+The members of a stage, or whole replicas of a pipeline, each update their own copy of the parameters (the inner
+optimizer). After `every` steps, the difference between the parameters that all began with and a member's own is its
+*outer gradient*. The mean of the members' outer gradients, weighted by the samples that each has worked on, is applied
+by the outer optimizer, and everyone goes on from the result. By default the outer optimizer takes that mean as it is;
+with SGD and Nesterov momentum, this is DiLoCo (Douillard et al., arXiv 2311.08105). With several fragments, groups of
+layers are synchronised in turn; with a delay, each travels while the next steps are computed (Streaming DiLoCo, arXiv
+2501.18512).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from horizonml.errors import PlanError
+from horizonml.text import count
+
+LOCAL_FORMATS = ("fp32", "int4", "topk")
+MOST_LOCAL_STEPS = 1 << 20
+FEWEST_SYNCHRONISATIONS = 16
+"""How often the members of a run should synchronise at least."""
+_FEWEST_WITH_MOMENTUM = 48
+_RATE_WITH_MOMENTUM = 0.7  # as in DiLoCo
+
+
+def outer_optimizer(learning_rate: float | None = None, momentum: float | None = None) -> tuple[float, float]:
+    """Return the learning rate and the momentum of the outer optimizer, either of which may be left open (None).
+
+    By default members go on from their mean: it was as good as momentum in long runs, and far better in short ones. It
+    also does not depend on the length of a run, which may be resumed for more epochs.
+    """
+    momentum = 0.0 if momentum is None else momentum
+    if learning_rate is None:
+        learning_rate = _RATE_WITH_MOMENTUM if momentum else 1.0
+    return learning_rate, momentum
+
+
+@dataclass(frozen=True)
+class Local:
+    """Says how often members that take local steps synchronise, in which pieces and format, and by which optimizer."""
+
+    every: int  # steps (global batches) from one synchronisation of a fragment to the next
+    fragments: int = 1  # groups of layers that are synchronised in turn, one every `every / fragments` steps
+    delay: int = 0  # steps after which a fragment's outer update is applied, while it travels in the background
+    format: str = "fp32"  # of outer gradients, one of LOCAL_FORMATS; all but fp32 with error feedback
+    learning_rate: float = 1.0  # of the outer optimizer; see `outer_optimizer`
+    momentum: float = 0.0
+
+    def problem(self) -> str | None:
+        """Return what is wrong with these values, beginning with the name of a field, or None."""
+        if not 1 <= self.every <= MOST_LOCAL_STEPS:
+            return f"every: {self.every} is not from 1 to {MOST_LOCAL_STEPS}"
+        if not 1 <= self.fragments <= self.every:
+            return f"fragments: {self.fragments} is not from 1 to `every`, {self.every}; one is synchronised at a time"
+        if not 0 <= self.delay < max(1, self.every // self.fragments):
+            most = max(1, self.every // self.fragments) - 1
+            return (
+                f"delay: {self.delay} is not from 0 to {most}; a fragment arrives before the next one is sent, which "
+                f"is {self.every // self.fragments} steps later"
+            )
+        if self.format not in LOCAL_FORMATS:
+            return f"format: {self.format!r} is unknown; there are {', '.join(LOCAL_FORMATS)}"
+        if not 0 < self.learning_rate < math.inf:
+            return f"learning_rate: {self.learning_rate} must be above 0"
+        if not 0 <= self.momentum < 1:
+            return f"momentum: {self.momentum} must be at least 0 and below 1"
+        return None
+
+    def check(self) -> None:
+        """Raise PlanError if these values cannot be."""
+        problem = self.problem()
+        if problem is not None:
+            raise PlanError(f"the plan's local steps: {problem}")
+
+    def sent(self, step: int) -> int | None:
+        """Return the fragment whose outer gradient is taken after `step` steps, or None."""
+        return next((f for f in range(self.fragments) if step > 0 and step % self.every == self._offset(f)), None)
+
+    def applied(self, step: int) -> int | None:
+        """Return the fragment whose outer update is applied after `step` steps, or None."""
+        return self.sent(step - self.delay) if step > self.delay else None
+
+    def next_applied(self, step: int) -> int:
+        """Return the first step after `step` in which an outer update is applied, and with it all members agree."""
+        steps = (step + 1 + (self._offset(f) + self.delay - step - 1) % self.every for f in range(self.fragments))
+        return min(found if found > self.delay else found + self.every for found in steps)
+
+    def _offset(self, fragment: int) -> int:
+        return (fragment + 1) * self.every // self.fragments % self.every
+
+    def may_be_full(self, step: int) -> bool:
+        """Return whether evaluations and checkpoints that are due may take place after `step` steps.
+
+        All fragments are synchronised then, so that there is one set of parameters.
+        """
+        return step % self.every == 0
+
+    def falls_due(self, period: int, step: int) -> bool:
+        """Return whether what is due every `period` steps takes place after `step` steps: as soon as it may."""
+        return self.may_be_full(step) and step // period > (step - self.every) // period
+
+    @staticmethod
+    def updates(share: float, step: int) -> int:
+        """Return how many local updates a member makes in the step that follows `step` others.
+
+        `share` is the member's share of the batch, relative to the mean share: with 1, it makes one update per step.
+        """
+        return math.floor((step + 1) * share + 1e-9) - math.floor(step * share + 1e-9)
+
+    def notes(self, steps: int, named: bool) -> list[str]:
+        """Return what the user should know of these values in a run of so many steps.
+
+        `named` says whether the job names a field of the outer optimizer.
+        """
+        times = -(-steps // self.every)
+        means = (self.learning_rate, self.momentum) == outer_optimizer()
+        what = "the plain mean of all replicas" if means else "SGD"
+        why = "as the job says" if named else "the default, which suits runs of any length"
+        found = [
+            f"local steps: the outer optimizer is {what} (learning rate {self.learning_rate:g}, momentum "
+            f"{self.momentum:g}; {why}), and the replicas agree after every {count(self.every, 'step')}, "
+            f"{count(times, 'time')} in this run"
+        ]
+        if self.every > steps:
+            found.append(
+                f"warning: parallel.sync.every: {self.every} is longer than the run of {count(steps, 'step')}, so the "
+                f"replicas agree only at its end; make it {max(1, steps // FEWEST_SYNCHRONISATIONS)} or less"
+            )
+        elif times < FEWEST_SYNCHRONISATIONS:
+            found.append(
+                f"warning: parallel.sync.every: {self.every} leaves {count(times, 'synchronisation')} in a run of "
+                f"{count(steps, 'step')}, which may cost accuracy; make it "
+                f"{max(1, steps // FEWEST_SYNCHRONISATIONS)} or less, or train longer"
+            )
+        if self.momentum and times < _FEWEST_WITH_MOMENTUM:
+            found.append(
+                f"warning: parallel.sync.momentum: {self.momentum:g} needs {_FEWEST_WITH_MOMENTUM} or more "
+                f"synchronisations, and this run has {times}; leave learning_rate and momentum out"
+            )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Local:
+        """Return what `to_json` was called on."""
+        return cls(
+            int(value["every"]),
+            int(value["fragments"]),
+            int(value["delay"]),
+            str(value["format"]),
+            float(value["learning_rate"]),
+            float(value["momentum"]),
+        )
+
+    def describe(self) -> str:
+        """Return a description for people."""
+        parts = f" in {self.fragments} fragments" if self.fragments > 1 else ""
+        delay = f", {self.delay} steps late" if self.delay else ""
+        return f"local steps, synchronised every {self.every} steps{parts} ({self.format}{delay})"

@@ -1,0 +1,164 @@
+"""Plans for some of the devices, and turns their plans into plans of all, in which the others are left out.
+
+A device may slow the others down: whoever works has to take part in sums, and to send and receive over its own link. So
+plans without the slowest machines are tried as well. Ranks of one machine are left out together or not at all; each
+accelerator of a machine counts as a machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from horizonml.errors import PlanError
+from horizonml.plan.plan import Plan
+from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
+from horizonml.planner.hardware import Host
+from horizonml.planner.precision import EXACT_IS_WORTH, STEPPING_TOGETHER_IS_WORTH, best_plan
+from horizonml.planner.problem import Problem
+from horizonml.planner.search import search
+
+MANY_RANKS = 200  # ranks, above which fewer sets are tried, with fewer simulations each
+_LEAST = (60, 24)  # simulations of the search for a set, with up to that many ranks and with more
+_IN_A_SET = 800  # the most simulations of the search for a set of devices, divided by the devices
+_MOST_MACHINES = 32  # up to which plans without some of them are tried
+_MOST_TRIED = 8  # numbers of machines, for each order of them
+_MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones are not tried
+_ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving machines out must save
+
+
+def fastest_plan(problem: Problem, evaluator: Evaluator) -> Candidate:
+    """Return the fastest plan that was found, without the machines that would slow the others down.
+
+    Raises PlanError if the constraints allow no plan.
+    """
+    everyone = best_plan(problem, evaluator)
+    if problem.constraints.ordered or problem.constraints.stages is not None or problem.constraints.local is not None:
+        return everyone
+    try:
+        return _with_fewer(problem, evaluator, everyone)
+    except OutOfTime:
+        return everyone
+
+
+def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> Candidate:
+    """Return a plan that leaves machines out, if that is clearly faster than the best plan for `everyone`."""
+    exact, kept = _fastest_exact_set(problem, evaluator, everyone.usable)
+    if exact is None:
+        return everyone
+    seconds = everyone.prediction.seconds if everyone.usable else math.inf
+    if everyone.usable and everyone.exact_seconds is not None:  # it is less exact, which has to be worth it still
+        exactly, alone = everyone.exact_seconds, exact.prediction.seconds
+        worth = STEPPING_TOGETHER_IS_WORTH if everyone.plan.local is not None else EXACT_IS_WORTH
+        if alone < (1 - _ALL_ARE_WORTH) * exactly and seconds >= (1 - worth) * alone:
+            return replace(exact, everyone_seconds=exactly)
+        everyone = replace(everyone, exact_seconds=min(exactly, alone))
+    best = exact
+    if not problem.constraints.is_exact:
+        found = planned(problem, evaluator, kept)
+        best = found if found is not None and found.usable else exact
+    if best.prediction.seconds >= (1 - _ALL_ARE_WORTH) * seconds:
+        return everyone
+    return replace(best, everyone_seconds=seconds)
+
+
+def _fastest_exact_set(
+    problem: Problem, evaluator: Evaluator, has_memory: bool
+) -> tuple[Candidate | None, tuple[int, ...]]:
+    """Return the fastest exact plan that leaves machines out, and the ranks that work in it; None if there is none.
+
+    `has_memory` says whether a plan for all fits into memory; otherwise those with the least memory are left out, too.
+    """
+    exactly = replace(problem, constraints=problem.constraints.exactly())
+    best: Candidate | None = None
+    found: tuple[int, ...] = ()
+    tried = set[tuple[int, ...]]()
+    for sets in _without_slow_machines(evaluator, has_memory):
+        worse = 0
+        for kept in sets:
+            if kept in tried:
+                continue
+            tried.add(kept)
+            one = planned(exactly, evaluator, kept)
+            if one is not None and one.usable and (best is None or one.cost < best.cost):
+                best, found, worse = one, kept, 0
+            else:
+                worse += 1
+            if worse == _MOST_WORSE:
+                break
+    return best, found
+
+
+def _without_slow_machines(evaluator: Evaluator, has_memory: bool) -> Iterator[list[tuple[int, ...]]]:
+    """Yield lists of smaller and smaller sets of ranks: those of the fastest machines, and of the best connected."""
+    problem = evaluator.problem
+    machines: dict[str, list[int]] = {}
+    for number, host in enumerate(problem.hosts):
+        machines.setdefault(host.machine or f" {number}", []).extend(host.ranks)
+    groups = list(machines.values())
+    if not 1 < len(groups) <= _MOST_MACHINES:
+        return
+    seconds = {rank: evaluator.seconds(rank, 0, problem.layers, 8) for group in groups for rank in group}
+
+    def link(group: list[int]) -> float:
+        others = [other for one in groups if one is not group for other in one]
+        return max(problem.network.between(rank, other).bandwidth for rank in group for other in others)
+
+    orders = [
+        sorted(groups, key=lambda group: 1 / sum(1 / max(1e-12, seconds[rank]) for rank in group)),
+        sorted(groups, key=link, reverse=True),
+    ]
+    if not has_memory:
+        orders.append(sorted(groups, key=lambda group: -min(problem.memory[rank] for rank in group)))
+    step = -(-(len(groups) - 1) // _MOST_TRIED)
+    sizes = range(len(groups) - 1, 0, -step)
+    for order in orders:
+        yield [tuple(sorted(rank for group in order[:size] for rank in group)) for size in sizes]
+
+
+def planned(problem: Problem, evaluator: Evaluator, kept: Sequence[int]) -> Candidate | None:
+    """Return the fastest plan of all ranks in which only the ranks `kept` work, or None if these allow no plan.
+
+    It has no local steps: a rank that holds no layers has no part in them.
+    """
+    part = among(problem, kept)
+    part = replace(part, constraints=replace(part.constraints, every=()))
+    own = Evaluator(part, evaluator.deadline)
+    try:
+        if part.constraints.is_exact and part.constraints.local is None:
+            best = search(part, max(_LEAST[problem.ranks > MANY_RANKS], _IN_A_SET // len(kept)), own)
+        else:
+            best = best_plan(part, own)
+    except OutOfTime:
+        raise
+    except PlanError:
+        return None
+    if best.plan.local is not None:
+        return None
+    judged = evaluator.judge(widened(best.plan, kept, problem.ranks))
+    return replace(judged, exact_seconds=best.exact_seconds)
+
+
+def among(problem: Problem, kept: Sequence[int]) -> Problem:
+    """Return the problem of some of the ranks alone, which are numbered anew in this order."""
+    place = {rank: number for number, rank in enumerate(kept)}
+    hosts: list[Host] = []
+    for host in problem.hosts:
+        ranks = tuple(place[rank] for rank in host.ranks if rank in place)
+        if ranks:
+            hosts.append(replace(host, ranks=ranks))
+    return replace(
+        problem,
+        profiles=[problem.profiles[rank] for rank in kept],
+        hosts=hosts,
+        network=problem.network.among(kept),
+        watts=[problem.watts[rank] for rank in kept if problem.watts],
+    )
+
+
+def widened(plan: Plan, kept: Sequence[int], ranks: int) -> Plan:
+    """Return a plan of the ranks `kept` as one of all ranks, in which the others are spare."""
+    stages = tuple(replace(stage, ranks=tuple(kept[rank] for rank in stage.ranks)) for stage in plan.stages)
+    spare = tuple(rank for rank in range(ranks) if rank not in set(kept))
+    return replace(plan, stages=stages, spare=spare)

@@ -1,0 +1,102 @@
+"""What a device says of itself: its heat, its clock, and other programs, from files that stand for the kernel's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horizonml.machine.condition import Condition, State
+from horizonml.machine.sensors import Clock, clock
+
+COOL = Clock(2.4e9, 2.4e9, 50.0, 85.0)
+HOT = Clock(1.2e9, 2.4e9, 92.0, 85.0)
+HOT_REASON = "its processor is too hot: 92 °C, its clock is held at 1.2 of 2.4 GHz"
+
+
+def sensors(root: Path, degrees: float, kilohertz: int, cooling: int = 0) -> Path:
+    """Write what the kernel shows of one processor, beside a disk's sensor that is warm at rest."""
+    for zone, kind, value, trip in ((0, "nvme", 71.0, 40), (1, "cpu-thermal", degrees, 85)):
+        folder = root / "class" / "thermal" / f"thermal_zone{zone}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "type").write_text(f"{kind}\n")
+        (folder / "temp").write_text(f"{1000 * value:.0f}\n")
+        for number, (name, limit) in enumerate([("active", 30), ("passive", trip), ("critical", 110)]):
+            (folder / f"trip_point_{number}_type").write_text(f"{name}\n")
+            (folder / f"trip_point_{number}_temp").write_text(f"{limit}000\n")
+    policy = root / "devices" / "system" / "cpu" / "cpufreq" / "policy0"
+    policy.mkdir(parents=True, exist_ok=True)
+    (policy / "scaling_max_freq").write_text(f"{kilohertz}\n")
+    (policy / "cpuinfo_max_freq").write_text("2400000\n")
+    device = root / "class" / "thermal" / "cooling_device0"
+    device.mkdir(parents=True, exist_ok=True)
+    (device / "type").write_text("cpufreq-cpu0\n")
+    (device / "cur_state").write_text(f"{cooling}\n")
+    return root
+
+
+def test_the_clock_and_the_heat_of_the_processor_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clock(tmp_path) == Clock()
+    assert not clock(tmp_path).hot
+    found = clock(sensors(tmp_path, 50.0, 2_400_000))
+    assert found == COOL
+    assert not found.hot
+    monkeypatch.setenv("HORIZONML_SYSFS", str(sensors(tmp_path, 92.0, 1_200_000)))
+    assert clock() == HOT
+    assert clock().hot
+    assert clock(sensors(tmp_path, 70.0, 2_400_000, cooling=1)).hot
+
+
+class Device:
+    """A device whose time, sensors and load a test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.clock, self.busy, self._seconds = 0.0, COOL, 0.0, 0.0
+        self.condition = Condition(lambda: self.clock, self._load, lambda: self.now)
+
+    def _load(self) -> tuple[float, float, float]:
+        return self.now, self._seconds, 0.0
+
+    def wait(self, seconds: float) -> list[tuple[float, str]]:
+        """Look twice a second; return when there was news, and why."""
+        told = []
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            self._seconds += 0.5 * self.busy
+            if self.condition.changed():
+                told.append((self.now, self.condition.tell(news=True).reason))
+        return told
+
+
+def test_a_device_tells_once_that_it_is_too_hot_and_once_that_it_is_not_any_longer() -> None:
+    device = Device()
+    assert device.wait(20) == []
+    device.clock = HOT
+    assert device.wait(20) == [(26.0, HOT_REASON)]
+    assert device.condition.state == State(2.0, HOT_REASON)
+    device.clock = COOL
+    assert device.wait(20) == [(46.0, "")]
+    assert device.condition.state == State()
+
+
+def test_a_moment_of_heat_is_not_told() -> None:
+    device = Device()
+    for _ in range(5):
+        device.clock = HOT
+        assert device.wait(3) == []
+        device.clock = COOL
+        assert device.wait(10) == []
+
+
+def test_other_programs_are_told_if_they_use_more_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    device = Device()
+    device.busy = 1.0  # core, by another rank, say
+    assert device.wait(30) == []
+    device.busy = 3.0
+    ((when, reason),) = device.wait(20)
+    assert reason == "other programs use 75% of its processor"
+    assert when <= 40
+    device.busy = 1.0
+    ((_, reason),) = device.wait(20)
+    assert reason == ""

@@ -1,0 +1,91 @@
+"""Ranks that compute at once on a machine: how long each takes, and how that is measured, written down and read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.devices import load_cluster, write_cluster
+from horizonml.planner.evaluator import judge
+from horizonml.planner.explain import why
+from horizonml.planner.hardware import LOCAL_NETWORK, Host, slowdown
+from horizonml.planner.problem import Problem
+from horizonml.profiling.contention import crowds, levels, turns, with_contention
+from tests.unit.test_planner import FAST, one_host, predict, profile
+
+CURVE = ((1.0, 1.0), (2.0, 1.1), (4.0, 1.5))
+
+
+def all_at_once(hosts: list[Host], ranks: int) -> float:
+    """Seconds of a step in which each rank has a layer's work of 0.3 s to do."""
+    plan = Plan((Stage(0, 1, tuple(range(ranks)), (1.0,) * ranks),))
+    return predict(plan, profile(0.001), 100 * ranks, hosts, FAST, 0).seconds
+
+
+def test_a_slowdown_is_interpolated_and_never_a_speedup() -> None:
+    found = [slowdown(CURVE, cores) for cores in (0.2, 1.0, 1.5, 2.0, 3.0, 4.0, 9.0)]
+    assert found == pytest.approx([1.0, 1.0, 1.05, 1.1, 1.3, 1.5, 1.5])
+    assert slowdown((), 4.0) == 1.0
+
+
+def test_ranks_that_outnumber_the_cores_share_some_until_a_core_is_idle() -> None:
+    assert all_at_once(one_host(4, 4.0), 4) == pytest.approx(0.3)
+    # Two of five have half a core until the others are done, and then a whole one for the half that is left.
+    assert all_at_once(one_host(5, 4.0), 5) == pytest.approx(0.45)
+    assert all_at_once(one_host(4, 2.0), 4) == pytest.approx(0.6)
+    containers = [Host((rank,), 1.0, 1e12, "here", 4.0) for rank in range(5)]
+    assert all_at_once(containers, 5) == pytest.approx(0.45)
+
+
+def test_work_takes_longer_while_others_fill_the_caches() -> None:
+    hosts = [Host((0, 1, 2, 3), 4.0, 1e12, contention=CURVE)]
+    assert all_at_once(hosts, 4) == pytest.approx(0.45)
+    alone = [Host((rank,), 4.0, 1e12) for rank in range(4)]
+    assert all_at_once(alone, 4) == pytest.approx(0.3)
+
+
+def test_machines_with_several_ranks_are_measured_at_a_few_numbers_of_them() -> None:
+    hosts = [Host((0, 3), 4.0, 1e12), Host((1,), 4.0, 1e12), *(Host((r,), 0.4, 1e12, "box", 4.0) for r in (2, 4))]
+    assert crowds(hosts) == [[0, 3], [2, 4]]
+    assert [levels(ranks) for ranks in (2, 5, 6)] == [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
+    assert levels(64)[0] == 1
+    assert levels(64)[-1] == 64
+    assert len(levels(64)) == 6
+    found = with_contention(hosts, [CURVE, (), CURVE, CURVE, CURVE])
+    assert [host.contention for host in found] == [CURVE, (), CURVE, CURVE]
+
+
+def test_containers_of_one_machine_measure_their_devices_one_after_the_other() -> None:
+    boxes = [Host((rank,), 0.4, 1e12, "box", 4.0) for rank in (2, 3, 4)]
+    assert turns([Host((0, 1), 4.0, 1e12), *boxes, Host((5,), 4.0, 1e12)]) == [[0, 2, 5], [3], [4]]
+
+
+def test_files_of_devices_say_which_machine_is_shared_and_how_it_slows_down(tmp_path: Path) -> None:
+    hosts = [Host((0, 1, 2), 2.0, 2**30, contention=CURVE), Host((3,), 0.4, 2**29)]
+    path = write_cluster(tmp_path, ["pc", "pc", "pc", "pi"], hosts, LOCAL_NETWORK, [profile(0.001)] * 4)
+    read = load_cluster(path).hosts()
+    assert read[:3] == [Host((rank,), 1.0, 2**30, "pc-0", 2.0, CURVE) for rank in range(3)]
+    assert read[3] == Host((3,), 0.4, 2**29)
+    # What is planned for the file is what was planned for the ranks.
+    assert all_at_once(read[:3], 3) == pytest.approx(all_at_once(hosts[:1], 3))
+
+
+def test_a_plan_says_what_sharing_a_machine_costs() -> None:
+    hosts = [Host((0, 1, 2, 3), 4.0, 1e12, contention=CURVE)]
+    problem = Problem([profile(0.001)] * 4, hosts, LOCAL_NETWORK, 64, 0)
+    found = judge(problem, Plan((Stage(0, 1, (0, 1, 2, 3), (1.0,) * 4),)))
+    names = [f"rank {rank}" for rank in range(4)]
+    told = [line for line in why(problem, found, names) if "caches" in line]
+    assert told == [
+        "rank 0 to rank 3 share the caches and the memory of a machine: while all of them compute, each takes 1.50 "
+        "times as long as alone, as was measured."
+    ]
+    bare = Problem(problem.profiles, one_host(4, 4.0), LOCAL_NETWORK, 64, 0)
+    assert not [line for line in why(bare, found, names) if "caches" in line]
+
+
+def test_a_curve_is_written_down_as_json_can_hold_it() -> None:
+    assert tuple(map(tuple, json.loads(json.dumps(CURVE)))) == CURVE

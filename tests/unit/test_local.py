@@ -1,0 +1,248 @@
+"""Local steps on paper: when fragments are synchronised, what a job may ask for, and how large values are coded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from horizonml.engine.outer.rows import Part, Rows
+from horizonml.engine.outer.sparse import BLOCK, KEPT, decode, encode, encoded_bytes
+from horizonml.errors import PlanError
+from horizonml.job.jobfile import changed
+from horizonml.job.planfile import plan_values, read_plan, write_plan
+from horizonml.job.schema import Job
+from horizonml.plan.local import Local
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.planner.planner import fixed_plan
+from horizonml.planner.strategies import constraints_of
+
+
+def test_fragments_take_turns_and_arrive_before_the_next_one_leaves() -> None:
+    local = Local(12, fragments=3, delay=2)
+    assert {step: local.sent(step) for step in range(25) if local.sent(step) is not None} == {
+        4: 0, 8: 1, 12: 2, 16: 0, 20: 1, 24: 2,
+    }  # fmt: skip
+    assert [step for step in range(25) if local.applied(step) is not None] == [6, 10, 14, 18, 22]
+    uneven = Local(7, fragments=2)
+    assert [uneven.sent(step) for step in range(1, 15)] == [
+        None, None, 0, None, None, None, 1, None, None, 0, None, None, None, 1,
+    ]  # fmt: skip
+    assert [Local(1).sent(step) for step in range(4)] == [None, 0, 0, 0]
+
+
+def test_what_falls_due_waits_for_the_next_synchronisation() -> None:
+    local = Local(16)
+    assert [step for step in range(1, 100) if local.falls_due(22, step)] == [32, 48, 80, 96]
+    assert [step for step in range(1, 40) if local.falls_due(5, step)] == [16, 32]
+    assert [step for step in range(1, 20) if Local(1).falls_due(5, step)] == [5, 10, 15]
+
+
+@pytest.mark.parametrize("share", [0.25, 1 / 3, 0.5, 1.0, 1.5, 2.7])
+def test_local_updates_follow_the_share(share: float) -> None:
+    updates = [Local.updates(share, step) for step in range(100)]
+    assert abs(sum(updates) - 100 * share) < 1
+    assert max(updates) - min(updates) <= 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"every": 0}, "every: 0"),
+        ({"every": 4, "fragments": 5}, "fragments: 5 is not from 1 to `every`, 4"),
+        ({"every": 8, "fragments": 2, "delay": 4}, "delay: 4 is not from 0 to 3"),
+        ({"every": 8, "format": "int3"}, "format: 'int3' is unknown"),
+        ({"every": 8, "learning_rate": 0.0}, "learning_rate: 0.0 must be above 0"),
+        ({"every": 8, "momentum": 1.0}, "momentum: 1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_values_that_cannot_be_are_named(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(PlanError, match="the plan's local steps: ") as error:
+        Local(**fields).check()  # type: ignore[arg-type]
+    assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "optimizer"),
+    [
+        ({}, (1.0, 0.0)),
+        ({"momentum": 0.9}, (0.7, 0.9)),
+        ({"learning_rate": 0.5}, (0.5, 0.0)),
+        ({"learning_rate": 0.4, "momentum": 0.6}, (0.4, 0.6)),
+        ({"format": "topk"}, (1.0, 0.0)),
+    ],
+)
+def test_the_outer_optimizer_is_the_plain_mean_unless_a_job_says_otherwise(
+    fields: dict[str, object], optimizer: tuple[float, float]
+) -> None:
+    local = job(strategy="ddp", sync={"every": 8, **fields}).parallel.sync
+    assert local is not None
+    assert (local.local().learning_rate, local.local().momentum) == optimizer
+    assert local.names_the_optimizer == (not fields.keys() <= {"format"})
+
+
+def test_a_run_says_how_its_replicas_agree_and_warns_of_seldom_synchronisations() -> None:
+    assert Local(16).notes(16 * 16, False) == [
+        "local steps: the outer optimizer is the plain mean of all replicas (learning rate 1, momentum 0; the default, "
+        "which suits runs of any length), and the replicas agree after every 16 steps, 16 times in this run"
+    ]
+    seldom = Local(16).notes(69, False)[1:]
+    assert len(seldom) == 1
+    assert seldom[0].startswith("warning: parallel.sync.every: 16 leaves 5 synchronisations in a run of 69 steps")
+    assert "make it 4 or less" in seldom[0]
+    alone = Local(64).notes(40, False)[1:]
+    assert len(alone) == 1
+    assert "64 is longer than the run of 40 steps" in alone[0]
+    told, hasty = Local(8, learning_rate=0.7, momentum=0.9).notes(160, True)
+    assert "SGD (learning rate 0.7, momentum 0.9; as the job says)" in told
+    assert hasty.startswith(
+        "warning: parallel.sync.momentum: 0.9 needs 48 or more synchronisations, and this run has 20"
+    )
+    assert len(Local(8, learning_rate=0.7, momentum=0.9).notes(8 * 48, True)) == 1
+
+
+def test_the_next_step_in_which_all_agree_is_known() -> None:
+    for local in (Local(1), Local(7), Local(7, 2, 2), Local(12, 3, 2), Local(8, 2, 3)):
+        applied = [step for step in range(1, 100) if local.applied(step) is not None]
+        for step in range(60):
+            assert local.next_applied(step) == next(one for one in applied if one > step), (local, step)
+
+
+def replicas(*members: tuple[int, ...], shares: tuple[float, ...] = (1.0, 1.0), local: Local | None = None) -> Plan:
+    stages = (Stage(number, number + 1, ranks, shares, Sync.LOCAL) for number, ranks in enumerate(members))
+    return Plan(tuple(stages), local=local or Local(4))
+
+
+def test_a_plan_with_local_steps_consists_of_whole_replicas() -> None:
+    plan = replicas((0, 1), (2, 3), shares=(3.0, 1.0))
+    plan.check(2, 4)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.replicas == ((0, 2), (1, 3))
+    alone = plan.replica(1)
+    alone.check(2, 2)
+    assert [(stage.ranks, stage.shares, stage.sync) for stage in alone.stages] == [
+        ((0,), (1.0,), Sync.ALL_REDUCE), ((1,), (1.0,), Sync.ALL_REDUCE),
+    ]  # fmt: skip
+    assert plan.describe().endswith("local steps, synchronised every 4 steps (fp32)")
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "problem"),
+    [
+        (replace(replicas((0, 1)), local=None), 2, "does not say how often it syncs"),
+        (replicas((0, 1), (2,)), 3, "needs a share above 0 for each"),
+        (Plan((*replicas((0, 1)).stages, Stage(1, 2, (2,), (1.0,), Sync.LOCAL)), local=Local(4)), 3, "has 1 member"),
+        (Plan((*replicas((0, 1)).stages, Stage(1, 2, (2, 3), (1.0, 1.0))), local=Local(4)), 4, "takes no local steps"),
+        (
+            Plan((*replicas((0, 1)).stages, Stage(1, 2, (2, 3), (2.0, 1.0), Sync.LOCAL)), local=Local(4)),
+            4,
+            "other shares than stage 0",
+        ),
+        (replicas((0, 1), (1, 0)), 2, "rank 0 belongs to several replicas"),
+        (replicas((0, 1), local=Local(4, fragments=9)), 2, "fragments: 9"),
+    ],
+)
+def test_plans_that_have_no_whole_replicas_are_refused(plan: Plan, ranks: int, problem: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan.check(len(plan.stages), ranks)
+    assert problem in str(error.value)
+
+
+def job(**parallel: object) -> Job:
+    return Job.model_validate({"parallel": parallel})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        ({"strategy": "single"}, "sync: strategy single takes no local steps"),
+        ({"strategy": "tensor"}, "sync: strategy tensor takes no local steps"),
+        ({"strategy": "pipeline"}, "add parallel.replicas"),
+        ({"strategy": "ddp", "gradient_compression": "fp16"}, "gradient_compression: with local steps"),
+        ({"strategy": "ddp", "replicas": 2}, "replicas: only strategy pipeline"),
+        ({"strategy": "pipeline", "replicas": 2, "workers": 5}, "replicas: 5 workers do not form 2 replicas"),
+        ({"stages": [{"ranks": [0, 1]}, {"ranks": [2]}]}, "stage 1 has 1 rank and stage 0 has 2"),
+        ({"stages": [{"ranks": [0, 1]}, {"ranks": [2, 3], "shares": [1.0, 2.0]}]}, "other shares than stage 0"),
+        ({"stages": [{"ranks": [0, 1], "sync": "fp16"}]}, "stage 0 has sync fp16"),
+    ],
+)
+def test_jobs_that_cannot_take_local_steps_say_why(parallel: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        job(sync={"every": 4}, **parallel)
+    assert problem in str(error.value)
+
+
+def test_replicas_without_sync_are_refused() -> None:
+    with pytest.raises(ValidationError, match="replicas: only strategy pipeline with"):
+        job(strategy="pipeline", replicas=2)
+
+
+def test_a_job_becomes_a_plan_and_a_file(tmp_path: object) -> None:
+    wanted = job(strategy="ddp", workers=3, sync={"every": 8, "format": "topk"})
+    plan = fixed_plan(wanted, 5, 3)
+    assert plan.local == Local(8, format="topk", learning_rate=1.0, momentum=0.0)
+    assert plan.stages[0].sync is Sync.LOCAL
+    alone = fixed_plan(wanted, 5, 1)
+    assert (alone.local, alone.stages[0].sync) == (None, Sync.ALL_REDUCE)
+    path = tmp_path / "plan.yaml"  # type: ignore[operator]
+    write_plan(plan, path)
+    again = read_plan(job(strategy="single"), path)
+    assert fixed_plan(again, 5, 3) == plan
+    assert plan_values(plan)["sync"] == plan.local.to_json()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [(4, [(0, 2), (1, 3)]), (6, [(0, 3), (1, 4), (2, 5)]), (3, [(0,), (1,), (2,)]), (2, [(0, 1)])],
+)
+def test_replicas_are_as_many_as_the_ranks_allow(ranks: int, stages: list[tuple[int, ...]]) -> None:
+    wanted = changed(job(strategy="pipeline", workers=4, replicas=2, sync={"every": 8}), {}, "test")
+    found = constraints_of(wanted.parallel, ranks).stages
+    assert found is not None
+    assert [stage.ranks for stage in found] == stages
+    assert {stage.sync for stage in found} == {Sync.LOCAL if len(stages[0]) > 1 else Sync.ALL_REDUCE}
+
+
+def test_the_largest_values_of_each_block_arrive() -> None:
+    vector = torch.randn(3 * BLOCK + 17, generator=torch.Generator().manual_seed(0))
+    encoded = encode(vector)
+    assert encoded.numel() == encoded_bytes(vector.numel()) == 4 * (2 + 2 * KEPT)
+    decoded = decode(encoded, vector.numel())
+    for block, found in zip(vector.split(BLOCK), decoded.split(BLOCK), strict=True):
+        kept = block.abs().topk(KEPT).indices
+        assert set(found.nonzero().flatten().tolist()) == set(kept.tolist())
+        assert float((found[kept] - block[kept]).abs().max()) <= float(block.abs().max()) / 127
+    assert torch.equal(decode(encode(torch.zeros(300)), 300), torch.zeros(300))
+    for broken in (math.inf, math.nan):
+        vector[5] = broken
+        assert not bool(torch.isfinite(decode(encode(vector), vector.numel()).sum()))
+
+
+class Counted:
+    """A batch whose rows are their numbers."""
+
+    def __init__(self, size: int, first: int) -> None:
+        self.size, self._rows = size, torch.arange(first, first + size)
+
+    def inputs(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows[start:stop], -self._rows[start:stop]
+
+    def targets(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        return {"number": self._rows[start:stop]}
+
+
+def test_rows_of_several_batches_are_a_batch() -> None:
+    rows = Rows([Part(Counted(10, 0), 8, 10), Part(Counted(10, 100), 0, 0), Part(Counted(10, 200), 1, 4)])
+    assert rows.size == 5
+    found, negative = rows.inputs(0, 5)
+    assert found.tolist() == [8, 9, 201, 202, 203]
+    assert torch.equal(negative, -found)
+    assert rows.targets(1, 3)["number"].tolist() == [9, 201]  # type: ignore[index,call-overload]
+    first, second = rows.split(2)
+    assert [first.inputs(0, first.size)[0].tolist(), second.inputs(0, second.size)[0].tolist()] == [
+        [8, 9], [201, 202, 203],
+    ]  # fmt: skip
+    assert [piece.size for piece in rows.split(8)] == [1] * 5

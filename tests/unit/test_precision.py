@@ -1,0 +1,440 @@
+"""How exact plans are: exact unless a job allows otherwise, and then no less exact than the links make worthwhile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from horizonml.comm import tree
+from horizonml.errors import HorizonError, JobError
+from horizonml.job.jobfile import changed, parse
+from horizonml.plan import gradients
+from horizonml.plan.execution import Execution, to_json
+from horizonml.plan.local import Local
+from horizonml.plan.plan import FORMATS, Plan, Stage, Sync
+from horizonml.planner.candidates import data_parallel, plain_ddp
+from horizonml.planner.cost import Ring, synced_bytes
+from horizonml.planner.devices import read_profile, write_profile
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
+from horizonml.planner.explain import alternatives
+from horizonml.planner.hardware import Host, Network
+from horizonml.planner.objective import Objective
+from horizonml.planner.outer import gentlest, outer_cost
+from horizonml.planner.planner import choose, fixed_plan, problem_for
+from horizonml.planner.precision import best_plan
+from horizonml.planner.problem import Problem
+from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.reasons import accuracy_reason, asked_reason, chosen_inexact, inexact_parts
+from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
+from horizonml.planner.shape_reasons import layer_reasons, reasons
+from horizonml.planner.traffic import summed_bytes, traffic
+
+CODECS = {"bf16": 3e-11, "int8": 4e-10, "int4": 3e-10, "fp16": 3e-11, "powersgd": 1e-9}
+MIB = 1 << 20
+
+
+def profile(layers: int = 6, parameters: int = MIB, output: int = 1 << 12, speed: float = 1.0) -> Profile:
+    """Equal layers, which take 0.1 ms for a sample forward and 0.2 ms backward."""
+    layer = LayerProfile(
+        "layer", (1e-4 / speed, 6.4e-3 / speed), (2e-4 / speed, 12.8e-3 / speed), parameters, 1, output
+    )
+    codecs = {name: seconds / speed for name, seconds in CODECS.items()}
+    return Profile("device", (1, 64), 0.0, tuple(replace(layer, name=f"layer{n}") for n in range(layers)), codecs)
+
+
+def problem_on(network: Network, parallel: str = "", ranks: int = 4, own: Profile | None = None) -> Problem:
+    """Equal devices, and a job that allows plans that are not exact unless `parallel` says otherwise."""
+    fields = f"strategy: auto, workers: {ranks}, schedule: 1f1b{parallel or ', exact: false'}"
+    job = parse(f"{{batch_size: 64, parallel: {{{fields}}}}}", "job.yaml")
+    hosts = [Host((rank,), 1.0, 1e12) for rank in range(ranks)]
+    problem = problem_for(job, [own or profile()] * ranks, hosts, network, 1, powersgd_bytes=(MIB // 50,) * 6)
+    return replace(problem, constraints=replace(problem.constraints, micro_batches=(1, 2, 4, 8)))
+
+
+def plan_on(bandwidth: float, parallel: str = "", ranks: int = 4) -> Candidate:
+    """Return what is planned for links of so many bytes per second."""
+    return best_plan(problem_on(Network(1e-4, bandwidth), parallel, ranks))
+
+
+def replicas(local: Local | None, ranks: int = 2) -> Plan:
+    return Plan(
+        (Stage(0, 6, tuple(range(ranks)), (1.0,) * ranks, Sync.LOCAL if local else Sync.ALL_REDUCE),), local=local
+    )
+
+
+def test_what_is_chosen_follows_the_speed_of_the_links() -> None:
+    fast, medium, slow = (plan_on(rate) for rate in (1.25e10, 5e7, 2.5e4))
+    assert inexact_parts(fast.plan) == []
+    assert inexact_parts(medium.plan) != []
+    assert medium.plan.local is None
+    assert slow.plan.local is not None
+    assert slow.exact_seconds is not None
+    assert slow.prediction.seconds < 0.2 * slow.exact_seconds
+
+
+def test_the_slower_the_links_the_more_seldom_members_agree() -> None:
+    found = [gentlest(problem_on(Network(1e-4, rate)), replicas(None), 0.05) for rate in (1e9, 1e8, 1e7, 3e6, 1e3)]
+    every = [local.every for local in found if local is not None]
+    assert every == sorted(every)
+    assert (every[0], every[-1]) == (4, 64)
+    assert found[0] == Local(4), "a fast link needs neither fewer bits nor a delay"
+
+
+def test_a_short_run_agrees_often_enough() -> None:
+    problem = problem_on(Network(1e-4, 1e3))
+    for steps, every in ((10_000, 64), (600, 32), (64, 4), (63, None)):
+        found = gentlest(replace(problem, objective=Objective(steps=steps)), replicas(None), 0.05)
+        assert (found.every if found is not None else None) == every
+
+
+def test_without_a_word_plans_are_exact() -> None:
+    for rate in (1e9, 1e6, 1e4):
+        assert inexact_parts(plan_on(rate, ", exact: true").plan) == []
+    assert parse("parallel: {strategy: auto}", "job.yaml").parallel.is_exact
+
+
+def test_a_run_that_is_too_short_for_a_trial_is_planned_without_what_needs_one() -> None:
+    free = problem_on(Network(1e-4, 5e6))
+    free = replace(free, constraints=replace(free.constraints, every=()))
+    lossy = best_plan(free)
+    assert "int4" in str(inexact_parts(lossy.plan)) or "powersgd" in str(inexact_parts(lossy.plan))
+    short = replace(free, constraints=free.constraints.without_trial("a run of 20 steps is too short to try it"))
+    assert short.constraints.formats == ("fp32", "bf16", "int8")
+    assert short.constraints.syncs == (Sync.FP16,)
+    found = best_plan(short)
+    assert inexact_parts(found.plan)
+    assert not {"int4", "powersgd"} & {stage.send for stage in found.plan.stages}
+    assert not {Sync.INT4, Sync.POWERSGD} & {stage.sync for stage in found.plan.stages}
+    for problem, one, due in ((free, lossy, True), (short, found, False)):
+        (told,) = (r.text for r in reasons(Evaluator(problem), one, ["a", "b", "c", "d"]) if r.about == "accuracy")
+        assert ("A run measures the loss of accuracy on a warm-up first" in told) == due
+        assert ("is not used, as a run of 20 steps is too short to try it." in told) != due
+    named = problem_on(Network(1e-4, 5e6), ", activations: int4, exact: false").constraints.without_trial("it is short")
+    assert named.formats == ("int4",)  # as the job says
+
+
+def test_what_a_job_asks_for_is_used_though_it_is_not_exact() -> None:
+    problem = problem_on(Network(1e-4, 1e6), ", activations: int8, gradient_compression: fp16")
+    found = best_plan(problem)
+    assert inexact_parts(found.plan)
+    assert not chosen_inexact(problem, found.plan)
+    told = reasons(Evaluator(problem), found, [f"rank {rank}" for rank in range(4)])
+    assert any(one.text.startswith("These are not exact, as the job asks: ") for one in told)
+
+
+def test_local_steps_that_a_job_asks_for_are_taken_by_whole_replicas() -> None:
+    problem = problem_on(Network(1e-4, 1e5), ", sync: {every: 24}")
+    found = best_plan(problem)
+    found.plan.check(6, 4)
+    assert found.plan.local == Local(24)
+    assert not chosen_inexact(problem, found.plan)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_plans_of_any_devices_and_links_are_exact_unless_the_job_allows_otherwise(data: st.DataObject) -> None:
+    """And what the planner chooses for a job that allows it is a plan that can be, and saves time."""
+    ranks = data.draw(st.integers(2, 4))
+    layers = data.draw(st.integers(2, 5))
+    made = [
+        profile(
+            layers,
+            data.draw(st.sampled_from((1000, MIB, 30 * MIB))),
+            data.draw(st.sampled_from((64, 1 << 14))),
+            data.draw(st.floats(0.1, 2.0)),
+        )
+        for _ in range(ranks)
+    ]
+    made = [
+        replace(
+            one,
+            layers=tuple(
+                replace(
+                    layer,
+                    parameter_bytes=made[0].layers[0].parameter_bytes,
+                    output_bytes=made[0].layers[0].output_bytes,
+                )
+                for layer in one.layers
+            ),
+        )
+        for one in made
+    ]
+    access = tuple(10 ** data.draw(st.floats(4, 9)) for _ in range(ranks))
+    exact, free = (
+        replace(
+            problem_on(Network(1e-3, 1e9, access), f", exact: {word}, micro_batches: 4", ranks),
+            profiles=made,
+            powersgd_bytes=(MIB // 50,) * layers,
+        )
+        for word in ("true", "false")
+    )
+    found = best_plan(exact)
+    assert inexact_parts(found.plan) == []
+    assert found.plan.local is None
+    other = best_plan(free)
+    other.plan.check(layers, ranks)
+    assert other.prediction.seconds <= found.prediction.seconds * 1.06
+    assert bool(inexact_parts(other.plan)) == chosen_inexact(free, other.plan)
+    assert not inexact_parts(other.plan) or other.prediction.seconds < found.prediction.seconds
+
+
+def test_members_that_take_local_steps_do_not_wait_for_each_other() -> None:
+    """Two devices of which one is half as fast: in step, each step takes as long as the slow one's half."""
+    fast, slow = profile(), profile(speed=0.5)
+    problem = replace(problem_on(Network(0.0, 1e12), ranks=2), profiles=[fast, slow])
+    stage = replicas(Local(8)).stages[0]
+    even = judge(problem, replicas(Local(8))).prediction
+    fair = judge(problem, replace(replicas(Local(8)), stages=(replace(stage, shares=(43.0, 21.0)),))).prediction
+    assert fair.seconds < 0.7 * even.seconds
+    assert sum(even.parts.values()) == pytest.approx(even.seconds)
+
+
+def test_only_the_part_of_a_sum_counts_that_outlasts_its_delay() -> None:
+    """A ring of two sends 6 MiB once in all: 0.6 s at 10 MiB/s, of which a step takes its part."""
+    problem = problem_on(Network(0.0, 10.0 * MIB), ranks=2)
+    size = synced_bytes(problem, Sync.ALL_REDUCE, 0, 6)
+    assert Ring(problem, (0, 1)).seconds(size) == pytest.approx(0.6)
+
+    def added(**local: int) -> float:
+        return outer_cost(problem, replicas(Local(**local)), 0.1).waiting
+
+    assert added(every=8) == pytest.approx(0.6 / 8)
+    assert added(every=16) == pytest.approx(0.6 / 16)
+    assert added(every=8, delay=4) == pytest.approx(0.2 / 8)
+    assert added(every=8, delay=6) == pytest.approx(0.0)
+    assert added(every=8, fragments=4, delay=1) == pytest.approx(4 * 0.05 / 8)
+    coded = outer_cost(problem, replicas(Local(8, format="int4")), 0.1)
+    assert coded.waiting == pytest.approx(FORMATS["int4"] * 0.6 / 8)
+    together = judge(problem, replicas(None)).prediction.seconds
+    assert judge(problem, replicas(Local(8, 4, 1))).prediction.seconds < together
+
+
+def test_what_members_keep_to_agree_needs_memory() -> None:
+    problem = problem_on(Network(0.0, 1e9), ranks=2)
+    whole = 6 * MIB
+
+    def copies(sync: Sync, local: Local | None = None) -> float:
+        plan = Plan((Stage(0, 6, (0, 1), (1.0, 1.0), sync),), local=local)
+        return (judge(problem, plan).prediction.memory[0] - 6 * 32) / whole
+
+    in_step = copies(Sync.ALL_REDUCE)
+    assert in_step == 4, "parameters, gradients, momentum, and buckets"
+    assert copies(Sync.INT4) == in_step + 1.5, "error feedback: of all numbers, and of the half that it sums"
+    assert copies(Sync.POWERSGD) == in_step + 1
+    alone = in_step - 1 + 2  # without buckets, but with the parameters of the last agreement and the outer momentum
+    assert copies(Sync.LOCAL, Local(8)) == alone + 4, "what is on its way, and what it leads to"
+    assert copies(Sync.LOCAL, Local(8, 4, 1, "int4")) == alone + 1 + 1.5, "a quarter is on its way at a time"
+
+
+def test_well_connected_devices_form_a_replica() -> None:
+    """Two sites with a slow link between them, and a model that no device can hold alone."""
+    fast = dict.fromkeys(((0, 2), (2, 0), (1, 3), (3, 1)), (0.0001, 1000000000.0))
+    problem = problem_on(Network(1e-3, 1e5, pairs=fast))
+    need = judge(replace(problem, constraints=replace(problem.constraints, sync=Sync.LOCAL)), replicas(Local(8), 4))
+    hosts = [replace(host, memory=0.7 * max(need.prediction.memory.values())) for host in problem.hosts]
+    found = best_plan(replace(problem, hosts=hosts))
+    assert found.prediction.fits
+    assert found.plan.local is not None
+    assert sorted(found.plan.replicas) == [(0, 2), (1, 3)]
+
+
+def test_bytes_are_those_of_the_links_and_of_the_sums() -> None:
+    problem = problem_on(Network(0.0, 1e9), ranks=3)
+    pipeline = Plan(
+        (Stage(0, 3, (0,), (1.0,), send="int8"), Stage(3, 6, (1, 2), (1.0, 1.0), Sync.FP16)), micro_batches=2
+    )
+    found = traffic(problem, pipeline)
+    assert found.boundaries == (64 * 2 * 1024,)
+    assert found.sums == ((0.0,), (1.5 * MIB, 1.5 * MIB))
+    assert found.ranks == {0: 64 * 1024, 1: 32 * 1024 + 1.5 * MIB, 2: 32 * 1024 + 1.5 * MIB}
+    local = replicas(Local(8, format="int4"), 3)
+    assert summed_bytes(problem, local, local.stages[0]) == [pytest.approx(4 / 3 * 6 * MIB * FORMATS["int4"] / 8)] * 3
+    small = replace(problem, profiles=[profile(parameters=1000)] * 3, hosts=[Host((0, 1, 2), 3.0, 1e12)])
+    assert traffic(small, replicas(None, 3)).sums == ((12000.0, 6000.0, 6000.0),), "along a tree"
+    assert tree._ARITY == gradients.TREE_ARITY
+
+
+def test_each_choice_has_a_sentence() -> None:
+    names = ["laptop", "pi-0", "pi-1", "box"]
+    for rate in (1.25e10, 5e7, 2.5e4):
+        problem = problem_on(Network(1e-4, rate))
+        found = best_plan(problem)
+        told = reasons(Evaluator(problem), found, names)
+        assert all((one.text.endswith(".") and one.text[0].isupper()) or one.text[0].islower() for one in told)
+        assert sum(one.about == "device" for one in told) == 4
+        assert {"micro-batches"} <= {one.about for one in told}
+        lossy = [one for one in told if not one.exact and one.about != "accuracy"]
+        assert bool(lossy) == bool(inexact_parts(found.plan))
+        assert all(one.bytes_per_sample and one.seconds_saved is not None and one.brief for one in lossy)
+        assert any(one.text.startswith("These are not exact: ") for one in told) == bool(lossy)
+        assert len([one for one in told if one.brief]) <= 8, "more would not fit a screen"
+    assert found.plan.local is not None
+    assert f"agree every {found.plan.local.every} steps" in " ".join(one.text for one in told)
+
+
+def test_how_layers_run_has_a_sentence() -> None:
+    last = to_json([Execution(True)] * 4 + [Execution()] * 2)
+    fast = replace(profile(), executions=tuple(last), gain=1.47)
+    both = replace(profile(), executions=tuple(to_json([Execution(True, "bf16")] * 6)), gain=2.0)
+    assert [one.text for one in layer_reasons([fast, fast], ["pc", "box"])] == [
+        "Layers 0 to 3 run in channels_last, 1.47 times as fast as if all ran plain; the rest run plain."
+    ]
+    told = list(layer_reasons([fast, both, both, profile()], ["pc", "box", "nuc", "pi"]))
+    assert [(one.exact, one.brief) for one in told] == [(True, True), (False, True), (True, False)]
+    assert told[1].text == (
+        "Layers 0 to 5 run in channels_last and bf16 on box and 1 other device, 2.00 times as fast as if all ran plain."
+    )
+    assert told[2].text.startswith("All layers run on pi as PyTorch runs them by default.")
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("strategy: ddp, workers: 2, sync: {every: 8}", ["local steps (every 8)"]),
+        ("strategy: ddp, workers: 2, gradient_compression: int4", ["sums of gradients by int4"]),
+        (
+            "stages: [{layers: [0, 2], ranks: [0], send: int4}, {layers: [3, 5], ranks: [1]}]",
+            ["int4 between stages 0 and 1"],
+        ),
+        ("strategy: ddp, workers: 2", []),
+    ],
+)
+def test_what_is_not_exact_because_the_job_asks_for_it_is_said(section: str, said: list[str]) -> None:
+    job = parse(f"{{batch_size: 64, parallel: {{{section}}}}}", "job.yaml")
+    asked = asked_reason(inexact_parts(fixed_plan(job, 6, 2)))
+    assert (asked.text if asked else None) == (f"These are not exact, as the job asks: {said[0]}." if said else None)
+
+
+def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:
+    problem = replace(problem_on(Network(1e-4, 1e6), ranks=201), batch_size=402)
+    evaluator, exactly = Evaluator(problem), replace(problem, constraints=problem.constraints.exactly())
+    found = best_plan(problem, evaluator)
+    assert evaluator.evaluations <= 40
+    exact = judge(exactly, plain_ddp(exactly))
+    assert found.usable
+    assert found.prediction.seconds < exact.prediction.seconds
+
+
+def test_layers_in_fewer_bits_are_among_what_is_not_exact() -> None:
+    lossy = replace(profile(), executions=tuple(to_json([Execution(precision="bf16")] * 2 + [Execution()] * 4)))
+    problem = problem_on(Network(1e-4, 1e9), ", exact: true", own=lossy)
+    reason = accuracy_reason(problem, judge(problem, plain_ddp(problem)))
+    assert reason is not None
+    assert reason.text == "These are not exact, as the job asks: 2 layers in bf16."
+
+
+def test_ddp_as_a_baseline_is_exact_whatever_the_job_asks_for() -> None:
+    problem = problem_on(Network(1e-4, 1e6), ", sync: {every: 8}")
+    asked = replace(problem, constraints=replace(problem.constraints, sync=Sync.LOCAL))
+    assert judge(asked, data_parallel(asked)).plan.local is not None
+    ddp = alternatives(asked, ["a", "b", "c", "d"])["ddp, equal shares"]
+    assert ddp.plan.local is None
+    assert ddp.plan.stages[0].sync is Sync.ALL_REDUCE
+
+
+def test_reasons_are_written_down_and_read_with_suspicion(tmp_path: Path) -> None:
+    problem = problem_on(Network(1e-4, 2.5e4), own=profile())
+    found = best_plan(problem)
+    job = parse("{batch_size: 64, parallel: {strategy: auto, workers: 4, exact: false}}", "job.yaml")
+    told = tuple(one.text for one in reasons(Evaluator(problem), found, ["a", "b", "c", "d"]))
+    planning = Planning(
+        job=job,
+        layers=tuple(f"layer{n}" for n in range(6)),
+        devices=tuple(DeviceFacts(name) for name in "abcd"),
+        hosts=tuple(problem.hosts),
+        plan=found.plan,
+        step=0,
+        time=1.0,
+        started_as=(0, 1, 2, 3),
+        problem=problem,
+        seconds=found.prediction.seconds,
+        measured=True,
+        reasons=told,
+    )
+    write_planning(tmp_path, planning)
+    back = read_planning(tmp_path)
+    assert back is not None
+    assert back.reasons == told
+    assert back.plan.local is not None
+    path = tmp_path / "planning.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "reasons": ["a\u001b[2Jb"]}))
+    back = read_planning(tmp_path)
+    assert back is not None
+    assert "\x1b" not in back.reasons[0]
+    path.write_text(json.dumps({**content, "reasons": [7]}))
+    with pytest.raises(HorizonError, match="is damaged"):
+        read_planning(tmp_path)
+    del content["reasons"]  # as older versions write it
+    path.write_text(json.dumps(content))
+    back = read_planning(tmp_path)
+    assert back is not None
+    assert back.reasons == ()
+
+
+def test_profiles_in_files_keep_what_formats_take(tmp_path: Path) -> None:
+    made = profile()
+    layers = tuple(replace(layer, coded={"int8": (1040, 1040), "int4": (544, 0)}) for layer in made.layers)
+    made = replace(made, layers=layers, executions=tuple(to_json([Execution(True)] * 6)), gain=1.5)
+    write_profile(made, {}, tmp_path / "pi.yaml")
+    assert read_profile(tmp_path / "pi.yaml", [layer.name for layer in layers]) == made
+    assert Profile.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_an_exact_plan_on_slow_links_says_what_fewer_bits_would_save() -> None:
+    problem = problem_on(Network(1e-4, 1e6), ", exact: true", own=profile(output=1 << 16))
+    found = best_plan(problem)
+    assert len(found.plan.stages) > 1
+    told = [one.text for one in reasons(Evaluator(problem), found, ["a", "b", "c", "d"]) if one.about == "accuracy"]
+    assert len(told) == 1
+    assert told[0].startswith("All of this is exact. With parallel.exact: false, links could carry fewer bits")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "inexact"),
+    [
+        ("{strategy: auto, exact: false}", True),
+        ("{strategy: auto}", False),
+        ("{strategy: pipeline, exact: false}", False),
+        ("{strategy: auto, exact: false, activations: fp32, gradient_compression: fp16}", False),
+    ],
+)
+def test_only_strategy_auto_chooses(parallel: str, inexact: bool) -> None:
+    job = parse(f"{{batch_size: 64, parallel: {parallel}}}", "job.yaml", ["parallel.workers=2"])
+    hosts = [Host((rank,), 1.0, 1e12) for rank in range(2)]
+    constraints = problem_for(job, [profile()] * 2, hosts, Network(1e-3, 1e5), 1).constraints
+    assert constraints.is_exact != inexact
+    problem = problem_for(job, [profile()] * 2, hosts, Network(1e-3, 1e5), 1)
+    assert choose(job, problem).plan.world_size == 2
+    with pytest.raises(JobError, match=r"parallel\.exact"):
+        parse("parallel: {exact: perhaps}", "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "field"),
+    [
+        ("{strategy: ddp, sync: {every: 8}}", "sync"),
+        ("{strategy: ddp, gradient_compression: int4}", "gradient_compression"),
+        ("{strategy: pipeline, activations: bf16}", "activations"),
+        ("{stages: [{ranks: [0, 1]}, {ranks: [2, 3], sync: fp16}]}", "stages[1].sync"),
+        ("{stages: [{ranks: [0], send: int8}, {ranks: [1]}]}", "stages[0].send"),
+    ],
+)
+def test_a_job_that_is_to_be_exact_names_nothing_else(parallel: str, field: str) -> None:
+    job = parse(f"parallel: {parallel}", "job.yaml")
+    assert changed(job, {"name": "again"}).parallel == job.parallel  # what was not named stays open
+    with pytest.raises(JobError) as error:
+        parse(f"parallel: {parallel}", "job.yaml", ["parallel.exact=true"])
+    assert f"exact: true, but parallel.{field} (" in str(error.value)
+    assert f"leave out one of parallel.exact and parallel.{field}" in str(error.value)
+
+
+def test_exact_parts_may_be_named_beside_exact() -> None:
+    stages = "[{ranks: [0, 1], sync: all-reduce, send: fp32}, {ranks: [2]}]"
+    for parallel in (f"{{stages: {stages}}}", "{strategy: pipeline, activations: fp32}", "{strategy: auto}"):
+        assert parse(f"parallel: {parallel}", "job.yaml", ["parallel.exact=true"]).parallel.is_exact

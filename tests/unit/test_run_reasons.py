@@ -1,0 +1,36 @@
+"""What `horizonml plan` says of the choices that a run makes when it begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horizonml.job.jobfile import from_values
+from horizonml.planner.run_reasons import run_reasons
+
+
+@pytest.mark.parametrize(
+    ("values", "threads", "untried", "said"),
+    [
+        ({"parallel": {"threads": 3}}, 4, None, "Each rank computes with 3 threads, as the job says."),
+        ({}, 1, None, "Each rank computes with one thread, because it has only one core."),
+        ({}, 4, None, "each device tries with how many threads (1 to 4) its ranks compute fastest."),
+        ({}, None, None, "each device tries with how many threads its ranks compute fastest."),
+        ({"compile": "never"}, 1, None, "No layers are compiled (compile: never)."),
+        ({"compile": "auto"}, 1, None, "each device tries whether compiling the layers repays its time"),
+        ({"precision": "auto"}, 1, None, "precision: auto: this plan is for fp32. On a warm-up, the run tries bf16"),
+        (
+            {"precision": "auto"},
+            1,
+            "a run of 5 steps is too short to try it",
+            "in fp32, as a run of 5 steps is too short",
+        ),
+    ],
+)
+def test_what_the_run_decides_is_said(
+    values: dict[str, Any], threads: int | None, untried: str | None, said: str
+) -> None:
+    told = [reason.text for reason in run_reasons(from_values({"name": "job", **values}, "job"), threads, untried)]
+    assert [text for text in told if said in text]
+    assert len(told) == 2 + ("precision" in values)
