@@ -160,7 +160,7 @@ def test_the_side_that_reaches_the_service_goes_on_and_the_other_writes_nothing(
     with Cluster(
         folder / "job.yaml", 3, folder / "out", {"HORIZONML_TEST": str(folder)}, options, None, True
     ) as cluster:
-        wait_for(lambda: bool(worlds(2)) and len(cluster.records(2)) > 50, "the first steps")
+        wait_for(lambda: all(len(cluster.records(rank)) > 50 for rank in range(3)), "the first steps")
         cluster.partition(2)
         cut = time.time()
         wait_for(lambda: worlds(0)[-1] == 2, "the others going on")

@@ -69,7 +69,7 @@ def of_kind(cluster: Cluster, rank: int, kind: str) -> list[dict[str, Any]]:
 
 def come_back(cluster: Cluster, rank: int, bits_per_second: float) -> None:
     """Kill a rank, and start it again on a slow link once the others train without it."""
-    wait_for(lambda: len(of_kind(cluster, rank, "step")) > 10, "the first steps")
+    wait_for(lambda: all(len(of_kind(cluster, one, "step")) > 10 for one in range(3)), "the first steps")
     cluster.kill(rank)
     wait_for(lambda: of_kind(cluster, 0, "run")[-1]["world_size"] == 2, "a group without the rank")
     before = len(of_kind(cluster, 0, "step"))
