@@ -2,8 +2,9 @@
 
 They share the caches and the memory's bandwidth, whatever their containers' quotas are. So a rank of each machine
 trains the model, or as many layers as there is room for, first alone and then beside more and more of the others, and
-compares the processor time that this takes. Waiting for a core is not in that: the planner simulates it. Single layers
-would not do, because what they leave behind is still in the caches when they need it again.
+compares the processor time that this takes. Waiting for a core is not in that: the planner simulates it. Layers that
+wait for something else, such as a disk, do not wait longer for it: only the time in which they compute grows. Single
+layers would not do, because what they leave behind is still in the caches when they need it again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from horizonml.machine.host import processor_name
 from horizonml.models.boundary import flat
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Contention, Host
+from horizonml.profiling.measure import has_quota
 
-_FORMAT = 2
+_FORMAT = 3
 _ROWS = 64  # of a micro-batch, at most
 _MOST_BYTES = 128 << 20  # of the parameters of the layers that are trained
 _LOOPS = 2  # in which every rank of a level trains them once each
@@ -132,9 +134,14 @@ def _measure(
                 times[counts[turn]].append(work.repeat(seconds))
     medians = {count: statistics.median(found) for count, found in times.items() if found}
     first = medians.get(1, 0.0)
-    if first <= 0:  # this rank is not the first on its machine, or its clock is too coarse
+    if work is None or first <= 0:  # this rank is not the first on its machine, or its clock is too coarse
         return []
-    return [[sum(cores[rank] for rank in own[:count]), medians[count] / first] for count in counts if count in medians]
+    computed = 1.0 if has_quota() else work.computed
+    return [
+        [sum(cores[rank] for rank in own[:count]), 1 + computed * (medians[count] / first - 1)]
+        for count in counts
+        if count in medians
+    ]
 
 
 class _Work:
@@ -149,15 +156,19 @@ class _Work:
             stop += 1
         self._layers = model.stage(0, stop).train()
         self._entered = model.chain.boundaries[0].example(rows)
+        self.computed = 0.0  # the part of the time in which the layers compute, in the loop in which it was largest
         self.seconds()  # warms up
+        self.computed = 0.0
 
     def seconds(self) -> float:
         """Return the processor's seconds to run the layers forward and backward once."""
-        start = time.process_time()
+        begun, start = time.perf_counter(), time.process_time()
         learned = tuple(value for value in flat(self._layers(*self._entered)) if value.requires_grad)
         if learned:
             backward(learned, tuple(torch.ones_like(value) for value in learned))
-        return time.process_time() - start
+        seconds = time.process_time() - start
+        self.computed = max(self.computed, min(1.0, seconds / max(1e-9, time.perf_counter() - begun)))
+        return seconds
 
     def repeat(self, seconds: float) -> float:
         """Return the median of the processor's seconds over as many loops as there is time for, but at least one."""

@@ -188,7 +188,12 @@ def _clock() -> Callable[[], float]:
     """
     if computing().accelerates:
         return synchronised
-    return time.process_time if available_cores() < torch.get_num_threads() else time.perf_counter
+    return time.process_time if has_quota() else time.perf_counter
+
+
+def has_quota() -> bool:
+    """Return whether a quota of processor time interrupts this process, so that wall time says little of its speed."""
+    return available_cores() < torch.get_num_threads()
 
 
 def _example(entry: Boundary, size: int, needs_gradient: bool, forms: Sequence[Form]) -> Values:
