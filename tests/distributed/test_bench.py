@@ -160,7 +160,7 @@ def test_a_terminated_rendezvous_ends_its_command(folder: Path, start: Callable[
 def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
     job = folder / "job.yaml"
     # With that many samples a step, all three devices are of use, however fast the machine under test is.
-    job.write_text(job.read_text().replace("batch_size: 32", "batch_size: 512").replace("300", "1500"))
+    job.write_text(job.read_text().replace("batch_size: 32", "batch_size: 512").replace("300", "1400"))
     measured = horizonml(folder, "profile", "job.yaml", "--out", "here.yaml", "--threads", "1")
     assert measured.returncode == 0, measured.stderr
     slow = "{name: slow, profile: here.yaml, speed: 0.5, memory: 1GiB, count: 2, bandwidth: 1Gbit}"
