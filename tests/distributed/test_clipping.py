@@ -84,13 +84,15 @@ def reference(case: Case) -> tuple[dict[str, Tensor], list[float]]:
 def test_every_plan_clips_as_one_process_does(pool: Pool, case: Case) -> None:
     expected, norms = reference(case)
     assert max(norms) > 2 * MOST  # it matters
+    # Adam divides gradients by their own size, so that the rounding of small ones shows in full.
+    bound = 1e-4 if isinstance(case.optimizer, Adam) else 1e-5
     told = set()
     for state, found in pool.run(case.world_size, train, case):
         assert found == pytest.approx(norms, rel=1e-5)
         told.add(tuple(found))
         for key, value in state.items():
             if key.startswith("model/"):
-                assert distance(value, expected[key]) < 1e-5, key
+                assert distance(value, expected[key]) < bound, key
     assert len(told) == 1  # bit for bit the same on all ranks
 
 
