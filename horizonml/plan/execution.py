@@ -25,8 +25,9 @@ class Execution:
         found = [
             *(["channels_last"] if self.channels_last else []),
             *(["bf16"] if self.precision == "bf16" else []),
-            *(["compiled"] if self.compiled else []),
         ]
+        if self.compiled:
+            return " in ".join(["compiled", *([" and ".join(found)] if found else [])])
         return " and ".join(found) or "plain"
 
 

@@ -52,7 +52,10 @@ class Constraints:
     syncs: tuple[Sync, ...] = ()
     every: tuple[int, ...] = ()
     local: Local | None = None
-    trial: str = "A run measures the loss of accuracy on a warm-up first, and makes what costs too much more precise."
+    trial: str = (
+        "Before it trains, a run measures on a warm-up what they cost in accuracy, and replaces each that costs too "
+        "much by a more precise one."
+    )
 
     @property
     def is_exact(self) -> bool:

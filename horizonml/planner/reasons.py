@@ -72,7 +72,7 @@ def link_reasons(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
         what, error = _WHAT[stage.send]
         text = (
             f"{words} {stage.send} ({what}): {human_bytes(size)} for each sample instead of {human_bytes(whole)}, "
-            f"which saves {human_seconds(max(0.0, saved))} of a step, as {link}; {error}."
+            f"which makes a step {human_seconds(max(0.0, saved))} shorter, because {link}; {error}."
         )
         yield Reason("link", stage.send, text, False, True, number, size, saved)
     if exact:
@@ -105,7 +105,7 @@ def sum_reasons(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
         what, error = _WHAT[stage.sync]
         text = (
             f"{who} sum gradients as {what}: {human_bytes(size)} for each sample instead of {human_bytes(whole)}, "
-            f"which saves {human_seconds(max(0.0, saved))} of a step, as {link}; {error}."
+            f"which makes a step {human_seconds(max(0.0, saved))} shorter, because {link}; {error}."
         )
         yield Reason("sum", stage.sync.value, text, False, True, number, size, saved)
 
@@ -123,14 +123,14 @@ def _local_reason(evaluator: Evaluator, found: Candidate) -> Reason:
     together = evaluator.judge(in_step).prediction.seconds
     saved = together - found.prediction.seconds
     who = "Ranks" if len(plan.stages) == 1 else f"{len(plan.stages[0].ranks)} replicas of the pipeline"
-    parts = f", in {local.fragments} parts" if local.fragments > 1 else ""
-    late = f", {local.delay} steps late" if local.delay > 1 else ", a step late" if local.delay else ""
+    parts = f", in {local.fragments} fragments" if local.fragments > 1 else ""
+    late = f", and are applied {count(local.delay, 'step')} late" if local.delay else ""
     what = {"fp32": "32-bit floats", "int4": "4-bit numbers"}.get(local.format, f"the largest values ({local.format})")
     text = (
-        f"{who} train by themselves, and agree every {local.every} steps (as {what}{parts}{late}): "
-        f"{human_bytes(size)} for each sample instead of {human_bytes(whole)}, which saves "
-        f"{human_seconds(max(0.0, saved))} of a step compared with sums in every step, as the slowest link among them "
-        f"has {_mbit(min(_slowest(problem, stage, stage) for stage in plan.stages))}."
+        f"{who} train independently, and synchronise every {local.every} steps (changes of parameters travel as "
+        f"{what}{parts}{late}): {human_bytes(size)} for each sample instead of {human_bytes(whole)}. If this plan "
+        f"summed gradients in every step instead, a step would take {human_seconds(max(0.0, saved))} longer, because "
+        f"the slowest link among them has {_mbit(min(_slowest(problem, stage, stage) for stage in plan.stages))}."
     )
     return Reason("local steps", f"every {local.every} steps", text, False, True, None, size, saved)
 
@@ -159,7 +159,8 @@ def asked_reason(parts: Sequence[str]) -> Reason | None:
     """Return the sentence on `parts` of a plan that are not exact because the job asks for them; None for none."""
     if not parts:
         return None
-    return Reason("accuracy", "asked for", f"These are not exact, as the job asks: {', '.join(parts)}.", exact=False)
+    text = f"Not everything is exact, because the job asks for this: {', '.join(parts)}."
+    return Reason("accuracy", "asked for", text, exact=False)
 
 
 def chosen_inexact(problem: Problem, plan: Plan) -> bool:
@@ -181,13 +182,14 @@ def accuracy_reason(problem: Problem, found: Candidate) -> Reason | None:
         return asked_reason(parts)
     what = ", ".join(parts)
     instead = ""
-    if found.exact_seconds is not None:
+    if found.exact_seconds is not None and not layers:
         less = found.exact_seconds / found.prediction.seconds
-        instead = f", and a step takes {human_seconds(found.exact_seconds)} ({less:.1f} times as long)"
+        instead = f", and a step would take {human_seconds(found.exact_seconds)} ({less:.1f} times as long)"
     tried = f" {problem.constraints.trial}"
     if found.plan.local is not None:
         tried = " A warm-up is too short to show what local steps cost: watch the held-out accuracy."
-    text = f"These are not exact: {what}.{tried} With parallel.exact: true everything is exact{instead}."
+    fields = "parallel.exact: true and precision: fp32" if layers else "parallel.exact: true"
+    text = f"These are not exact: {what}.{tried} With {fields} everything would be exact{instead}."
     return Reason("accuracy", "chosen", text, exact=False)
 
 
@@ -199,12 +201,12 @@ def left_out(names: Sequence[str], ranks: Sequence[int]) -> str:
 
 def why_left_out(problem: Problem, found: Candidate) -> str:
     """Return why a plan leaves devices out, as a sentence."""
-    who = "it" if len(found.plan.spare) == 1 else "they"
+    who, whom = ("it", "it") if len(found.plan.spare) == 1 else ("they", "them")
     if found.everyone_seconds == math.inf:
         return "No plan for all devices fits into their memory."
     if found.everyone_seconds is not None:
         more = found.everyone_seconds / found.prediction.seconds - 1
-        return f"With all devices, a step would take {more:.0%} longer, as {who} would slow the others down."
+        return f"If {who} took part, a step would take {more:.0%} longer, because the others would wait for {whom}."
     if problem.objective.kind == "time":
         return f"{who.capitalize()} would slow the others down."
     return "The others need fewer joules for the work."

@@ -24,18 +24,19 @@ def run_reasons(job: Job, threads: int | None, untried: str | None) -> Iterator[
         yield Reason("threads", "1", "Each rank computes with one thread, because it has only one core.", brief=False)
     else:
         most = f" (1 to {threads})" if threads is not None else ""
-        text = f"When the run begins, each device tries with how many threads{most} its ranks compute fastest."
+        text = f"When the run begins, each device measures how many threads{most} make its ranks fastest."
         yield Reason("threads", "tried", text, brief=False)
     if job.compile == "never":
         yield Reason("compile", "never", "No layers are compiled (compile: never).", brief=False)
     else:
-        text = "When the run begins, each device tries whether compiling the layers repays its time within the run."
+        text = "When the run begins, each device measures whether compiling the layers repays its time within the run."
         yield Reason("compile", "tried", text, brief=False)
     if job.precision == "auto" and untried is not None:
-        yield Reason("precision", "fp32", f"precision: auto: the layers are computed in fp32, as {untried}.")
+        text = f"With precision: auto, this run computes all layers in fp32, because {untried}."
+        yield Reason("precision", "fp32", text)
     elif job.precision == "auto":
         text = (
-            "precision: auto: this plan is for fp32. On a warm-up, the run tries bf16 where that is faster, and uses "
-            "it if the held-out loss stays as good."
+            "With precision: auto, this plan is for fp32. The run tries bf16 on a warm-up, on devices where it is "
+            "faster, and uses it if held-out accuracy does not suffer."
         )
         yield Reason("precision", "tried", text)

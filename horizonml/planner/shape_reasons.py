@@ -54,12 +54,14 @@ def layer_reasons(profiles: Sequence[Profile], names: Sequence[str]) -> Iterator
             span = f"layers {run.start} to {last}" if last > run.start else f"layer {run.start}"
             how = run.execution.words
             verb = "run" if last > run.start else "runs"
-            parts.append(f"{span} {verb} {'' if how.endswith('compiled') else 'in '}{how}")
+            parts.append(f"{span} {verb} {'' if run.execution.compiled else 'in '}{how}")
         few = sum(run.stop - run.start for run in found) < len(profile.layers)
-        gain = f", {profile.gain:.2f} times as fast as if all ran plain" if profile.gain > 1 else ""
         rest = "; the rest run plain" if few else ""
+        gain = ""
+        if profile.gain > 1:
+            gain = f". This makes all layers together {profile.gain:.2f} times as fast as if none ran so"
         what = " and ".join(parts)
-        text = f"{what[0].upper()}{what[1:]}{where}{gain}{rest}."
+        text = f"{what[0].upper()}{what[1:]}{where}{rest}{gain}."
         inexact = any(run.execution.precision != "fp32" for run in found)
         yield Reason("layers", what, text, exact=not inexact)
 
@@ -77,7 +79,7 @@ def work_of(plan: Plan, rank: int) -> str:
         layers = f"layers {stage.start} to {stage.stop - 1}" if stage.stop - stage.start > 1 else f"layer {stage.start}"
         share = stage.shares[stage.ranks.index(rank)] / sum(stage.shares)
         if share < 1e-3:
-            parts.append(f"nothing of {layers}")
+            parts.append(f"no samples in {layers}")
         elif len(stage.ranks) > 1:
             parts.append(f"{layers} for {share:.0%} of the samples")
         else:
@@ -91,11 +93,11 @@ def _against(found: Candidate, others: Sequence[tuple[str, Candidate]]) -> str:
     for name, other in others:
         more = other.prediction.seconds / found.prediction.seconds - 1
         if not other.usable:
-            words.append(f"{name} is not possible with this memory or batch")
+            words.append(f"{name} is not possible with this memory or batch size")
         elif abs(more) < _SAME:
-            words.append(f"{name} would take as long")
+            words.append(f"with {name} a step would take as long")
         else:
-            words.append(f"{name} would make it {abs(more):.0%} {'longer' if more > 0 else 'shorter'}")
+            words.append(f"with {name} a step would take {abs(more):.0%} {'longer' if more > 0 else 'less time'}")
     return ", and ".join(words)
 
 
@@ -132,7 +134,7 @@ def _cuts(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
     for number, (stage, after) in enumerate(itertools.pairwise(plan.stages)):
         text = f"Stage {number} ends with layer {stage.stop - 1}"
         others = []
-        for words, cut in (("a layer earlier", stage.stop - 1), ("a layer later", stage.stop + 1)):
+        for words, cut in (("its end a layer earlier", stage.stop - 1), ("its end a layer later", stage.stop + 1)):
             if stage.start < cut < after.stop:
                 moved = (replace(stage, stop=cut), replace(after, start=cut))
                 stages = (*plan.stages[:number], *moved, *plan.stages[number + 2 :])

@@ -113,7 +113,7 @@ class Guard:
             constraints,
             formats=tuple(name for name in constraints.formats if name in precise or len(constraints.formats) == 1),
             syncs=tuple(sync for sync in constraints.syncs if tried.may_sum(sync)),
-            trial="A run has measured the loss of accuracy on a warm-up, and uses nothing that costs too much.",
+            trial="This run has measured on a warm-up what they cost in accuracy, and uses none that costs too much.",
         )
 
     def plan_again(self, agreed: Agreed, plan: Plan, *, search: bool) -> Agreed:

@@ -121,11 +121,11 @@ def test_why_a_plan_is_as_it_is(tmp_path: Path) -> None:
     assert "(laptop to pi-0, 20 Mbit/s) takes 3.4 s for" in lines[0]
     assert lines[1].startswith("pi-1: as good as nothing to do")
     told = [reason.text for reason in reasons(Evaluator(made), found, names)]
-    assert told[0] == "These are not exact, as the job asks: int8 between stages 0 and 1."
+    assert told[0] == "Not everything is exact, because the job asks for this: int8 between stages 0 and 1."
     assert told[1].startswith(
         "Stages 0 and 1 exchange int8 (8-bit integers): 2 B for each sample instead of 8 B, which"
     )
-    assert told[-2].startswith("pi-1 (rank 2), at 0.25 of the fastest's speed, takes nothing of layers 3 to 5, and")
+    assert told[-2].startswith("pi-1 (rank 2), at 0.25 of the fastest's speed, takes no samples in layers 3 to 5, and")
 
 
 def test_a_slow_link_is_the_bottleneck_of_data_parallelism(tmp_path: Path) -> None:

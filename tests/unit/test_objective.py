@@ -142,7 +142,7 @@ def test_a_machine_that_slows_the_others_down_is_left_out_and_the_reasons_say_so
     assert found.prediction.seconds < 0.95 * everyone.prediction.seconds
     told = [reason.text for reason in reasons(evaluator, found, ["a", "b", "c"])]
     more = everyone.prediction.seconds / found.prediction.seconds - 1
-    said = f"Left out: c (rank 2). With all devices, a step would take {more:.0%} longer"
+    said = f"Left out: c (rank 2). If it took part, a step would take {more:.0%} longer, because the others would"
     assert [text for text in told if text.startswith(said)]
     quick = replace(problem, network=Network(1e-4, 1e8))
     assert with_objective(quick).plan.spare == ()

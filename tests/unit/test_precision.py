@@ -112,7 +112,7 @@ def test_a_run_that_is_too_short_for_a_trial_is_planned_without_what_needs_one()
     assert not {Sync.INT4, Sync.POWERSGD} & {stage.sync for stage in found.plan.stages}
     for problem, one, due in ((free, lossy, True), (short, found, False)):
         (told,) = (r.text for r in reasons(Evaluator(problem), one, ["a", "b", "c", "d"]) if r.about == "accuracy")
-        assert ("A run measures the loss of accuracy on a warm-up first" in told) == due
+        assert ("a run measures on a warm-up what they cost in accuracy" in told) == due
         assert ("is not used, as a run of 20 steps is too short to try it." in told) != due
     named = problem_on(Network(1e-4, 5e6), ", activations: int4, exact: false").constraints.without_trial("it is short")
     assert named.formats == ("int4",)  # as the job says
@@ -124,7 +124,7 @@ def test_what_a_job_asks_for_is_used_though_it_is_not_exact() -> None:
     assert inexact_parts(found.plan)
     assert not chosen_inexact(problem, found.plan)
     told = reasons(Evaluator(problem), found, [f"rank {rank}" for rank in range(4)])
-    assert any(one.text.startswith("These are not exact, as the job asks: ") for one in told)
+    assert any(one.text.startswith("Not everything is exact, because the job asks for this: ") for one in told)
 
 
 def test_local_steps_that_a_job_asks_for_are_taken_by_whole_replicas() -> None:
@@ -274,7 +274,7 @@ def test_each_choice_has_a_sentence() -> None:
         assert any(one.text.startswith("These are not exact: ") for one in told) == bool(lossy)
         assert len([one for one in told if one.brief]) <= 8, "more would not fit a screen"
     assert found.plan.local is not None
-    assert f"agree every {found.plan.local.every} steps" in " ".join(one.text for one in told)
+    assert f"synchronise every {found.plan.local.every} steps" in " ".join(one.text for one in told)
 
 
 def test_how_layers_run_has_a_sentence() -> None:
@@ -282,12 +282,14 @@ def test_how_layers_run_has_a_sentence() -> None:
     fast = replace(profile(), executions=tuple(last), gain=1.47)
     both = replace(profile(), executions=tuple(to_json([Execution(True, "bf16")] * 6)), gain=2.0)
     assert [one.text for one in layer_reasons([fast, fast], ["pc", "box"])] == [
-        "Layers 0 to 3 run in channels_last, 1.47 times as fast as if all ran plain; the rest run plain."
+        "Layers 0 to 3 run in channels_last; the rest run plain. This makes all layers together 1.47 times as fast as "
+        "if none ran so."
     ]
     told = list(layer_reasons([fast, both, both, profile()], ["pc", "box", "nuc", "pi"]))
     assert [(one.exact, one.brief) for one in told] == [(True, True), (False, True), (True, False)]
     assert told[1].text == (
-        "Layers 0 to 5 run in channels_last and bf16 on box and 1 other device, 2.00 times as fast as if all ran plain."
+        "Layers 0 to 5 run in channels_last and bf16 on box and 1 other device. This makes all layers together 2.00 "
+        "times as fast as if none ran so."
     )
     assert told[2].text.startswith("All layers run on pi as PyTorch runs them by default.")
 
@@ -307,7 +309,9 @@ def test_how_layers_run_has_a_sentence() -> None:
 def test_what_is_not_exact_because_the_job_asks_for_it_is_said(section: str, said: list[str]) -> None:
     job = parse(f"{{batch_size: 64, parallel: {{{section}}}}}", "job.yaml")
     asked = asked_reason(inexact_parts(fixed_plan(job, 6, 2)))
-    assert (asked.text if asked else None) == (f"These are not exact, as the job asks: {said[0]}." if said else None)
+    assert (asked.text if asked else None) == (
+        f"Not everything is exact, because the job asks for this: {said[0]}." if said else None
+    )
 
 
 def test_for_many_devices_other_plans_are_derived_from_the_exact_one() -> None:
@@ -325,7 +329,7 @@ def test_layers_in_fewer_bits_are_among_what_is_not_exact() -> None:
     problem = problem_on(Network(1e-4, 1e9), ", exact: true", own=lossy)
     reason = accuracy_reason(problem, judge(problem, plain_ddp(problem)))
     assert reason is not None
-    assert reason.text == "These are not exact, as the job asks: 2 layers in bf16."
+    assert reason.text == "Not everything is exact, because the job asks for this: 2 layers in bf16."
 
 
 def test_ddp_as_a_baseline_is_exact_whatever_the_job_asks_for() -> None:

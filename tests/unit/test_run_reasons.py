@@ -15,16 +15,21 @@ from horizonml.planner.run_reasons import run_reasons
     [
         ({"parallel": {"threads": 3}}, 4, None, "Each rank computes with 3 threads, as the job says."),
         ({}, 1, None, "Each rank computes with one thread, because it has only one core."),
-        ({}, 4, None, "each device tries with how many threads (1 to 4) its ranks compute fastest."),
-        ({}, None, None, "each device tries with how many threads its ranks compute fastest."),
+        ({}, 4, None, "each device measures how many threads (1 to 4) make its ranks fastest."),
+        ({}, None, None, "each device measures how many threads make its ranks fastest."),
         ({"compile": "never"}, 1, None, "No layers are compiled (compile: never)."),
-        ({"compile": "auto"}, 1, None, "each device tries whether compiling the layers repays its time"),
-        ({"precision": "auto"}, 1, None, "precision: auto: this plan is for fp32. On a warm-up, the run tries bf16"),
+        ({"compile": "auto"}, 1, None, "each device measures whether compiling the layers repays its time"),
+        (
+            {"precision": "auto"},
+            1,
+            None,
+            "With precision: auto, this plan is for fp32. The run tries bf16 on a warm-up",
+        ),
         (
             {"precision": "auto"},
             1,
             "a run of 5 steps is too short to try it",
-            "in fp32, as a run of 5 steps is too short",
+            "in fp32, because a run of 5 steps is too short",
         ),
     ],
 )
