@@ -67,7 +67,7 @@ def stall(result: Result) -> str:
 def kills(result: Result) -> str:
     """Goodput, with the number of kills and of repeated steps."""
     one = result["rounds"][0]
-    return f"{one['goodput']:.1%} ({one['kills']} kills, {one['steps']} steps, {one['repeated']} more repeated)"
+    return f"{one['goodput']:.1%} ({one['kills']} kills, {one['steps']} steps, and {one['repeated']} repeated)"
 
 
 ROWS: list[tuple[str, str, str, Callable[[Result], str]]] = [
