@@ -73,10 +73,16 @@ def whole_runs(runs: Runs, task: str, way: str) -> list[dict[str, Any]]:
     return [run for run in own if run["whole"] and rate_of(run)]
 
 
+def timed_run(runs: Runs, task: str, way: str, rate: float) -> dict[str, Any] | None:
+    """The run of the lowest seed on links of a rate."""
+    own = [run for run in runs.values() if (run.get("task"), run.get("way"), run.get("rate")) == (task, way, rate)]
+    return min(own, key=lambda run: int(run["seed"]), default=None)
+
+
 def row(runs: Runs, task: str, way: str, rates: list[float], base: float | None) -> list[str] | None:
     """The cells of a way, or None if it was not measured."""
     whole, target = whole_runs(runs, task, way), TASKS[task].target
-    timed = {rate: runs.get(f"{task}/{way}/0/{rate:g}") for rate in rates}
+    timed = {rate: timed_run(runs, task, way, rate) for rate in rates}
     measured = [run for run in (*whole, *timed.values()) if run is not None and "failed" not in run]
     if not measured:
         return None

@@ -203,7 +203,7 @@ def why_left_out(problem: Problem, found: Candidate) -> str:
     """Return why a plan leaves devices out, as a sentence."""
     who, whom = ("it", "it") if len(found.plan.spare) == 1 else ("they", "them")
     if found.everyone_seconds == math.inf:
-        return "No plan for all devices fits into their memory."
+        return "No plan for all devices is possible: memory is short, or a batch has too few samples."
     if found.everyone_seconds is not None:
         more = found.everyone_seconds / found.prediction.seconds - 1
         return f"If {who} took part, a step would take {more:.0%} longer, because the others would wait for {whom}."

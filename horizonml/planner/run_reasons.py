@@ -29,7 +29,10 @@ def run_reasons(job: Job, threads: int | None, untried: str | None) -> Iterator[
     if job.compile == "never":
         yield Reason("compile", "never", "No layers are compiled (compile: never).", brief=False)
     else:
-        text = "When the run begins, each device measures whether compiling the layers repays its time within the run."
+        text = (
+            "When the run begins, each device that has a C++ compiler measures whether compiling the layers repays its "
+            "time. In runs of less than ten minutes, and on accelerators, nothing is compiled."
+        )
         yield Reason("compile", "tried", text, brief=False)
     if job.precision == "auto" and untried is not None:
         text = f"With precision: auto, this run computes all layers in fp32, because {untried}."

@@ -18,6 +18,7 @@ from horizonml.planner.objective import check_watts
 from horizonml.planner.planner import choose
 from horizonml.planner.problem import Problem
 from horizonml.planner.record import Planning
+from horizonml.planner.saving import is_better
 from horizonml.planner.shape_reasons import reasons, work_of
 from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest
@@ -92,7 +93,11 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
     try:
         found = choose(job, changed.problem, evaluator)
         if job is planning.job and not (changes.add or changes.remove):
-            found = min((evaluator.judge(planning.plan), found), key=lambda one: one.cost)
+            kept = evaluator.judge(planning.plan)
+            if changed.problem.objective.kind == "time":
+                found = min((kept, found), key=lambda one: one.cost)
+            elif kept.usable and not is_better(changed.problem, found, kept, 0.0):
+                found = replace(kept, fastest=found.fastest)
     except OutOfTime:
         raise PlanError(
             f"no plan was found within {human_seconds(seconds)}: the more devices and layers, the longer it takes; "

@@ -85,11 +85,12 @@ def measure_contention(group: Group, hosts: Sequence[Host], model: Model, batch_
         return found
     own = next((ranks for ranks in machines if group.rank in ranks), [])
     cores = {rank: host.demand for host in hosts for rank in host.ranks}
-    path = _path(model, batch_size, [cores[rank] for rank in own])
+    rows = max(2, min(_ROWS, batch_size // group.world_size))
+    path = _path(model, rows, [cores[rank] for rank in own])
     leads = [ranks[0] for ranks in machines]
     kept = group.gather_json(_kept(path) if group.rank in leads else None, _read_curve)
     if any(kept[lead] is None for lead in leads):
-        measured = _measure(group, machines, own, cores, model, batch_size)
+        measured = _measure(group, machines, own, cores, model, rows)
         if group.rank in leads:
             _keep(path, measured)
         kept = group.gather_json(measured if group.rank in leads else None, _read_curve)
@@ -116,11 +117,11 @@ def _measure(
     own: Sequence[int],
     cores: dict[int, float],
     model: Model,
-    batch_size: int,
+    rows: int,
 ) -> list[list[float]]:
     """Return this machine's curve: for each number of ranks that compute at once, the cores and the factor."""
     with torch.random.fork_rng(devices=[]):
-        work = _Work(model, max(2, min(_ROWS, batch_size // group.world_size))) if own else None
+        work = _Work(model, rows) if own else None
     alone = work.seconds() if work is not None else 0.0
     # Every rank computes until the slowest one has done its loops.
     wanted = group.gather_json(_LOOPS * alone / cores.get(group.rank, 1.0), number)
@@ -178,7 +179,7 @@ class _Work:
         return statistics.median(found)
 
 
-def _path(model: Model, batch_size: int, cores: Sequence[float]) -> str:
+def _path(model: Model, rows: int, cores: Sequence[float]) -> str:
     """Return the name under which the contention on this machine is kept, for this model and such ranks."""
     key = {
         "format": _FORMAT,
@@ -187,7 +188,7 @@ def _path(model: Model, batch_size: int, cores: Sequence[float]) -> str:
         "torch": torch.__version__,
         "layers": model.chain.names,
         "shapes": [[tensor.shape for tensor in one.tensors] for one in model.chain.boundaries],
-        "rows": min(_ROWS, max(2, batch_size // max(1, len(cores)))),
+        "rows": rows,
         "cores": list(cores),
     }
     return f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"

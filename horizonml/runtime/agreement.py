@@ -18,6 +18,7 @@ from horizonml.data.needs import loads_ahead, sample_bytes
 from horizonml.data.spec import DataSpec
 from horizonml.errors import HorizonError, ModelError, PeerLost, PlanError
 from horizonml.job.schema import Job
+from horizonml.machine.accelerator import computing
 from horizonml.machine.energy import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
@@ -223,8 +224,10 @@ def _measure(
                 profile = cached_profile(model, profile_key(job), job.batch_size, say, executions)
                 own = replace(profile, gain=gain_here(job, model, group.world_size, executions)).to_json()
             if every and lead in turn:
-                measures = group.rank == lead and job.parallel.objective != "time"
-                found = device_watts(EnergyMeter(), _sharing(hosts, group.rank), measures)
+                # The meter is the processor's: of an accelerator's work it sees next to nothing.
+                measures = group.rank == lead and job.parallel.objective != "time" and not computing().accelerates
+                sharing = max(_sharing(hosts, group.rank), group.hosts.count(group.hosts[group.rank]))
+                found = device_watts(EnergyMeter(), sharing, measures)
                 watts = found.to_json() if found is not None else None
         except HorizonError as error:
             trouble = f"rank {group.rank}: {error}" if own is not None or group.rank != lead else str(error)

@@ -19,6 +19,7 @@ import torch
 from horizonml.comm.expected import optional, text
 from horizonml.comm.group import Group
 from horizonml.comm.tree import TreeSum
+from horizonml.machine.accelerator import computing
 from horizonml.machine.condition import Condition, State
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Candidate, Evaluator
@@ -137,7 +138,8 @@ class StragglerDetector:
         self._late_at, self._late_again = -math.inf, _LATE_AGAIN
         tag, ranks = group.channel("stragglers").tag(), group.world_size
         self._sum = TreeSum(group, range(ranks), tag, torch.zeros(4 * ranks + 1, dtype=torch.float64))
-        self._original, self._pace = problem, Pace() if replan and ranks > 1 else None
+        paced = replan and ranks > 1 and not computing().accelerates  # a pace is that of the processor
+        self._original, self._pace = problem, Pace() if paced else None
         self.factors = (1.0,) * ranks  # how many times as long as at first each rank takes, as the plan has it
         self._reasons = ("",) * ranks
         self._pause, self._left = _PAUSE, math.nan

@@ -18,7 +18,7 @@ from horizonml.planner.run_reasons import run_reasons
         ({}, 4, None, "each device measures how many threads (1 to 4) make its ranks fastest."),
         ({}, None, None, "each device measures how many threads make its ranks fastest."),
         ({"compile": "never"}, 1, None, "No layers are compiled (compile: never)."),
-        ({"compile": "auto"}, 1, None, "each device measures whether compiling the layers repays its time"),
+        ({"compile": "auto"}, 1, None, "measures whether compiling the layers repays its time. In runs of less than"),
         (
             {"precision": "auto"},
             1,

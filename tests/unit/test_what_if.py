@@ -17,8 +17,10 @@ from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.planner.change_texts import MOST_RANKS, read_changes
 from horizonml.planner.changes import apply_changes
+from horizonml.planner.energy import energy_of
 from horizonml.planner.evaluator import judge
 from horizonml.planner.hardware import Host, Network
+from horizonml.planner.objective import Watts
 from horizonml.planner.planner import choose, problem_for
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LayerProfile, Profile
@@ -243,6 +245,20 @@ def test_with_slower_links_there_is_a_better_plan_than_the_present_one(planning:
     assert answer.found.plan.spare == (1, 2, 3), "the laptop alone is faster"
     assert "jetson takes nothing (it is left out) instead of layers 0 to 4 for 38% of the samples." in answer.changes()
     assert answer.changes()[0].endswith("longer.")
+
+
+def test_the_present_plan_is_kept_only_if_it_is_better_for_the_objective(planning: Planning) -> None:
+    parallel = "{strategy: auto, workers: 4, schedule: 1f1b, micro_batches: 4, objective: energy, slowdown: 10}"
+    job = parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
+    watts = [Watts(1.0, 500.0), *[Watts(1.0, 2.0)] * 3]  # the laptop, on which the fastest plan relies, draws most
+    problem = replace(problem_of(job, range(4)), watts=watts)
+    answer = ask(replace(planning, job=job, problem=problem), rates={"all": "40Mbit"})
+    kept = judge(answer.changed.problem, planning.plan)
+    joules = [energy_of(answer.changed.problem, one.prediction) for one in (answer.found, kept)]
+    assert joules[0] is not None
+    assert joules[1] is not None
+    assert joules[0].joules < 0.5 * joules[1].joules
+    assert answer.found.prediction.seconds > kept.prediction.seconds
 
 
 def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning: Planning) -> None:
