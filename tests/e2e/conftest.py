@@ -54,5 +54,5 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
             )
             print(f"{pod['metadata']['name']} was restarted; before that it said:\n{last[-3000:]}")
     parts = "statefulset,deployment,service,configmap,networkpolicy"
-    cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=120)
+    cluster.kubectl("-n", NAMESPACE, "delete", parts, "-l", "app.kubernetes.io/part-of=horizonml", timeout=240)
     wait_for(lambda: not cluster.pods(), "the end of all pods", 120)

@@ -35,7 +35,7 @@ def test_dp_trains_to_the_end_and_does_not_train_again(clean: Cluster) -> None:
     assert value(clean.query, "count(up == 1)") == 5
 
     # Kubernetes starts a finished rank again: it finds its work done.
-    clean.kubectl("-n", NAMESPACE, "delete", "pod", "worker-1", timeout=90)
+    clean.kubectl("-n", NAMESPACE, "delete", "pod", "worker-1", timeout=240)
     wait_for(lambda: ready(clean) == 5 and clean.metric(1, "horizonml_complete") == 1, "worker 1 being ready again", 90)
     assert clean.metric(1, "horizonml_samples_total") == 0
     assert clean.metric(0, "horizonml_generation") == 1
@@ -58,7 +58,8 @@ def test_mp_survives_a_deleted_pod_and_scales(clean: Cluster, tmp_path: Path) ->
     assert len({line.partition('stage="')[2][0] for line in stages}) == 5
 
     def restart_workers() -> None:
-        clean.kubectl("-n", NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=worker", timeout=120)
+        # The kubelet may take a minute and more to remove a pod whose process has ended.
+        clean.kubectl("-n", NAMESPACE, "delete", "pod", "-l", "app.kubernetes.io/component=worker", timeout=240)
 
     # More epochs, applied to the same job: it goes on where it was.
     clean.kubectl("apply", "-k", overlay(tmp_path / "longer", "mp", 5, epochs=400))
@@ -70,7 +71,7 @@ def test_mp_survives_a_deleted_pod_and_scales(clean: Cluster, tmp_path: Path) ->
     wait_for(lambda: (clean.metric(0, "horizonml_generation") or 0) >= 2, "the group of four", 120)
     wait_for(lambda: (clean.metric(0, "horizonml_generation") or 0) >= 3, "the group with the new pod", 120)
     assert "meeting again" in clean.log(0)
-    wait_for(lambda: ready(clean) == 5, "all five being ready", 60)
+    wait_for(lambda: ready(clean) == 5, "all five being ready", 180)
     wait_for(lambda: clean.metric(0, "horizonml_world_size") == 5, "a group of five", 60)
     assert clean.metric(0, "horizonml_steps_repeated_total") == 0
     wait_for(lambda: not empty_panels(clean.query), "data in every panel", 60)
