@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from horizonml.plan.local import Local
-from horizonml.plan.lossy import UNTRIED
-from horizonml.plan.plan import Sync
+from horizonml.plan.lossy import UNTRIED, Tried
+from horizonml.plan.plan import FORMATS, Sync
 from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import FASTEST, Objective, Watts
 from horizonml.planner.profile import Profile
@@ -73,6 +73,20 @@ class Constraints:
             formats=tuple(name for name in self.formats if name not in UNTRIED or len(self.formats) == 1),
             syncs=tuple(sync for sync in self.syncs if sync.value not in UNTRIED),
             trial=f"What would have to be tried on a warm-up first is not used, as {why}.",
+        )
+
+    def after(self, tried: Tried) -> Constraints:
+        """Return these constraints for a run that has tried formats, or has found that it cannot: see `Guard`."""
+        if self.is_exact:
+            return self
+        if not tried.steps:
+            return self.without_trial("this run has nothing to try it on, or too little")
+        precise = list(FORMATS)[: list(FORMATS).index(tried.least_format) + 1]
+        return replace(
+            self,
+            formats=tuple(name for name in self.formats if name in precise or len(self.formats) == 1),
+            syncs=tuple(sync for sync in self.syncs if tried.may_sum(sync)),
+            trial="This run has measured on a warm-up what they cost in accuracy, and uses none that costs too much.",
         )
 
     @property

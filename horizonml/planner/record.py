@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from horizonml.errors import HorizonError, PlanError
 from horizonml.files import write_atomically
 from horizonml.job.schema import Job
+from horizonml.plan.lossy import Tried
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import check_profile
 from horizonml.planner.hardware import Contention, Host, Network
@@ -78,6 +79,7 @@ class Planning:
     seconds: float | None = None  # that a step is predicted to take
     measured: bool = False  # whether the devices and links of the problem were measured
     reasons: tuple[str, ...] = ()  # a sentence for each choice of the plan
+    tried: Tried | None = None  # what a trial of lossy formats has found
     earlier: tuple[Earlier, ...] = ()
 
     @property
@@ -97,6 +99,7 @@ class Planning:
             "seconds": self.seconds,
             "measured": self.measured,
             "reasons": list(self.reasons),
+            "tried": self.tried.to_json() if self.tried is not None else None,
             "layers": list(self.layers),
             "devices": [asdict(device) for device in self.devices],
             "hosts": [asdict(host) for host in self.hosts],
@@ -137,6 +140,7 @@ class Planning:
             seconds=_number(value["seconds"]) if value["seconds"] is not None else None,
             measured=value["measured"] is True,
             reasons=tuple(_name(text, _MOST_REASON) for text in value.get("reasons", [])[:_MOST_REASONS]),
+            tried=Tried.from_json(value["tried"]) if value.get("tried") is not None else None,
             earlier=tuple(_earlier(one) for one in value["earlier"]),
         )
         planning._check()

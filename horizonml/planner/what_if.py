@@ -87,7 +87,10 @@ def plan_again(planning: Planning, changes: Changes, strategy: str | None, secon
             "for all. With strategy auto, every device and link is measured."
         )
     changed = apply_changes(planning, problem, changes)
-    changed = replace(changed, problem=replace(changed.problem, constraints=constraints_of(job.parallel)))
+    constraints = constraints_of(job.parallel)
+    if planning.tried is not None:
+        constraints = constraints.after(planning.tried)
+    changed = replace(changed, problem=replace(changed.problem, constraints=constraints))
     check_watts(changed.problem.objective, changed.problem.watts, changed.names)
     evaluator = Evaluator(changed.problem, began + seconds)
     try:

@@ -16,7 +16,7 @@ from horizonml.engine.session import Session
 from horizonml.job.schema import Job
 from horizonml.plan.execution import Executions, without_bf16
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, Setting, Tried
-from horizonml.plan.plan import FORMATS, Plan
+from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints
 from horizonml.planner.saving import is_better, with_objective
@@ -103,18 +103,8 @@ class Guard:
         """Return the constraints on another plan, which may have no local steps, and nothing that `allowed` refuses."""
         state = self._life.state
         assert state is not None
-        constraints, tried = replace(constraints, every=()), state.tried
-        if constraints.is_exact or tried is None:
-            return constraints.exactly()
-        if not tried.steps:
-            return constraints.without_trial("this run has nothing to try it on, or too little")
-        precise = list(FORMATS)[: list(FORMATS).index(tried.least_format) + 1]
-        return replace(
-            constraints,
-            formats=tuple(name for name in constraints.formats if name in precise or len(constraints.formats) == 1),
-            syncs=tuple(sync for sync in constraints.syncs if tried.may_sum(sync)),
-            trial="This run has measured on a warm-up what they cost in accuracy, and uses none that costs too much.",
-        )
+        constraints = replace(constraints, every=())
+        return constraints.after(state.tried) if state.tried is not None else constraints.exactly()
 
     def plan_again(self, agreed: Agreed, plan: Plan, *, search: bool) -> Agreed:
         """Return a plan that is better than what `settle` has made of the agreed one, or that with its true forecast.

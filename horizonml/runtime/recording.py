@@ -109,6 +109,7 @@ def describe_planning(
         seconds=seconds,
         measured=measured and seconds is not None,
         reasons=told,
+        tried=life.state.tried,
     )
 
 

@@ -39,6 +39,13 @@ def problem() -> Problem:
     return Problem([layers] * RANKS, hosts, LOCAL_NETWORK, 96, 0, constraints=Constraints(micro_batches=(1, 2, 4, 8)))
 
 
+def on_paper(*arguments: Any, **more: Any) -> StragglerDetector:
+    """A detector that measures nothing of this machine, whose pace depends on what else runs there."""
+    detector = StragglerDetector(*arguments, **more)
+    detector._pace = None
+    return detector
+
+
 def run(
     rank: int, world_size: int, store: Store, wall: float, parts: list[Part], replan: bool = True, steps: int = STEPS
 ) -> dict[str, Any]:
@@ -50,9 +57,7 @@ def run(
     # Rank 1 has a device with sensors; nothing else uses the processors.
     sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda: (now[0], 0.0, 0.0), lambda: now[0])
     forecast = Forecast.of(found)
-    detector = StragglerDetector(
-        group, found.plan, forecast, known if rank == 0 else None, 1.5, replan, sensors, lambda: now[0]
-    )
+    detector = on_paper(group, found.plan, forecast, known if rank == 0 else None, 1.5, replan, sensors, lambda: now[0])
     at_first = forecast.computing
     looks, plans, told = [], [], []
     for end, factors, heat in parts:
@@ -85,7 +90,7 @@ def run_late(rank: int, world_size: int, store: Store, wall: float, deadline: fl
     found = with_objective(known)
     forecast = Forecast.of(found)
     whole = known if rank == 0 else None
-    detector = StragglerDetector(
+    detector = on_paper(
         group, found.plan, forecast, whole, 1.5, True, None, lambda: now[0], deadline=deadline, spent=0.01 * deadline
     )
     evaluator, plans = Evaluator(known), [found.plan]
@@ -107,9 +112,7 @@ def run_alone(rank: int, world_size: int, store: Store) -> list[tuple[float, tup
     known = replace(problem(), network=Network(20.0, 1e4))
     found = fastest_plan(known, Evaluator(known))
     forecast = Forecast.of(found)
-    detector = StragglerDetector(
-        group, found.plan, forecast, known if rank == 0 else None, 1.5, True, None, lambda: now[0]
-    )
+    detector = on_paper(group, found.plan, forecast, known if rank == 0 else None, 1.5, True, None, lambda: now[0])
     plans = [(0.0, found.plan.spare)]
     while now[0] < 2000:
         due = any(group.gather_json(detector.due()))
@@ -193,7 +196,7 @@ def searched(rank: int, world_size: int, store: Store) -> tuple[bool, bool]:
     forecast = Forecast.of(judge(open_one, present))
     answers = []
     for allowed in (lambda constraints: constraints, Constraints.exactly):
-        detector = StragglerDetector(group, present, forecast, open_one, 1.5, True, allowed=allowed)
+        detector = on_paper(group, present, forecast, open_one, 1.5, True, allowed=allowed)
         detector._found, detector._pause = (1.0, 2.0), 0.0
         answer, _ = detector._search(STEPS, 0.0)
         assert answer is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
+from horizonml.engine.sync.horovod_connect import connect, rendezvous
+from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
@@ -76,6 +80,64 @@ def test_compression_to_16_bits_is_near_but_not_the_same(pool: Pool) -> None:
     full, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[1]
     assert full.keys() == state.keys()
     assert reports[0].bytes_sent < 0.6 * pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0][1][0].bytes_sent
+
+
+def lose_and_train(rank: int, world_size: int, store: Store) -> tuple[str, dict[str, Tensor]]:
+    """Lose a rank between two steps, as when it is killed, and train again in a new group."""
+    one = session_of(Sync.HOROVOD, rank, world_size, PrefixStore("first", store), "plain", Sgd())
+    one.step(RandomBatch(0), LR)
+    message = ""
+    if rank == 1:
+        import horovod.torch as hvd
+
+        hvd.shutdown()
+    else:
+        time.sleep(0.5)  # by when Horovod's thread has ended here, too, and refuses to begin any sum
+        try:
+            one.step(RandomBatch(1), LR)
+        except PeerLost as error:
+            message = str(error)
+    one.close()
+    one.group.close()
+    return message, train(rank, world_size, PrefixStore("second", store), Sync.HOROVOD, "plain", Sgd())[0]
+
+
+def test_a_rank_that_is_lost_between_two_steps_is_noticed_in_the_next_and_horovod_starts_again(pool: Pool) -> None:
+    (message, state), (_, other) = pool.run(2, lose_and_train)
+    assert message == "a peer closed its connection, or did not answer Horovod (Horovod has been shut down)"
+    expected, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0]
+    for key, value in expected.items():
+        assert torch.equal(state[key], value)
+        assert torch.equal(other[key], value)
+
+
+def fail_and_train(rank: int, world_size: int, store: Store) -> tuple[list[str], dict[str, Tensor]]:
+    """Let Horovod's start fail on rank 0 twice, because rank 1 does not come, and train in a new group."""
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "1"
+    messages = []
+    for attempt in range(2):
+        group = Group(PrefixStore(f"attempt-{attempt}", store), rank, world_size, 30.0)
+        if rank == 0:
+            try:
+                connect(group)
+            except PeerLost as error:
+                messages.append(str(error))
+        else:
+            rendezvous(group)
+        group.close()
+    del os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"]
+    return messages, train(rank, world_size, PrefixStore("last", store), Sync.HOROVOD, "plain", Sgd())[0]
+
+
+def test_horovod_starts_after_it_could_not(pool: Pool) -> None:
+    (messages, state), (_, other) = pool.run(2, fail_and_train)
+    assert len(messages) == 2
+    assert "Horovod could not connect the ranks: " in messages[0]
+    assert "Horovod could not connect the ranks again" in messages[1]
+    expected, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0]
+    for key, value in expected.items():
+        assert torch.equal(state[key], value)
+        assert torch.equal(other[key], value)
 
 
 def horovod_job(folder: Path, **changes: Any) -> Job:

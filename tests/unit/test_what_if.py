@@ -15,6 +15,7 @@ import pytest
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
+from horizonml.plan.lossy import Tried
 from horizonml.planner.change_texts import MOST_RANKS, read_changes
 from horizonml.planner.changes import apply_changes
 from horizonml.planner.energy import energy_of
@@ -173,6 +174,8 @@ def damaged(path: Sequence[str | int], value: Any) -> Any:
         damaged(["problem", "optimizer_copies"], 1.5),
         damaged(["problem", "loading"], {"input_bytes": True}),
         damaged(["seconds"], "1"),
+        damaged(["tried"], {"step": 0}),
+        damaged(["tried"], {**Tried(0, 8, {}, "fp16", "fp32").to_json(), "sums": "none"}),
         damaged(["step"], -1),
         damaged(["started_as"], [0]),
         damaged(["earlier"], [1]),
@@ -259,6 +262,25 @@ def test_the_present_plan_is_kept_only_if_it_is_better_for_the_objective(plannin
     assert joules[1] is not None
     assert joules[0].joules < 0.5 * joules[1].joules
     assert answer.found.prediction.seconds > kept.prediction.seconds
+
+
+def test_formats_that_a_trial_has_ruled_out_stay_ruled_out(tmp_path: Path) -> None:
+    def used(compression: str, rate: str, tried: Tried | None) -> set[str]:
+        options = f"micro_batches: 4, exact: false, gradient_compression: {compression}"
+        parallel = f"{{strategy: auto, workers: 4, schedule: 1f1b, {options}}}"
+        job = parse(f"{{name: paper, batch_size: 32, parallel: {parallel}}}", "job.yaml")
+        write_planning(tmp_path, replace(planning_of(job), tried=tried))
+        read = read_planning(tmp_path)
+        assert read is not None
+        assert read.tried == tried
+        stages = ask(read, rates={"all": rate}).found.plan.stages
+        return {stage.send for stage in stages[:-1]} | {stage.sync.value for stage in stages if len(stage.ranks) > 1}
+
+    tried = Tried(0, 8, {3: "bf16"}, "fp16", "fp32")
+    assert "int4" in used("fp16", "40Mbit", None)
+    assert used("fp16", "40Mbit", tried) <= {"fp32", "bf16", "fp16"}
+    assert used("none", "100Mbit", None) == {"int4"}
+    assert used("none", "100Mbit", tried).isdisjoint({"int4", "powersgd"})
 
 
 def test_the_rate_of_a_device_does_not_make_the_links_of_others_faster(planning: Planning) -> None:

@@ -6,17 +6,57 @@ the other implementations of `GradientSync`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from horizonml.comm.group import Group
 from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Sync
 from horizonml.state.parts import Part
+
+_LOOK_SECONDS = 1e-4  # between two looks at whether a sum is done; Horovod's own thread looks every millisecond
+
+
+@dataclass
+class _Sum:
+    """Stands for a sum of Horovod's, for which a rank waits no longer than its group lasts.
+
+    Horovod's `synchronize` has no deadline of its own.
+    """
+
+    hvd: Any
+    group: Group
+    handle: int
+    context: Any = None  # what decompresses the sum
+
+    def wait(self) -> Tensor:
+        """Return the sum. Raises PeerLost."""
+        late = time.monotonic() + self.group.timeout
+        while not self.hvd.poll(self.handle):
+            if self.group.is_over:
+                raise PeerLost("the group was broken off")
+            if time.monotonic() > late:
+                raise PeerLost(f"a peer did not answer Horovod within {self.group.timeout:g} s")
+            time.sleep(_LOOK_SECONDS)
+        try:
+            total: Tensor = self.hvd.synchronize(self.handle)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return total
+
+    def forget(self) -> None:
+        """Let go of the tensors of a sum that nobody waits for any more; Horovod has been shut down."""
+        with suppress(RuntimeError, ValueError):  # raised for a sum that has failed, or was waited for before
+            if self.hvd.poll(self.handle):
+                self.hvd.synchronize(self.handle)
 
 
 class HorovodSync:
@@ -27,7 +67,9 @@ class HorovodSync:
     def __init__(self, module: nn.Module, members: Members) -> None:
         """Connect Horovod's ranks. Raises PeerLost, or JobError if Horovod's launcher numbers them differently."""
         self.parts: Mapping[str, Part] = {}
+        members.group.at_close(self._forget)  # before `connect`, and so called after it has shut Horovod down
         self._hvd, self._clock, self._first = connect(members.group), members.clock, members.place == 0
+        self._group = members.group
         half = members.stage.sync is Sync.HOROVOD_FP16
         self._compression = self._hvd.Compression.fp16 if half else self._hvd.Compression.none
         self._parameters = trainable(module)
@@ -38,7 +80,7 @@ class HorovodSync:
         self.bytes_sent = 2 * (count - 1) * size // count  # as a ring sends them
         self._armed = self._measure = False
         self._own: dict[str, Tensor] = {}
-        self._under_way: dict[str, tuple[int, Any]] = {}
+        self._under_way: dict[str, _Sum] = {}
         names = {id(parameter): name for name, parameter in self._parameters.items()}
 
         def ready(parameter: nn.Parameter) -> None:
@@ -67,26 +109,34 @@ class HorovodSync:
         if self._measure:
             self._own[name] = parameter.grad.detach().clone()
         sent, context = self._compression.compress(parameter.grad)
-        self._under_way[name] = self._hvd.allreduce_async_(sent, name=name, op=self._hvd.Sum), context
+        self._under_way[name] = self._sum(sent, name, context)
+
+    def _sum(self, tensor: Tensor, name: str, context: Any = None) -> _Sum:
+        """Begin to sum a tensor in place. Raises PeerLost if Horovod has ended, as it does when a peer is gone."""
+        try:
+            handle = self._hvd.allreduce_async_(tensor, name=name, op=self._hvd.Sum)
+        except (RuntimeError, ValueError) as error:
+            raise _lost(error) from error
+        return _Sum(self._hvd, self._group, handle, context)
 
     def finish(self, weight: float) -> float | None:
         """See `GradientSync`."""
         self._clock.switch("transfer", "all-reduce")
-        try:
-            for name in self._parameters:
-                if name not in self._under_way:
-                    self._send(name)
-            for name, (handle, context) in self._under_way.items():
-                total = self._hvd.synchronize(handle)
-                self._parameters[name].grad = self._compression.decompress(total, context)
-            self._sum_buffers(weight)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"a peer closed its connection, or did not answer Horovod ({str(error).strip().splitlines()[0]})"
-            ) from error
+        for name in self._parameters:
+            if name not in self._under_way:
+                self._send(name)
+        for name, one in self._under_way.items():
+            self._parameters[name].grad = self._compression.decompress(one.wait(), one.context)
+        self._under_way = {}
+        self._sum_buffers(weight)
         self._armed = False
         self._clock.switch("compute", "update")
         return self._divergence(weight) if self._measure and weight > 0 else None
+
+    def _forget(self) -> None:
+        for one in self._under_way.values():
+            one.forget()
+        self._under_way = {}
 
     def _divergence(self, weight: float) -> float:
         difference = norm = 0.0
@@ -105,7 +155,7 @@ class HorovodSync:
             return
         parts = [buffer.flatten() * weight for buffer in self._averaged]
         parts += [buffer.flatten().float() * float(self._first) for buffer in self._copied]
-        total = self._hvd.allreduce_(torch.cat(parts), op=self._hvd.Sum, name="buffers")
+        total = self._sum(torch.cat(parts), "buffers").wait()
         for buffer, part in zip(buffers, total.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
 
@@ -113,3 +163,9 @@ class HorovodSync:
         """See `GradientSync`."""
         for hook in self._hooks:
             hook.remove()
+
+
+def _lost(error: Exception) -> PeerLost:
+    """Return what is to be raised instead of an error of Horovod's, of which the first sentence says what happened."""
+    reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return PeerLost(f"a peer closed its connection, or did not answer Horovod ({reason})")
