@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.engine.sync.horovod_connect import connect, rendezvous
 from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
@@ -91,12 +89,14 @@ def lose_and_train(rank: int, world_size: int, store: Store) -> tuple[str, dict[
         import horovod.torch as hvd
 
         hvd.shutdown()
+        store.get("noticed")  # until then, all but Horovod goes on
     else:
         time.sleep(0.5)  # by when Horovod's thread has ended here, too, and refuses to begin any sum
         try:
             one.step(RandomBatch(1), LR)
         except PeerLost as error:
             message = str(error)
+        store.set("noticed", "yes")
     one.close()
     one.group.close()
     return message, train(rank, world_size, PrefixStore("second", store), Sync.HOROVOD, "plain", Sgd())[0]
@@ -105,35 +105,6 @@ def lose_and_train(rank: int, world_size: int, store: Store) -> tuple[str, dict[
 def test_a_rank_that_is_lost_between_two_steps_is_noticed_in_the_next_and_horovod_starts_again(pool: Pool) -> None:
     (message, state), (_, other) = pool.run(2, lose_and_train)
     assert message == "a peer closed its connection, or did not answer Horovod (Horovod has been shut down)"
-    expected, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0]
-    for key, value in expected.items():
-        assert torch.equal(state[key], value)
-        assert torch.equal(other[key], value)
-
-
-def fail_and_train(rank: int, world_size: int, store: Store) -> tuple[list[str], dict[str, Tensor]]:
-    """Let Horovod's start fail on rank 0 twice, because rank 1 does not come, and train in a new group."""
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "1"
-    messages = []
-    for attempt in range(2):
-        group = Group(PrefixStore(f"attempt-{attempt}", store), rank, world_size, 30.0)
-        if rank == 0:
-            try:
-                connect(group)
-            except PeerLost as error:
-                messages.append(str(error))
-        else:
-            rendezvous(group)
-        group.close()
-    del os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"]
-    return messages, train(rank, world_size, PrefixStore("last", store), Sync.HOROVOD, "plain", Sgd())[0]
-
-
-def test_horovod_starts_after_it_could_not(pool: Pool) -> None:
-    (messages, state), (_, other) = pool.run(2, fail_and_train)
-    assert len(messages) == 2
-    assert "Horovod could not connect the ranks: " in messages[0]
-    assert "Horovod could not connect the ranks again" in messages[1]
     expected, _ = pool.run(2, train, Sync.HOROVOD, "plain", Sgd())[0]
     for key, value in expected.items():
         assert torch.equal(state[key], value)

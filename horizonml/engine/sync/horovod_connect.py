@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,14 @@ from horizonml.machine.network import address_of
 _OURS = "HORIZONML_HOROVOD"  # set where the rendezvous comes from this module
 # The variable that each MPI sets for its ranks, and the library that Horovod must be built with to use that MPI.
 _MPI = {"OMPI_COMM_WORLD_RANK": b"libmpi.so", "PMI_RANK": b"libmpich.so"}
-_TIMEOUT = 30.0  # seconds that Horovod gives each connection, unless HOROVOD_GLOO_TIMEOUT_SECONDS says otherwise
-_CONNECTIONS = 3  # which it makes one after another: of all ranks, of those on one machine, and across machines
-_LOOK_SECONDS = 0.01
-_has_failed = False  # whether a start of Horovod has failed in this process
 
 
 def connect(group: Group) -> Any:
     """Return Horovod, connected among the ranks of `group`.
 
-    `horovodrun` and MPI bring their own connections; otherwise rank 0 serves the rendezvous of Horovod's gloo.
+    `horovodrun` and MPI bring their own connections; otherwise rank 0 serves the rendezvous of Horovod's gloo. Where
+    the ranks do not all come within HOROVOD_GLOO_TIMEOUT_SECONDS (30 by default), Horovod itself aborts the process.
+    Raises PeerLost and JobError.
     """
     import horovod.torch as hvd
 
@@ -31,37 +28,16 @@ def connect(group: Group) -> Any:
     if not given and not _under_mpi():
         os.environ.update(rendezvous(group))
     group.at_close(hvd.shutdown)  # which ends Horovod's thread, also where its start fails
-    _start(hvd, group)
+    try:
+        hvd.init()
+    except (RuntimeError, ValueError) as error:
+        raise PeerLost(f"rank {group.rank}: Horovod could not connect the ranks: {error}") from error
     if (hvd.rank(), hvd.size()) != (group.rank, group.world_size):
         raise JobError(
             f"Horovod's launcher made this rank {hvd.rank()} of {hvd.size()}, but the job knows it as rank "
             f"{group.rank} of {group.world_size}; start all ranks with one launcher, or set no RANK"
         )
     return hvd
-
-
-def _start(hvd: Any, group: Group) -> None:
-    """Start Horovod's thread, and wait until it has connected the ranks. Raises PeerLost.
-
-    After a start that has failed, `init` says of every later one in this process that it has failed, too, and does so
-    before it can know (the flag that it looks at is never cleared, up to Horovod 0.28.1). Whether a later one succeeds
-    shows in `is_initialized`, for which this waits as long as Horovod tries.
-    """
-    global _has_failed
-    try:
-        hvd.init()
-        return
-    except (RuntimeError, ValueError) as error:
-        again, _has_failed = _has_failed, True
-        if not again:
-            raise PeerLost(f"rank {group.rank}: Horovod could not connect the ranks: {error}") from error
-    late = time.monotonic() + _CONNECTIONS * float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _TIMEOUT))
-    while not hvd.is_initialized():
-        if group.is_over:
-            raise PeerLost("the group was broken off")
-        if time.monotonic() > late:
-            raise PeerLost(f"rank {group.rank}: Horovod could not connect the ranks again")
-        time.sleep(_LOOK_SECONDS)
 
 
 def _under_mpi() -> bool:
