@@ -187,6 +187,46 @@ def test_a_move_must_save_more_than_it_costs(pool: Pool) -> None:
     assert on_all(pool, 0.1, parts, False)["plans"] == [], "where nobody wants new plans"
 
 
+def run_with_long_searches(rank: int, world_size: int, store: Store, steps: int) -> list[float]:
+    """Train on paper while rank 1's speed changes all the time, where searches take half a minute, and are in vain."""
+    group = Group(store, rank, world_size, 30.0)
+    known, now, hot, searches = problem(), [0.0], [False], []
+    found = search(known)
+    sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda: (now[0], 0.0, 0.0), lambda: now[0])
+    detector = on_paper(
+        group, found.plan, Forecast.of(found), known if rank == 0 else None, 1.5, True, sensors, lambda: now[0]
+    )
+
+    def in_vain(left: int, at: float) -> tuple[None, None]:
+        searches.append(at)
+        now[0] += 30.0
+        return None, None
+
+    detector._search = in_vain  # type: ignore[method-assign]
+    while now[0] < 600:
+        hot[0] = now[0] > 500
+        due = any(group.gather_json(detector.due()))
+        now[0] += 2.0
+        factor = (3.0, 6.0)[int(now[0] / 40) % 2] if rank == 1 else 1.0
+        detector.note(detector.forecast.computing[rank] * factor)
+        if due:
+            detector.better_plan(detector.look(), steps)
+            now[0] = max(group.gather_json(now[0]))  # all have waited for the search
+    group.close()
+    return searches
+
+
+def test_searches_that_take_long_are_seldom_unless_a_device_has_news(pool: Pool) -> None:
+    searches = pool.run(RANKS, run_with_long_searches, STEPS)[0]
+    first, *others = searches
+    assert first < 40
+    early = [at for at in others if at < 500]
+    assert all(at >= first + 330 for at in early), searches
+    assert any(500 < at < 520 for at in others), "the device that became too hot"
+    nearly_over = round(20 / Forecast.of(search(problem())).seconds)
+    assert len(pool.run(RANKS, run_with_long_searches, nearly_over)[0]) == 1, "a search takes longer than what is left"
+
+
 def searched(rank: int, world_size: int, store: Store) -> tuple[bool, bool]:
     """Whether a new plan on a slow link is exact, where everything is allowed and where only exact plans are."""
     group = Group(store, rank, world_size, 30.0)
