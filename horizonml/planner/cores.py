@@ -11,8 +11,10 @@ Three things slow down ranks that compute at once on a machine, and all of them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from horizonml.planner.hardware import Contention, Host, slowdown
 
@@ -28,13 +30,10 @@ class Cores:
     allowance grows continuously, but never beyond what one period of the quota grants.
     """
 
-    number: int
     cores: float
     machine: Machine
-    dedicated: bool  # to a single rank, which always computes at full speed
     allowance: float = 0.0  # seconds of a core
     left: dict[int, float] = field(default_factory=dict)  # seconds on a core of its own, by rank
-    version: int = 0  # counts changes of speed, so that outdated forecasts can be recognised
 
     @property
     def demand(self) -> float:
@@ -42,19 +41,8 @@ class Cores:
         limit = 1.0 if self.cores < 1 and self.allowance > 0 else self.cores
         return min(1.0, limit / len(self.left)) if self.left and not self.machine.whole(self) else 1.0
 
-    @property
-    def next_change(self) -> float:
-        """Return the seconds until the first of the host's ranks finishes, or its allowance is used up."""
-        rates = self.machine.rates
-        soonest = min(left / rates[rank].speed for rank, left in self.left.items())
-        used = sum(rates[rank].used for rank in self.left)
-        if self.cores < 1 and self.allowance > 0 and used > self.cores:
-            soonest = min(soonest, self.allowance / (used - self.cores))
-        return soonest
 
-
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(NamedTuple):
     """Says how fast a rank computes: the part of a core that it uses, and the work that it does with it a second."""
 
     used: float
@@ -65,8 +53,11 @@ class Rate:
 class Machine:
     """Describes a physical machine, the hosts on it, and which of its cores their ranks compute on."""
 
+    number: int
     cores: float
     contention: Contention = ()
+    dedicated: bool = False  # to a single rank, which always computes at full speed
+    version: int = 0  # counts changes of speed, so that outdated forecasts can be recognised
     hosts: list[Cores] = field(default_factory=list)
     now: float = 0.0
     _place: dict[int, int] = field(default_factory=dict)  # the core that each rank computes on
@@ -92,6 +83,20 @@ class Machine:
                 self._rates[rank] = Rate(part * share, part * share / slow)
         return self._rates
 
+    @property
+    def next_change(self) -> float:
+        """Return the seconds until the first rank finishes, or an allowance is used up; infinite if none computes."""
+        rates, soonest = self.rates, math.inf
+        for host in self.hosts:
+            used = 0.0
+            for rank, left in host.left.items():
+                rate = rates[rank]
+                used += rate.used
+                soonest = min(soonest, left / rate.speed)
+            if host.cores < 1 and host.allowance > 0 and used > host.cores:
+                soonest = min(soonest, host.allowance / (used - host.cores))
+        return soonest
+
     def begin(self, host: Cores, rank: int, work: float) -> None:
         """Let a rank begin to compute, on an idle core if there is one, or else beside the fewest others."""
         counts = self._counts()
@@ -102,10 +107,17 @@ class Machine:
         host.left[rank] = work
         self._rates = None
 
-    def end(self, host: Cores, rank: int) -> None:
-        """Let a rank end to compute; it may begin again at once, and then keeps its core."""
-        del host.left[rank]
-        self._rates = None
+    def end(self) -> list[int]:
+        """Let the ranks that have nothing left stop, and return them; who begins again at once keeps its core."""
+        least, ended = _EPSILON + 1e-9 * self.now, []
+        for host in self.hosts:
+            own = [rank for rank, left in host.left.items() if left <= least]
+            for rank in own:
+                del host.left[rank]
+            ended += own
+        if ended:
+            self._rates = None
+        return ended
 
     def balance(self) -> None:
         """Let cores that have become idle take over ranks that share others."""
@@ -127,6 +139,8 @@ class Machine:
     def advance(self, now: float) -> None:
         """Let all hosts work until the time `now`."""
         passed, rates = now - self.now, self.rates
+        if passed <= 0:
+            return
         for host in self.hosts:
             used = 0.0
             for rank in host.left:
@@ -147,10 +161,10 @@ def cores_of(hosts: Sequence[Host], allowances: Sequence[float]) -> list[Cores]:
     made = []
     for number, (host, allowance) in enumerate(zip(hosts, allowances, strict=True)):
         if host.machine:
-            machine = machines.setdefault(host.machine, Machine(max(1.0, host.machine_cores), host.contention))
+            machine = machines.setdefault(host.machine, Machine(number, max(1.0, host.machine_cores), host.contention))
         else:
-            machine = Machine(max(1.0, host.cores), host.contention)
-        dedicated = not host.machine and len(host.ranks) == 1 and host.cores >= 1
-        made.append(Cores(number, host.cores, machine, dedicated, allowance))
+            dedicated = len(host.ranks) == 1 and host.cores >= 1
+            machine = Machine(number, max(1.0, host.cores), host.contention, dedicated)
+        made.append(Cores(host.cores, machine, allowance))
         machine.hosts.append(made[-1])
     return made

@@ -10,6 +10,7 @@ with local steps is an average one: none of its sums is waited for, and what the
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,9 +32,8 @@ from horizonml.planner.outer import outer_cost
 from horizonml.planner.problem import Problem
 from horizonml.planner.tasks import LAST_PASSES, Task, TaskMaker
 
-_EPSILON = 1e-12
 _FROM = {Kind.FORWARD: True, Kind.BACKWARD: False, Kind.BACKWARD_INPUT: False}  # whether messages go to later stages
-_NOBODY = -1  # the host number of an event that is not about cores
+_NOBODY = -1  # the machine number of an event that is not about cores
 
 _Arrival = tuple[int, bool, int, int]  # receiving rank, whether from the stage before, stage, micro-batch
 
@@ -149,6 +149,8 @@ class _Simulation:
         self.messages: list[Transfer] = []
         self._problem, self._plan, self._tasks = problem, plan, tasks
         self._cores = cores_of(problem.hosts, allowances)
+        self._machines = {cores.machine.number: cores.machine for cores in self._cores}
+        self._changed: dict[int, Machine] = {}  # machines on which a rank has begun or ended since the last event
         self._host_of = {rank: self._cores[number] for number, host in enumerate(problem.hosts) for rank in host.ranks}
         self._position = dict.fromkeys(tasks, 0)
         self._arrived: dict[_Arrival, int] = {}
@@ -167,6 +169,7 @@ class _Simulation:
         """Return when the last rank has finished its last action."""
         for rank in self._tasks:
             self._try(rank, 0.0)
+        self._schedule()
         while self._events:
             now, _, number, version, arrival = heapq.heappop(self._events)
             if arrival is not None:
@@ -174,8 +177,9 @@ class _Simulation:
                 self._try(arrival[0], now)
             elif number == _NOBODY:
                 self._release(version, now)
-            elif self._cores[number].version == version:
-                self._advance(number, now)
+            elif self._machines[number].version == version:
+                self._advance(self._machines[number], now)
+            self._schedule()
         done = all(self._position[rank] == len(tasks) for rank, tasks in self._tasks.items())
         assert done, f"the schedule {self._plan.schedule} waits for itself"
         return max(self._finish.values())
@@ -199,21 +203,17 @@ class _Simulation:
             cores.machine.advance(now)
         return [cores.allowance for cores in self._cores]
 
-    def _advance(self, number: int, now: float) -> None:
-        """Complete the actions that have ended on a host."""
-        cores = self._cores[number]
-        if cores.dedicated:
-            rank, _ = cores.left.popitem()
+    def _advance(self, machine: Machine, now: float) -> None:
+        """Complete the actions that have ended on a machine."""
+        if machine.dedicated:
+            rank, _ = machine.hosts[0].left.popitem()
             self._complete(rank, now)
             return
-        cores.machine.advance(now)
-        ended = [rank for rank, left in cores.left.items() if left <= _EPSILON + 1e-9 * now]
-        for rank in ended:
-            cores.machine.end(cores, rank)
-        for rank in ended:
+        machine.advance(now)
+        for rank in machine.end():
             self._complete(rank, now)
-        cores.machine.balance()
-        self._schedule(cores.machine)
+        machine.balance()
+        self._changed[machine.number] = machine
 
     def _complete(self, rank: int, now: float) -> None:
         task, began = self._tasks[rank][self._position[rank]], self._began.pop(rank)
@@ -255,14 +255,14 @@ class _Simulation:
                 return
         self._began[rank] = now
         cores = self._host_of[rank]
-        if cores.dedicated:  # nothing can slow it down, so its work need not be followed
+        machine = cores.machine
+        if machine.dedicated:  # nothing can slow it down, so its work need not be followed
             cores.left[rank] = 0.0
-            cores.version += 1
-            self._push(now + task.work, cores.number, cores.version)
+            self._push(now + task.work, machine.number, machine.version)
             return
-        cores.machine.advance(now)
-        cores.machine.begin(cores, rank, task.work)
-        self._schedule(cores.machine)
+        machine.advance(now)
+        machine.begin(cores, rank, task.work)
+        self._changed[machine.number] = machine
 
     def _come(self, number: int) -> None:
         """Note that a member waits for its stage's sum, whose end is known once all members wait for it."""
@@ -283,12 +283,14 @@ class _Simulation:
             self._position[rank] += 1
             self._try(rank, now)
 
-    def _schedule(self, machine: Machine) -> None:
-        """Schedule the next time at which the speed of the machine's ranks changes."""
-        for cores in machine.hosts:
-            cores.version += 1
-            if cores.left:
-                self._push(machine.now + cores.next_change, cores.number, cores.version)
+    def _schedule(self) -> None:
+        """Schedule the next time at which a rank's speed changes on the machines that an event has changed."""
+        for machine in self._changed.values():
+            machine.version += 1
+            after = machine.next_change
+            if after < math.inf:
+                self._push(machine.now + after, machine.number, machine.version)
+        self._changed.clear()
 
     def _push(self, at: float, number: int, version: int, arrival: _Arrival | None = None) -> None:
         self._count += 1
