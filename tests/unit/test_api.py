@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 import pickle
@@ -61,7 +62,7 @@ def test_the_interface_has_these_names_and_no_others() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_typed_and_explain_every_parameter(name: str) -> None:
     module = {"plan": "planning", "train": "training", "generate": "generation"}.get(name, "evaluation")
-    function = getattr(sys.modules[f"horizonml.api.{module}"], name)
+    function = getattr(importlib.import_module(f"horizonml.api.{module}"), name)
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty
     assert all(one.annotation is not inspect.Parameter.empty for one in signature.parameters.values())
