@@ -179,7 +179,8 @@ class _Simulation:
                 self._release(version, now)
             elif self._machines[number].version == version:
                 self._advance(self._machines[number], now)
-            self._schedule()
+            if self._changed:
+                self._schedule()
         done = all(self._position[rank] == len(tasks) for rank, tasks in self._tasks.items())
         assert done, f"the schedule {self._plan.schedule} waits for itself"
         return max(self._finish.values())
