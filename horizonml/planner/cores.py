@@ -138,9 +138,10 @@ class Machine:
 
     def advance(self, now: float) -> None:
         """Let all hosts work until the time `now`."""
-        passed, rates = now - self.now, self.rates
+        passed = now - self.now
         if passed <= 0:
             return
+        rates = self.rates
         for host in self.hosts:
             used = 0.0
             for rank in host.left:
