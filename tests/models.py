@@ -375,16 +375,20 @@ def broken(num_classes: int = 10) -> nn.Module:
 class Slow(nn.Module):
     """Takes its time; four times as long on the rank that the file $HORIZONML_TEST_SLOW names."""
 
+    def __init__(self, pause: float) -> None:
+        super().__init__()
+        self.pause = pause  # seconds per sample
+
     def forward(self, value: Tensor) -> Tensor:
         file = Path(os.environ.get("HORIZONML_TEST_SLOW", os.devnull))
         named = file.read_text() if file.exists() else ""
-        time.sleep(len(value) * (8e-4 if named == os.environ.get("RANK", "-") else 2e-4))
+        time.sleep(len(value) * self.pause * (4 if named == os.environ.get("RANK", "-") else 1))
         return value
 
 
-def slow(num_classes: int = 10) -> nn.Sequential:
+def slow(num_classes: int = 10, pause: float = 2e-4) -> nn.Sequential:
     """Eight layers that take longer than a test's processes could take each other's time. Takes `[b, 1, 8, 8]`."""
-    body = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Slow()) for _ in range(8)]
+    body = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Slow(pause)) for _ in range(8)]
     return nn.Sequential(nn.Flatten(), *body, nn.Linear(64, num_classes))
 
 

@@ -107,12 +107,13 @@ def test_any_plan_follows_any_other(pool: Pool) -> None:
     assert all(value.isfinite().all() for state, _ in results for value in state.values())
 
 
+# A search may take seconds beside other tests, and ten times its own length passes until the next.
 JOB = """name: test
-epochs: 36
+epochs: 120
 batch_size: 48
 model: {name: "tests.models:slow"}
 data: {name: digits, samples: 480}
-optimizer: {lr: 0.05}
+optimizer: {lr: 0.01}
 """
 
 
@@ -133,18 +134,19 @@ def test_a_device_that_slows_down_gets_less_to_do(
     wait_for(lambda: steps(folder) >= replanned + 20, "twenty steps by it")
     slow.write_text("")
     freed = steps(folder)
-    wait_for(lambda: len(_plans(folder)) > 2, "a third plan", 60)
-    out, err = process.communicate(timeout=180)
+    wait_for(lambda: process.poll() is not None or len(_plans(folder)) > 2, "a third plan", 240)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert f"rank {busiest} computes " in out, out
     assert " times as long as planned, compared with the others" in out
     records = [list(read_lines(folder / "runs" / "test" / f"rank-{rank}.jsonl")) for rank in range(3)]
     plans = [[line["plan"] for line in lines if line["kind"] == "run"] for lines in records]
     assert plans[0] == plans[1] == plans[2]
+    assert len(plans[0]) > 2
     looks = [[line["slowdowns"] for line in lines if line["kind"] == "slowdowns"] for lines in records]
     assert looks[0] == looks[1] == looks[2]
     assert max(look[busiest] for look in looks[0]) > 2
-    assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 361))
+    assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 1201))
     assert "changed hands" in out
     run = LiveRun(folder / "runs" / "test")
     run.poll()
@@ -162,13 +164,14 @@ def test_a_device_that_slows_down_gets_less_to_do(
     held_up = max(median(walls[place : place + 8]) for place in range(at, replanned - 8))
     assert median(walls[freed - 10 : freed]) < 0.8 * held_up
     # It is still the training of one process on the same batches.
-    alone = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=single", "--set", "name=alone")
+    own = ["parallel.strategy=single", "name=alone", "model.options.pause=0"]
+    alone = horizonml(folder, "train", "job.yaml", *(part for one in own for part in ("--set", one)))
     assert alone.returncode == 0, alone.stderr
     for run in ("test", "alone"):
         assert horizonml(folder, "export", f"runs/{run}", f"{run}.pt").returncode == 0
     one, other = (torch.load(folder / f"{run}.pt", weights_only=True) for run in ("test", "alone"))
     for name, value in one.items():
-        assert float((value - other[name]).norm() / other[name].norm()) < 1e-3, name
+        assert float((value - other[name]).norm() / other[name].norm()) < 1e-4, name
 
 
 def _plans(folder: Path) -> list[dict[str, Any]]:
