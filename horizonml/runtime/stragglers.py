@@ -43,6 +43,7 @@ _NEWS = 1.2  # a slowdown must change by this factor before a new plan is tried 
 _LATE_AFTER = 30.0  # seconds with a plan after which its pace tells whether the run ends in time
 _LATE_AGAIN = 60.0  # seconds after a search for a plan that meets the deadline until the next; doubled if in vain
 _BETWEEN = 10.0  # times as long as a search took pass until the next, so that searches take a tenth of the time at most
+_ADVANCE = 5.0  # seconds of searching for which that time need not have passed yet
 _LITTLE = 0.1  # of the busiest rank's computing; a smaller difference does not count
 
 
@@ -137,7 +138,8 @@ class StragglerDetector:
         self._condition, self._clock, self._allowed = condition, clock, allowed
         self._deadline, self._born = deadline, clock() - spent
         self._late_at, self._late_again = -math.inf, _LATE_AGAIN
-        self._search_seconds, self._search_again = 0.0, -math.inf  # what the last search took; when the next may be
+        self._search_seconds = 0.0  # what the last search took
+        self._searches_paid = -math.inf  # when the pauses after all searches until now will have passed
         tag, ranks = group.channel("stragglers").tag(), group.world_size
         self._sum = TreeSum(group, range(ranks), tag, torch.zeros(4 * ranks + 1, dtype=torch.float64))
         paced = replan and ranks > 1 and not computing().accelerates  # a pace is that of the processor
@@ -259,7 +261,8 @@ class StragglerDetector:
         Rank 0 searches with every device's profile scaled to the measurements. `steps` are left to do: a new plan must
         save more time in them, or in ten minutes, than the move takes. If the run would miss its deadline at its
         present pace, a plan is sought that meets it. All ranks wait while rank 0 searches. So where that takes long, it
-        is done seldom, unless a device says that its condition has changed, and not for a run that is nearly over.
+        is done seldom, unless a device says that its condition has changed, and not for a run that is nearly over. How
+        seldom is decided by a token bucket, in the form of the generic cell rate algorithm (ITU-T I.371).
         """
         late = self._is_late(found.now, steps)
         if not self._replan or (self._off_since is None and not late):
@@ -270,7 +273,7 @@ class StragglerDetector:
         hold = min(_LONGEST_HOLD, _HOLD * 2 ** (len(self._moves) - 1)) if self._moves else 0.0
         if self._moves and found.now - self._moves[-1] < hold:
             return False
-        if not (found.told or late) and found.now < self._search_again:
+        if not (found.told or late) and self._searches_paid - found.now > _BETWEEN * _ADVANCE:
             return False
         if steps * self.forecast.seconds < self._search_seconds:
             return False
@@ -283,7 +286,7 @@ class StragglerDetector:
         answer, problem = self._search(steps, found.now) if self._original is not None else (None, None)
         told = self._group.broadcast([answer, self._clock() - began], read=fields(optional(_better), number))
         better, self._search_seconds = told
-        self._search_again = found.now + (1 + _BETWEEN) * self._search_seconds
+        self._searches_paid = max(self._searches_paid, found.now) + (1 + _BETWEEN) * self._search_seconds
         if better is None:
             self._late_again *= 2 if late else 1
             return False
