@@ -174,6 +174,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of runs with and without new plans, in turn")
     parser.add_argument("--out", type=Path, default=Path("runs/throttle"), help="a new folder for the runs")
     arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"--out: {arguments.out} exists; delete it, or name another folder")
     found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for number in range(arguments.rounds):
         for replan in (True, False):
