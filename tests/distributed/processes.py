@@ -12,9 +12,6 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 300.0
-"""Seconds after which a wait has failed. It only ends what hangs: a machine that is shared may be slow for minutes."""
-
 
 @dataclass
 class Service:
@@ -33,7 +30,7 @@ def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.Complet
     """Run a command to its end."""
     command = [sys.executable, "-m", "horizonml", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=PATIENCE, check=False
+        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -60,7 +57,7 @@ def steps(folder: Path, rank: int = 0) -> int:
     return path.read_text().count('"kind": "step"') if path.exists() else 0
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"

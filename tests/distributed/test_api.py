@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.processes import PATIENCE, environment, horizonml, ours, steps, wait_for
+from tests.distributed.processes import environment, horizonml, ours, steps, wait_for
 
 CLASSES = """
 import os
@@ -138,7 +138,7 @@ def begin(script: Path, text: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=100)
     return output
 
 

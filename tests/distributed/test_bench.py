@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.machine.resources import available_cores
-from tests.distributed.processes import PATIENCE, horizonml, wait_for
+from tests.distributed.processes import horizonml, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     first, second = (folder / "out" / "runs" / f"{name}-64" for name in ("ddp", "pipeline"))
     wait_for(lambda: second.exists(), "the second run")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted; the same command goes on where it stopped" in output
     assert (first / "done.json").exists()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from horizonml.machine.torchvision import import_torchvision
-from tests.distributed.processes import PATIENCE, environment, horizonml, ours, rank_process, steps, wait_for
+from tests.distributed.processes import environment, horizonml, ours, rank_process, steps, wait_for
 
 ENDLESS = ["--set", "epochs=10000"]
 
@@ -69,7 +69,7 @@ def test_ctrl_c_saves_a_checkpoint_and_the_same_command_goes_on(
     (saved,) = sorted((folder / "runs" / "test" / "checkpoints").iterdir())[-1:]
     step = json.loads((saved / "checkpoint.json").read_text())["step"]
     again = start("train", "job.yaml", "--set", f"epochs={step // 10 + 2}")
-    output, _ = again.communicate(timeout=PATIENCE)
+    output, _ = again.communicate(timeout=60)
     assert again.returncode == 0
     assert f"resumed from step {step} of" in output
 
@@ -85,7 +85,7 @@ def test_warnings_are_shown_once_and_a_checkpoint_that_cannot_be_saved_is_an_err
     before = steps(folder)
     wait_for(lambda: steps(folder) > before + 10, "an epoch whose checkpoint cannot be saved")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert output.count("UserWarning: of the model's own") == 1
     assert "was not saved: rank 0: " in output
@@ -218,7 +218,7 @@ def test_ranks_started_by_hand_meet_at_a_service(folder: Path, start: Callable[.
     ranks = [
         start("train", "job.yaml", RANK=str(rank), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=address) for rank in range(3)
     ]
-    outputs = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
     assert "done: records" in outputs[0]
     assert "rank 1: connected to 2 other ranks; trains stage 1 of 1" in outputs[1]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from horizonml.machine.network import split_address
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError
 from horizonml.telemetry.log import read_lines
-from tests.distributed.processes import PATIENCE, Service, horizonml, rank_process, steps, wait_for
+from tests.distributed.processes import Service, horizonml, rank_process, steps, wait_for
 from tests.web import get
 
 pytestmark = pytest.mark.slow
@@ -105,14 +105,14 @@ def test_a_killed_rank_is_replaced_and_then_done_without(
     # Asked to stop, all of them do, each with code 0.
     for process in ranks:
         process.terminate()
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks]
+    outputs = [process.communicate(timeout=30)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0, 0], outputs
     assert "rank 2 on" in outputs[0]
     assert outputs[0].count("going on with 2 of 3 ranks") == 1
     assert "meeting the others again" in outputs[0]
     assert "Traceback" not in "".join(outputs)
     again.terminate()
-    again.communicate(timeout=PATIENCE)
+    again.communicate(timeout=10)
 
 
 def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, service: Service) -> None:
@@ -125,13 +125,13 @@ def test_one_rank_stops_and_the_others_wait_for_it(folder: Path, start: Start, s
     ranks = [rank(number) for number in range(3)]
     wait_for(lambda: steps(folder) > 12, "the first steps")
     ranks[1].terminate()
-    output, _ = ranks[1].communicate(timeout=PATIENCE)
+    output, _ = ranks[1].communicate(timeout=30)
     assert ranks[1].returncode == 0, output
     stopped_at = json.loads(
         sorted((folder / "runs" / "test" / "checkpoints").iterdir())[-1].joinpath("checkpoint.json").read_text()
     )["step"]
     ranks[1] = rank(1)
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks]
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]  # of 30 epochs on a machine that may be shared
     assert [process.returncode for process in ranks] == [0, 0, 0], outputs
     assert f"resumed from step {stopped_at} of 300" in outputs[0]  # nothing was lost
     assert "done: records" in outputs[0]
@@ -147,7 +147,7 @@ def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
 
     ranks = [rank(number) for number in range(3)]
     for process in ranks:
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
     before = steps(folder, 2)
     again = rank(2, "--stay", "--metrics", str(free_port))  # alone: the others are gone
@@ -155,7 +155,7 @@ def test_a_finished_rank_that_is_started_again_does_not_train_and_stays(
     assert 'horizonml_complete{rank="2"} 1.0' in get(free_port, "/metrics")[1]
     assert steps(folder, 2) == before
     again.terminate()
-    output, _ = again.communicate(timeout=PATIENCE)
+    output, _ = again.communicate(timeout=10)
     assert again.returncode == 0
     assert "stays, to be watched" in output
 
@@ -169,7 +169,7 @@ def test_machines_of_one_name_lose_the_first_one_with_its_disk_twice(
         disk = ["--set", f"folder=disk{number}", "--set", "checkpoint.resume=false"]  # as to what was there before
         return start(
             "train", "job.yaml", *OPTIONS, *disk, "--set", "parallel.strategy=pipeline", "--set", "epochs=5000",
-            "--set", "rendezvous.replace_timeout=30",
+            "--set", "rendezvous.replace_timeout=30",  # which a start may take most of, on a shared machine
             RANK=str(number), WORLD_SIZE="3", HORIZONML_RENDEZVOUS=service.address,
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ def test_machines_of_one_name_lose_the_first_one_with_its_disk_twice(
     assert groups(1)[-1]["rank"] == 0
     for process in ranks[1:]:
         process.terminate()
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks[1:]]
+    outputs = [process.communicate(timeout=30)[0] for process in ranks[1:]]
     assert [process.returncode for process in ranks[1:]] == [0, 0], outputs
     assert "resumed from step" in outputs[0]  # it speaks for the group now
 
@@ -223,7 +223,7 @@ def test_a_corrupt_image_ends_all_ranks_rather_than_coming_again_for_ever(
         )
         for number in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks]
+    outputs = [process.communicate(timeout=60)[0] for process in ranks]
     assert sorted(process.returncode for process in ranks) == [1, 3], outputs
     assert all("5.png is not a readable image" in output for output in outputs)
     assert "meeting the others again" not in "".join(outputs)
@@ -248,7 +248,7 @@ def test_without_checkpoints_memory_is_all_there_is(
         first, second = runs(folder, 0)
         assert int(str(second["resumed_at"])) > int(str(first["resumed_at"]))
         ranks[0].terminate()
-    output, _ = ranks[0].communicate(timeout=PATIENCE)
+    output, _ = ranks[0].communicate(timeout=60)
     assert ranks[0].returncode == (0 if mirror else 3), output
     assert ("a lost rank alone held some of the layers, and no copy of them can be used" in output) is not mirror
 
@@ -312,7 +312,7 @@ def test_after_faults_the_parameters_are_those_of_an_undisturbed_run(
     stopped.resume()
     wait_for(lambda: worlds(2)[-1] == 3, "a group with the rank that woke up")
     slow.write_text("")
-    outputs = [process.communicate(timeout=PATIENCE)[0] for process in ranks]
+    outputs = [process.communicate(timeout=90)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0, 0], outputs
     assert worlds(2) == [3, 2, 3, 2, 3]
     assert "this rank gave no sign of life for too long, and its group goes on without it" in outputs[0]

@@ -30,7 +30,7 @@ from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
 from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.processes import PATIENCE, environment, wait_for
+from tests.distributed.processes import environment, wait_for
 from tests.distributed.sessions import session_for, state_of
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
 
@@ -340,7 +340,7 @@ def test_a_process_that_ends_while_a_checkpoint_is_written_leaves_the_one_before
         assert process.stdout.readline() == "between writing and renaming\n"
         if how == "killed":
             process.kill()
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=60)
     assert process.returncode == (-9 if how == "killed" else 0), output
     assert output == ""
     assert [path.name.rpartition("-")[0] for path in tmp_path.glob(".step-*")] == [".step-00000002-g0"]

@@ -59,7 +59,7 @@ def train(
                 seen.update(one.local for one in entries(table) if one.state == LISTENING)
             return all(process.poll() is not None for process in ranks)
 
-        wait_for(over, "the end of the training")
+        wait_for(over, "the end of the training", 120)
     for rank, process in enumerate(ranks):
         output = (folder / f"rank-{rank}.log").read_text()
         assert process.returncode == 0, output

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from horizonml.security.token import make_token, save_token
-from tests.distributed.processes import PATIENCE, wait_for
+from tests.distributed.processes import wait_for
 from tests.netns import Lab
 from tests.programs import need_networks
 
@@ -40,7 +40,7 @@ class Output:
     def text(self) -> str:
         return "".join(self.lines)
 
-    def says(self, words: str, seconds: float = PATIENCE) -> None:
+    def says(self, words: str, seconds: float = 60.0) -> None:
         """Wait until it has said these words."""
         deadline = time.monotonic() + seconds
         while words not in self.text:
@@ -52,7 +52,7 @@ class Output:
         self._thread.join(5)
         return self.text
 
-    def ends(self, seconds: float = PATIENCE) -> int:
+    def ends(self, seconds: float = 60.0) -> int:
         """Wait for its end, and return its exit code."""
         try:
             code = self.process.wait(seconds)
@@ -111,7 +111,7 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     assert "this device has left the run after" in joiners[0].text
     joiners[-1].says("this device is rank 5; the run began with 5 devices")
 
-    assert host.ends() == 0, host.text
+    assert host.ends(300) == 0, host.text
     codes = [joiner.ends() for joiner in joiners]
     assert codes == [0] * 5, "\n\n".join(joiner.text for joiner in joiners)
     assert all("digits is trained to the end; the result is on device-0" in joiner.text for joiner in joiners[1:])

@@ -22,7 +22,7 @@ def test_a_run_is_started_on_its_page_where_nobody_can_press_enter(tmp_path: Pat
             stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            wait_for(lambda: "ready: 1 device; start it on its page" in log.read_text(), "the device")
+            wait_for(lambda: "ready: 1 device; start it on its page" in log.read_text(), "the device", 60)
             start = f"http://127.0.0.1:{free_port}/api/actions/start"
             request = Request(start, method="POST", headers={"Authorization": f"Bearer {token.text}"})
             with urlopen(request, timeout=10) as reply:
