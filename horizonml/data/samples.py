@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from horizonml.data.dataset import Inputs, Tree
+from horizonml.data.seeds import python_seeded, python_state
 from horizonml.data.tensors import DTYPES, TensorSpec
 from horizonml.errors import DataError
 
@@ -152,24 +152,11 @@ def as_inputs(tensors: Sequence[Tensor]) -> Inputs:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Draw random numbers from `seed` on, and leave the generators of Python, numpy and PyTorch as they were."""
-    numpy = sys.modules.get("numpy")
-    kept = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy is not None else None
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    try:
+    with torch.random.fork_rng(devices=[]), python_seeded(seed):
+        torch.default_generator.manual_seed(seed)
         yield
-    finally:
-        torch.set_rng_state(kept[0])
-        random.setstate(kept[1])
-        if numpy is not None:
-            numpy.random.set_state(kept[2])
 
 
 def random_state() -> tuple[bytes, Any, bytes]:
     """Return the state of the generators, to tell whether something has drawn from them."""
-    numpy = sys.modules.get("numpy")
-    own = numpy.random.get_state() if numpy is not None else None
-    found = repr((own[1].tolist(), own[2])).encode() if own is not None else b""
-    return bytes(torch.get_rng_state().numpy()), random.getstate(), found
+    return bytes(torch.get_rng_state().numpy()), *python_state()

@@ -1,11 +1,39 @@
-"""Derives seeds for independent uses of random numbers."""
+"""Derives seeds for independent uses of random numbers, and seeds the generators that a process shares."""
 
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 def name_seed(seed: int, *names: object) -> int:
     """Return a seed of 63 bits from the job's seed and the purpose of the random numbers."""
     text = "/".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+@contextmanager
+def python_seeded(seed: int) -> Iterator[None]:
+    """Let Python and numpy draw random numbers from `seed` on, and leave their generators as they were."""
+    numpy = sys.modules.get("numpy")
+    kept = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        if numpy is not None:
+            numpy.random.set_state(kept[1])
+
+
+def python_state() -> tuple[Any, bytes]:
+    """Return the state of Python's and numpy's generators, to tell whether something has drawn from them."""
+    numpy = sys.modules.get("numpy")
+    own = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), own[1].tobytes() + bytes(str(own[2]), "ascii") if own is not None else b""

@@ -1,7 +1,8 @@
 """Runs the layers of a stage, each in the memory format and the precision that was chosen for it.
 
 Consecutive layers that run in the same way form a run. A run has a graph of its own, whose modules are those of the
-stage, so that names, parameters, buffers and hooks stay as they are. Tensors are converted where they pass from one run
+stage, so that names, parameters, buffers and hooks stay as they are. A model that a rank holds whole runs by its own
+code, in one way. Tensors are converted where they pass from one run
 to another, and what leaves the stage has the dtype and the memory format of the boundary.
 
 With bf16, `torch.autocast` computes matrix products and convolutions in 16 bits from float32 parameters. Their
@@ -11,6 +12,7 @@ gradients become float32 where they leave the graph, so all sums over micro-batc
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 
 from horizonml.models.boundary import Boundary, Values, values_of
 from horizonml.models.chain import Chain
+from horizonml.models.cutting import Layers
+from horizonml.models.whole import Uncut, WholeModule
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions, Run
 from horizonml.plan.plan import Sync
@@ -201,12 +205,13 @@ def runs_for(
         return module
     layers, weights = model.chain, executions.channels_last_weights if sums_as_they_lie else frozenset()
     lay_out(module, {name for name, layer in model.parameter_names().items() if layer in weights})
-    found = executions.runs(start, stop) if isinstance(layers, Chain) else [_uniform(executions, start, stop)]
+    divides = isinstance(layers, Chain) and not isinstance(module, WholeModule)
+    found = executions.runs(start, stop) if divides else [_uniform(executions, start, stop, layers)]
     if all(execution == PLAIN for execution in (*before, *(run.execution for run in found))):
         return module
     parts: list[tuple[Execution, Forward]] = []
     for first, last, execution in found:
-        part = module if len(found) == 1 or not isinstance(layers, Chain) else layers.slice(first, last, module)
+        part = layers.slice(first, last, module) if isinstance(layers, Chain) and len(found) > 1 else module
         parts.append((execution, Compiled(part) if execution.compiled and may_compile else part))
     return Runs(parts, None if before else layers.boundaries[stop], *before)
 
@@ -216,10 +221,16 @@ def sums_as_they_lie(ranks: Sequence[int], sync: Sync) -> bool:
     return len(ranks) == 1 or sync in _SUMS_AS_THEY_LIE
 
 
-def _uniform(executions: Executions, start: int, stop: int) -> Run:
-    """Return layers as one run: a model that is cut by its modules runs as a whole in one way, or else plain."""
-    found = executions.runs(start, stop)
-    return found[0] if len(found) == 1 else Run(start, stop, PLAIN)
+def _uniform(executions: Executions, start: int, stop: int, layers: Layers) -> Run:
+    """Return layers as one run, in the way that most of them run best.
+
+    Code that runs as its author wrote it runs as a whole in one way. A model that is not shown to be a chain runs as
+    PyTorch runs it.
+    """
+    if isinstance(layers, Uncut):
+        return Run(start, stop, PLAIN)
+    ((usual, _),) = Counter(executions.layers[start:stop]).most_common(1)
+    return Run(start, stop, usual)
 
 
 def lay_out(module: nn.Module, channels_last: Collection[str]) -> None:

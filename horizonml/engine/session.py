@@ -62,7 +62,8 @@ class Session:
         self.clock = Clock(self.staging.watch())
         self._batch_size, self.executions = batch_size, executions
         held = plan.stages_of(group.rank)
-        modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held])
+        splits = any(plan.stages[number].splits_channels for number in held)
+        modules = state.take([(plan.stages[number].start, plan.stages[number].stop) for number in held], splits)
         # Stages connect their members next. The barrier waits for the ranks that are slower to create their layers, and
         # it notices at once if one of them is gone.
         group.barrier()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import BatchOfWorkers
-from horizonml.data.seeds import name_seed
+from horizonml.data.seeds import name_seed, python_seeded
 from horizonml.engine.backward import backward
 from horizonml.engine.clock import LOAD, Clock
 from horizonml.engine.execution import CastWeights, Forward, runs_for, sums_as_they_lie
@@ -267,7 +267,9 @@ class StageRuntime:
             self._clock.switch(step.loading, LOAD, number)
             targets = step.targets(micro)
         self._clock.switch("compute", "forward", number)
-        with self._staging.creating():
+        # Every rank draws the same numbers for a micro-batch, as one process would.
+        own_draws = python_seeded(name_seed(step.seed, "python", step.number, number))
+        with self._staging.creating(), own_draws:
             result = self._run(*entered)
             left: Values = (step.judge(result, targets),) if self.is_last else values_of(result)
         if not self.is_last:

@@ -20,14 +20,15 @@ _log = logging.getLogger(__name__)
 def refuse_incomplete(path: Path, job: Job, info: DataInfo, names: Iterable[str]) -> None:
     """Raise CheckpointError if a checkpoint with tensors of these names lacks any that the model's forward pass uses.
 
-    What has no part in the forward pass is in no checkpoint. The model is built without memory for its parameters.
+    What has no part in the forward pass is in no checkpoint of older versions. The model is built without memory for
+    its parameters.
     """
     task = task_for(job, info)
     # Pretrained weights are where the training began, and need not be on this machine.
     spec = job.model.model_copy(update={"weights": None})
     chain = build(spec, job.seed, task.outputs(info), task.input(info)).chain
     used = [name for layer in range(len(chain)) for name in chain.slice(layer, layer + 1).state_dict()]
-    missing = sorted({*used} - {*names})
+    missing = sorted({*used} - {*names} - {*chain.spare})
     if missing:
         raise CheckpointError(
             f"{path} has no values for {some(missing)}, which {job.model.name} computes with; it is incomplete, or the "

@@ -80,7 +80,7 @@ def load_trained(
     input = task.input(info)
     module = construct(job.model, job.seed, task.outputs(info), input)
     try:
-        # What has no part in the forward pass is in no checkpoint, and stays as it was built.
+        # What has no part in the forward pass is in no checkpoint of older versions, and stays as it was built.
         weights, averaged = mapped_weights(path, metadata, average)
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:

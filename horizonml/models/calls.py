@@ -8,8 +8,7 @@ the glue uses itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from horizonml.data.seeds import python_seeded
 from horizonml.data.tensors import TensorSpec
 from horizonml.models.boundary import flat
 from horizonml.models.skeleton import Forward, Skeleton
+from horizonml.models.tracing import Attributes, tried_out
 
 Result = tuple[int, int]
 """A tensor that a unit returned: the number of the call, and the tensor's place in what it returned.
@@ -170,6 +171,7 @@ class _Run:
             copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
             own_args, own_kwargs = tree_unflatten(copies, structure)
+            attributes = Attributes(unit, name)
             outcome = torch.func.functional_call(unit, _zeros_of(unit), own_args, own_kwargs)
             after = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in copies]
         finally:
@@ -177,6 +179,7 @@ class _Run:
         number = len(self.seen)
         changed = [leaf for leaf, old, new in zip(leaves, versions, after, strict=True) if old != new]
         self._changed_by(name, changed)
+        self._keep(attributes.changed(), sources)
         made, form = tree_flatten(outcome)
         returned = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in made]
         for place, leaf in enumerate(returned):
@@ -198,9 +201,20 @@ class _Run:
             pin: frozenset[Source] = frozenset((Pin(f"what {name} changes in place"),))
             self.tracker.note(tensor, self.tracker.of(tensor) | pin)
 
+    def _keep(self, attributes: Mapping[str, Mapping[str, Any]], sources: frozenset[Source]) -> None:
+        """Let the model's forward find what a unit has set of itself: what reads it must be in the unit's stage."""
+        for path, values in attributes.items():
+            owner = self._root.get_submodule(path)
+            for attribute, value in values.items():
+                leaves, structure = tree_flatten(value)
+                own = [torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                for leaf in _tensors(own):
+                    self.tracker.note(leaf, sources | {Pin(f"{path}.{attribute}")})
+                owner.__dict__[attribute] = tree_unflatten(own, structure)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
         """Return the model's result, what it is made of, and the results that the glue has changed."""
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), self.tracker:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), python_seeded(0), self.tracker:
             result = self._root(*args, **kwargs)
             changed = frozenset(found for found, tensor in self._results.items() if tensor._version)
             return result, self.tracker.of(result) | self.tracker.control, changed
@@ -216,7 +230,8 @@ def record_calls(
     """
     runs = []
     for batch, training in ((1, False), (2, False), (2, True)):
-        with _mode(model, training):
+        with tried_out(model):
+            model.train(training)
             run = _Run(model, units)
             inputs = [torch.zeros(batch, *spec.shape, dtype=spec.dtype) for spec in specs]
             for place, tensor in enumerate(inputs):
@@ -276,15 +291,3 @@ def _zeros_of(module: nn.Module) -> dict[str, Tensor]:
         name: torch.zeros(tensor.shape, dtype=tensor.dtype)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Switch a model to training or evaluation for a while."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode

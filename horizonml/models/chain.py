@@ -42,6 +42,7 @@ class Chain:
         self._stops = [*points, len(self._graph.nodes)]
         self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, points), self._output()]
         self.names = _unique_names([self._nodes(index) for index in range(len(self))])
+        self.spare: tuple[str, ...] = ()  # tensors that the forward never uses; the last layer keeps them
 
     def __len__(self) -> int:
         return len(self._stops)
@@ -83,6 +84,8 @@ class Chain:
                 provide(needed)
             copies[node] = graph.node_copy(node, copy_of)
         if stop == len(self):
+            for name in self.spare:
+                graph.get_attr(name)
             result: Any = fx.map_arg(source.result, copy_of)
         else:
             leaving = tuple(copies[node] for node in source.alive(last))
@@ -120,7 +123,7 @@ class Chain:
         """Return a sentence about what has no part in the training, or an empty one."""
         used = {id(tensor) for node in self._graph.nodes for tensor in self._graph.tensors(node)}
         unused = [name for name, parameter in self._model.named_parameters() if id(parameter) not in used]
-        return f"its forward never uses {some(unused)}, left out of the training" if unused else ""
+        return f"its forward never uses {some(unused)}, which training does not change" if unused else ""
 
     def whole_modules(self) -> list[nn.Module]:
         """Return the modules that are run as a whole, because they are PyTorch's own or cannot be traced."""

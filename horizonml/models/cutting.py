@@ -1,6 +1,13 @@
-"""Cuts a model into layers: by its graph where `torch.fx` can record it, and else by the structure of its modules."""
+"""Cuts a model into layers: by its graph where `torch.fx` can record it, and else by the structure of its modules.
+
+A model that can be cut in neither way is a single layer, which a rank trains whole.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import nn
 
@@ -8,29 +15,62 @@ from horizonml.errors import ModelError
 from horizonml.models.chain import Chain
 from horizonml.models.structure import LISTS, Structure
 from horizonml.models.tracing import Untraceable
+from horizonml.models.whole import Uncut
 from horizonml.tasks.task import InputSpec
 
-Layers = Chain | Structure
+Layers = Chain | Structure | Uncut
 
 
-def cut(model: nn.Module, input: InputSpec) -> tuple[Layers, str]:
+@dataclass(frozen=True)
+class Cutting:
+    """Says how a model is cut into layers, so that all ranks cut it alike."""
+
+    by: Literal["any", "graph", "modules", "nothing"] = "any"
+    without: frozenset[int] = frozenset()  # calls of modules before which it is not cut; see `Structure`
+    reason: str = ""  # why the model is not cut otherwise
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return {"by": self.by, "without": sorted(self.without), "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Cutting:
+        """Return what `to_json` was called on. Raises ValueError, TypeError or LookupError for anything else."""
+        by = value["by"]
+        if by not in ("any", "graph", "modules", "nothing"):
+            raise ValueError(f"a model is not cut by {by!r}")
+        return cls(by, frozenset(map(int, value["without"])), str(value["reason"]))
+
+
+AUTOMATIC = Cutting()
+
+
+def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tuple[Layers, str]:
     """Return a model's layers, and a sentence about what could not be cut, which may be empty. Raises ModelError.
 
     The structure of the modules is used for models that cannot be traced, and for those of which a larger part stays in
-    one piece when they are, because a module with a list of modules inside cannot be traced.
+    one piece when they are, because a module with a list of modules inside cannot be traced. A model that can be cut in
+    neither way is one layer.
     """
+    if cutting.by == "nothing":
+        layers: Layers = Uncut(model, input, cutting.reason)
+        return layers, layers.report()
+    if cutting.by == "modules":
+        structure = Structure(model, input, cutting.without)
+        return structure, _note(model, structure, cutting.reason)
     try:
         chain = Chain(model, input)
     except Untraceable as untraceable:
         try:
-            structure = Structure(model, input)
+            structure = Structure(model, input, cutting.without)
         except ModelError as error:
-            raise ModelError(f"{untraceable} {error}") from error
+            layers = Uncut(model, input, f"{untraceable} {error}")
+            return layers, layers.report()
         return structure, _note(model, structure)
-    if not any(_has_list(module) for module in chain.whole_modules()):
+    if cutting.by == "graph" or not any(_has_list(module) for module in chain.whole_modules()):
         return chain, chain.report()
     try:
-        structure = Structure(model, input)
+        structure = Structure(model, input, cutting.without)
     except ModelError as error:
         return chain, f"parts of {type(model).__name__} stay in one piece: {error}"
     if _largest(structure) < _largest(chain):
@@ -38,8 +78,8 @@ def cut(model: nn.Module, input: InputSpec) -> tuple[Layers, str]:
     return chain, chain.report()
 
 
-def _note(model: nn.Module, structure: Structure) -> str:
-    found = f"{type(model).__name__} cannot be traced and is cut by its modules into {len(structure)} layers"
+def _note(model: nn.Module, structure: Structure, reason: str = "it cannot be traced") -> str:
+    found = f"{type(model).__name__} is cut by its modules into {len(structure)} layers, because {reason}"
     trouble = structure.report()
     return f"{found}; {trouble}" if trouble else found
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from horizonml.errors import ModelError
+
+Modes = Mapping[bool, Mapping[str, bool]]
+"""For training and for evaluation of a model, which of its modules are then in training mode, by path."""
 
 
 def freeze(model: nn.Module, is_frozen: Callable[[str], bool], ties: Sequence[Sequence[str]] = ()) -> frozenset[str]:
@@ -61,3 +64,37 @@ def _own(path: str, module: nn.Module) -> Iterable[str]:
         name for registry in (module._parameters, module._buffers) for name, one in registry.items() if one is not None
     ]
     return [f"{path}.{name}" if path else name for name in names]
+
+
+def modes_of(model: nn.Module) -> Modes | None:
+    """Return the modes of a model's modules, if one of them has a `train` or `eval` of its own, or None.
+
+    Authors override `train` to keep normalisations in evaluation mode, for example. A part of the model does not run
+    the `train` of the modules around it, so it takes the modes over.
+    """
+    if all(type(one).train is nn.Module.train and type(one).eval is nn.Module.eval for one in model.modules()):
+        return None
+    before = {module: module.training for module in model.modules()}
+    try:
+        found = {}
+        for mode in (True, False):
+            model.train(mode)
+            found[mode] = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
+        return found
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def carry_modes(part: nn.Module, modes: Modes) -> None:
+    """Make `train` of a part of a model put each of its modules into the mode that the model's own `train` does."""
+
+    def train(module: nn.Module, mode: bool = True) -> nn.Module:
+        type(module).train(module, mode)
+        for path, inner in module.named_modules():
+            inner.training = modes[mode].get(path, inner.training)
+        if isinstance(root := module.__dict__.get("_root"), nn.Module):  # of a slice that shares its root's modules
+            root.training = module.training
+        return module
+
+    part.train = types.MethodType(train, part)  # type: ignore[method-assign]

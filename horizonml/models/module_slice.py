@@ -44,6 +44,7 @@ class _Run:
         self._stand_ins: dict[int, tuple[str, Tensor]] = {}  # by their memory, for results that have not travelled
         self._position = 0
         self._batch = 0
+        self._draws = torch.empty(0)  # the state of PyTorch's generator when the run began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Run:
         memo[id(self)] = copy = _Run(self._part)
@@ -53,7 +54,7 @@ class _Run:
         """Take the tensors that have travelled here, and return the arguments of the model's forward."""
         part = self._part
         self._values = dict(zip(part.entering, values, strict=True))
-        self._position, self._batch = 0, len(values[0])
+        self._position, self._batch, self._draws = 0, len(values[0]), torch.get_rng_state()
         inputs = [
             self._values[found] if (found := (INPUTS, place)) in self._values else self._stand_in(found, leaf, 0.0)
             for place, leaf in enumerate(part.calls.inputs)
@@ -71,7 +72,10 @@ class _Run:
             )
         self._position += 1
         if number < part.first:
-            return self._stub(number)
+            found = self._stub(number)
+            if self._position == part.first:  # what was drawn before is drawn by earlier stages, too
+                torch.set_rng_state(self._draws)
+            return found
         self._check(unit, (args, kwargs))
         result = type(module).forward(module, *args, **kwargs)
         for place, leaf in enumerate(tree_flatten(result)[0]):

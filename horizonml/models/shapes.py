@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.models.tracing import tried_out
 from horizonml.tasks.task import InputSpec
 
 
@@ -39,12 +40,9 @@ class Run:
 
 def run(model: nn.Module, graph: fx.Graph, inputs: Sequence[fx.Node], input: InputSpec) -> Run:
     """Return what each node of the graph does. Raises ModelError if the model does not accept the inputs."""
-    training = model.training
-    model.eval()
-    try:
+    with tried_out(model):
+        model.eval()
         one, two = (_run(model, graph, inputs, input, batch) for batch in (1, 2))
-    finally:
-        model.train(training)
     results = {node: _compare(one.found[node], two.found[node]) for node in one.found}
     return Run(results, two.memory, two.changes)
 

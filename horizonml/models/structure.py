@@ -32,10 +32,11 @@ _MOST_PIECES = 16  # into which it is cut
 class Structure:
     """Holds a model's layers in order, as `Chain` does; a layer consists of one call of a unit or several."""
 
-    def __init__(self, model: nn.Module, input: InputSpec) -> None:
+    def __init__(self, model: nn.Module, input: InputSpec, without: frozenset[int] = frozenset()) -> None:
         """Find the units of `model` (usually on the meta device) and how they are called.
 
-        Raises ModelError if that cannot be told, or the model does not fit inputs of this shape.
+        The model is not cut before the calls `without`. Raises ModelError if the units cannot be told, or the model
+        does not fit inputs of this shape.
         """
         self._model, self._input = model, input
         self._units = _units(model)
@@ -46,9 +47,13 @@ class Structure:
         self._needed = self._find_needed()
         self._pins = self._find_pins()
         self._learned = self._find_learned()
-        self._stops = [*self._cut_points(), self._number]
+        self.points = [
+            point for point in self._cut_points() if point not in without
+        ]  # the calls before which it is cut
+        self._stops = [*self.points, self._number]
         self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, self._stops[:-1]), self._output()]
         self.names = self._layer_names()
+        self.spare: tuple[str, ...] = ()  # tensors that the forward never uses; the last layer keeps them
 
     def __len__(self) -> int:
         return len(self._stops)
@@ -60,6 +65,9 @@ class Structure:
         entering = self._crossing(first) if first else [(INPUTS, place) for place in range(len(self._input.tensors))]
         leaving = self._crossing(last) if last < self._number else None
         kept = {pin for pin, (_, end) in self._pins.items() if first <= min(end, self._number - 1) < last}
+        if stop == len(self):
+            kept.update(self.spare)
+            kept.update(unit for name in self.spare if (unit := self._owner(name)) is not None)
         part = Part(self._calls, self._input.names, first, last, tuple(entering), leaving)
         return ModuleSlice(self._model, part, self._units, kept)
 
@@ -84,7 +92,7 @@ class Structure:
             parts.append(f"it is not cut where both sides would need {some(pins)}")
         unused = [name for name in self._calls.unused if _holds_tensors(self._units[name])]
         if unused:
-            parts.append(f"its forward never calls {some(unused)}, left out of the training")
+            parts.append(f"its forward never calls {some(unused)}, which training does not change")
         return "; ".join(parts)
 
     def _start(self, index: int) -> int:

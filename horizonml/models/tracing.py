@@ -1,21 +1,26 @@
 """Records a model's forward pass as a graph that is the same in training and evaluation.
 
-Each submodule that cannot be traced becomes one node, which runs the module itself.
+Each submodule that cannot be traced, or whose Python does what a graph does not show, becomes one node, which runs the
+module itself.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.in_place import changed_by
+from horizonml.text import some
 
 
 class Untraceable(ModelError):
@@ -30,12 +35,45 @@ class _Hidden(Exception):
         self.module = module
 
 
+class _Proxy(fx.Proxy):
+    """Stands for a tensor in a forward that is recorded, and says that it is one where the forward asks."""
+
+    @property
+    def __class__(self) -> type:
+        return Tensor
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError("the class of a tensor that stands for another cannot be set")
+
+    def __getattr__(self, name: str) -> Any:
+        # PyTorch asks for these to tell parameters and buffers, which this is not.
+        return False if name in ("_is_param", "_is_buffer") else super().__getattr__(name)
+
+    def _read(self, what: str) -> Any:
+        assert isinstance(self.tracer, _Tracer)
+        raise self.tracer.refuse(f"it reads a value back from a tensor as {what}")
+
+    def __float__(self) -> float:
+        return float(self._read("a number"))
+
+    def __int__(self) -> int:
+        return int(self._read("a number"))
+
+    def __index__(self) -> int:
+        return int(self._read("a number"))
+
+    def __len__(self) -> int:
+        return int(self._read("a length, by 'len'"))
+
+
 class _Tracer(fx.Tracer):
     """Traces down to PyTorch's own layers, and does not trace into the modules named in `leaves`.
 
     Buffers are recorded like parameters, and not read.
 
-    A graph does not show that operations are within `torch.no_grad()` or `torch.autocast()`, so it raises _Hidden.
+    A graph does not show hooks, nor that operations are within `torch.no_grad()` or `torch.autocast()`, nor what Python
+    draws from its own random numbers. Modules with hooks are not traced into; for the rest, it raises _Hidden.
     """
 
     proxy_buffer_attributes = True
@@ -45,9 +83,36 @@ class _Tracer(fx.Tracer):
         self._leaves = leaves
         self._context = _context()
         self._entered = [""]  # the modules, from the outermost, that were called in the model's own context
+        self.refused: _Hidden | None = None  # also where the model's own code has caught the error
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+        return module_qualified_name in self._leaves or has_hooks(m) or super().is_leaf_module(m, module_qualified_name)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        raise self.refuse("it branches on the value of a tensor")
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        try:
+            return super().iter(obj)
+        except fx.proxy.TraceError as error:
+            raise self.refuse("it goes through a tensor value by value") from error
+
+    def refuse(self, what: str) -> _Hidden:
+        """Return the error that says that a graph cannot show what the module under way does."""
+        self.refused = self.refused or _Hidden(self.inside, what)
+        return self.refused
+
+    @property
+    def inside(self) -> str:
+        """Return the path of the module whose forward is under way."""
+        stack = list(self.module_stack.values())
+        return stack[-1][0] if stack else ""
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,7 +120,10 @@ class _Tracer(fx.Tracer):
         unchanged = _context() == self._context
         if unchanged:
             self._entered.append(self.path_of_module(m))
+        before = python_state()
         result = super().call_module(m, forward, args, kwargs)
+        if python_state() != before:
+            raise _Hidden(self.path_of_module(m), _DRAWS)
         if unchanged:
             self._entered.pop()
         return result
@@ -64,6 +132,15 @@ class _Tracer(fx.Tracer):
         if _context() != self._context:
             raise _Hidden(self._entered[-1], "it switches gradients or autocast on or off")
         return super().create_node(kind, *args, **kwargs)
+
+
+_DRAWS = "it draws from Python's or numpy's random numbers"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks, which run when it is called and which a graph does not show."""
+    return any(module.__dict__.get(name) for name in _HOOKS)
 
 
 def _context() -> tuple[Any, ...]:
@@ -87,25 +164,26 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
     training, defaults = model.training, _defaults(model, names)
     try:
         while True:
-            graphs = []
-            for mode in (True, False):
+            graphs: list[fx.Graph] = []
+            for mode, gradients in ((True, True), (False, True), (False, False)):
                 model.train(mode)
-                graphs.append(_trace_once(model, leaves, defaults))
-                if graphs[-1] is None:
+                with torch.set_grad_enabled(gradients), python_seeded(0):
+                    graph = _trace_once(model, leaves, defaults)
+                if graph is None:
                     break
+                graphs.append(graph)
             else:
-                train, evaluate = graphs
-                assert train is not None
-                assert evaluate is not None
-                culprit = _first_difference(train, evaluate)
-                if culprit is None:
+                train, *others = graphs
+                found = [one for other in others if (one := _first_difference(train, other, leaves)) is not None]
+                if not found:
                     return train
-                if not culprit or culprit in leaves:
+                if not found[0]:
                     raise Untraceable(
-                        f"the forward of {type(model).__name__} itself depends on train/eval mode; move that part "
-                        "into a submodule, so that the model can be cut into layers"
+                        f"the forward of {type(model).__name__} itself depends on train/eval mode, or on whether "
+                        "gradients are computed; move that part into a submodule, so that the model can be cut into "
+                        "layers"
                     )
-                leaves.add(culprit)
+                leaves.add(found[0])
     finally:
         model.train(training)
 
@@ -124,12 +202,18 @@ def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
 def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) -> fx.Graph | None:
     """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
-    tensors = _Tensors(model)
+    tensors, attributes, before = _Tensors(model), Attributes(model), python_state()
     try:
         graph = tracer.trace(model, defaults or None)
+        if tracer.refused is not None:  # and the model's own code has caught it
+            raise tracer.refused
         for changed in (tensors.changed(), _written(model, graph)):
             if changed is not None:
                 raise _Hidden(changed, "it changes its own parameters or buffers")
+        for path, names in attributes.changed().items():
+            raise _Hidden(path, f"it sets {some(sorted(names))}")
+        if python_state() != before:
+            raise _Hidden("", _DRAWS)
         _drop_checks(graph, defaults)
         return graph
     except Exception as error:  # the model's own code runs here, on proxies, and may fail in any way
@@ -146,6 +230,7 @@ def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) ->
         return None
     finally:
         tensors.restore()
+        attributes.restore()
 
 
 def _written(model: nn.Module, graph: fx.Graph) -> str | None:
@@ -159,8 +244,80 @@ def _written(model: nn.Module, graph: fx.Graph) -> str | None:
 
 def _innermost(node: fx.Node) -> str:
     """Return the path of the module whose forward contains an operation; "" stands for the model itself."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
+    stack = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    if node.op == "call_module" and stack and stack[-1] == node.target:
+        stack.pop()
+    return stack[-1] if stack else ""
+
+
+class Attributes:
+    """Remembers what a model's modules hold beside parameters, buffers and modules: whatever their code has set."""
+
+    _OWN = frozenset(nn.Module().__dict__)  # what every module has
+
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
+        """Remember the attributes of all modules; `prefix` goes before their paths."""
+        self._held = [
+            (
+                f"{prefix}.{path}".strip("."),
+                module,
+                {name: (value, _copy_of(value)) for name, value in module.__dict__.items() if name not in self._OWN},
+            )
+            for path, module in model.named_modules()
+        ]
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that are new or have changed, with their values, by the path of their module."""
+        found: dict[str, dict[str, Any]] = {}
+        for path, module, before in self._held:
+            for name, value in module.__dict__.items():
+                if name in self._OWN or (name in before and _is_same(value, *before[name])):
+                    continue
+                found.setdefault(path, {})[name] = value
+        return found
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, module, before in self._held:
+            for name in [name for name in module.__dict__ if name not in self._OWN and name not in before]:
+                del module.__dict__[name]
+            for name, (value, copy) in before.items():
+                if isinstance(value, list):
+                    value[:] = copy
+                elif isinstance(value, dict | set):
+                    value.clear()
+                    value.update(copy)
+                module.__dict__[name] = value
+
+
+@contextmanager
+def tried_out(model: nn.Module) -> Iterator[None]:
+    """Let a model run without consequences: its modes and attributes are as before afterwards."""
+    modes, attributes = {module: module.training for module in model.modules()}, Attributes(model)
+    try:
+        yield
+    finally:
+        attributes.restore()
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of a value that code may change in place."""
+    return type(value)(value) if type(value) in (list, dict, set) else None
+
+
+def _is_same(now: Any, value: Any, copy: Any) -> bool:
+    if now is not value:
+        return isinstance(now, bool | int | float | str) and type(now) is type(value) and bool(now == value)
+    if copy is None:
+        return True
+    if len(now) != len(copy):
+        return False
+    if isinstance(now, set):
+        return bool(now == copy)
+    pairs = zip(now, copy, strict=True) if isinstance(now, list) else ((now[key], copy.get(key)) for key in now)
+    return all(one is other for one, other in pairs)
 
 
 class _Tensors:
@@ -199,15 +356,18 @@ def _drop_checks(graph: fx.Graph, defaults: dict[str, Any]) -> None:
                 graph.erase_node(user)
 
 
-def _first_difference(left: fx.Graph, right: fx.Graph) -> str | None:
-    """Return the innermost module at the first node in which two graphs differ; "" stands for the model itself."""
-    pairs = list(zip(left.nodes, right.nodes, strict=False))
-    for one, other in pairs:
-        if (one.op, str(one.target), str(one.args), str(one.kwargs)) != (
-            other.op,
-            str(other.target),
-            str(other.args),
-            str(other.kwargs),
-        ):
-            return _innermost(one)
-    return None if len(left.nodes) == len(right.nodes) else ""
+def _first_difference(left: fx.Graph, right: fx.Graph, leaves: Collection[str]) -> str | None:
+    """Return the module within which two graphs begin to differ, or None; "" stands for the model itself.
+
+    Modules in `leaves` are nodes already, and cannot be the cause.
+    """
+    for one, other in itertools.zip_longest(left.nodes, right.nodes):
+        if one is not None and other is not None and _described(one) == _described(other):
+            continue
+        within = [_innermost(node) for node in (one, other) if node is not None]
+        return max((path for path in within if path not in leaves), key=len, default="")
+    return None
+
+
+def _described(node: fx.Node) -> tuple[str, ...]:
+    return node.op, str(node.target), str(node.args), str(node.kwargs)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from horizonml.data.seeds import name_seed
+from horizonml.errors import ModelError
 
 _aten = torch.ops.aten
 # Constructors like to read back these cheap constants (`tolist`, `item`), so they stay real.
@@ -175,7 +176,8 @@ def _initialisers_on(tape: Tape) -> Iterator[None]:
 def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Give every module that uses the same parameter as another a copy of its own; return the names that were one.
 
-    The copies begin with the same values. Modules that are used twice keep their parameters.
+    The copies begin with the same values. Modules that are used twice keep their parameters. Raises ModelError if such
+    a parameter has a hook, which would see the gradient of each use instead of their sum.
     """
     found: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for prefix, owner in model.named_modules():
@@ -183,9 +185,15 @@ def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
             if parameter is not None:
                 full = f"{prefix}.{name}" if prefix else name
                 found.setdefault(id(parameter), []).append((full, owner, name))
-    for (_, first, key), *others in found.values():
+    for (name_of_first, first, key), *others in found.values():
         shared = first._parameters[key]
         assert shared is not None
+        if others and shared._backward_hooks:
+            names = " and ".join((name_of_first, *(full for full, _, _ in others)))
+            raise ModelError(
+                f"the parameter that is called {names} is used by several modules and has a hook; register the hook "
+                "with a parameter that one module uses"
+            )
         for _, owner, name in others:
             owner._parameters[name] = nn.Parameter(shared.detach(), shared.requires_grad)
     return tuple(tuple(full for full, _, _ in uses) for uses in found.values() if len(uses) > 1)
@@ -227,7 +235,20 @@ def materialise(
             values[id(constant)] = tape.replay(constant, name_seed(seed, name))
     made = copy.deepcopy(module, values)
     copy_persistence(module, made)
+    for name, tensor in module.named_parameters():
+        if name not in held:
+            carry_hooks(tensor, values.get(id(tensor), tensor), values)
     return made
+
+
+def carry_hooks(tensor: Tensor, copied: Tensor, copies: dict[int, Any]) -> None:
+    """Register the hooks of a tensor with another; `copies` are those of the modules that they belong to."""
+    if copied is tensor:
+        return
+    for hook in (tensor._backward_hooks or {}).values():
+        copied.register_hook(copy.deepcopy(hook, copies))
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+        copied.register_post_accumulate_grad_hook(copy.deepcopy(hook, copies))
 
 
 def copy_persistence(module: nn.Module, made: nn.Module) -> None:

@@ -7,15 +7,17 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from horizonml.data.seeds import name_seed, python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.cutting import Layers, cut
+from horizonml.models.cutting import AUTOMATIC, Cutting, Layers, cut
+from horizonml.models.freezing import Modes, carry_modes, is_still, keep_still, modes_of
 from horizonml.models.language import gpt_model
 from horizonml.models.libraries import LIBRARIES, check_options
 from horizonml.models.lora import with_adapters
@@ -25,7 +27,9 @@ from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
+from horizonml.models.whole import WholeModule
 from horizonml.tasks.task import InputSpec, OutputSpec
+from horizonml.text import some
 
 _log = logging.getLogger(__name__)
 _OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number of outputs; the second is torchvision's
@@ -38,7 +42,12 @@ class Model:
     chain: Layers
     tape: Tape
     seed: int
-    ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one and the same
+    recorded: nn.Module  # the whole model, without memory for its tensors where that is possible
+    make: Callable[[], nn.Module]  # returns the whole model anew, in memory
+    input: InputSpec
+    cutting: Cutting = AUTOMATIC  # how the chain was cut
+    ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one, in all layers that use them
+    all_ties: tuple[tuple[str, ...], ...] = ()  # the same, with the names that no layer uses
     note: str = ""  # a sentence about how the model was cut, if there is anything to say
     pretrained: Pretrained | None = None
     frozen: frozenset[str] = frozenset()  # the parameters and buffers that training does not change
@@ -48,17 +57,62 @@ class Model:
         """Return the frozen tensors that every rank can read from its file, so they need not travel."""
         return self.frozen.intersection(self.pretrained.keys) if self.pretrained is not None else frozenset()
 
-    def stage(self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
+    def stage(
+        self, start: int, stop: int, held: Mapping[str, Tensor] = MappingProxyType({}), as_graph: bool = False
+    ) -> nn.Module:
         """Return layers `start` to `stop - 1` as a module in memory, with their initial values.
 
         Each call makes a new module, so changes to one (in measurements, for example) do not affect the others.
-        Parameters and buffers in `held`, by name, become part of the module as they are.
+        Parameters and buffers in `held`, by name, become part of the module as they are. All layers together are the
+        model itself, as its author wrote it, unless they are wanted `as_graph` so that their operations can be changed.
         """
+        if (start, stop) == (0, len(self.chain)) and not as_graph:
+            return self._whole(held)
         same = {name: names[0] for names in self.ties for name in names}
         module = self.chain.slice(start, stop)
-        if self.pretrained is None:
-            return materialise(module, self.tape, self.seed, held, same)
-        return materialise(module, self.tape, self.seed, held, same, self.pretrained.read)
+        read = self.pretrained.read if self.pretrained is not None else _nothing
+        made = materialise(module, self.tape, self.seed, held, same, read)
+        if self.modes is not None:
+            carry_modes(made, self.modes)
+        return made
+
+    @functools.cached_property
+    def modes(self) -> Modes | None:
+        """Return which modules are in training mode in either mode of the model; None unless its author decides."""
+        return modes_of(self.recorded)
+
+    def recut(self, cutting: Cutting) -> Model:
+        """Return the same model, cut in this way. Raises ModelError."""
+        same = self.tape, self.seed, self.recorded, self.make, self.input, self.all_ties, self.pretrained, self.frozen
+        return self if cutting == self.cutting else _cut(*same, cutting)
+
+    def _whole(self, held: Mapping[str, Tensor]) -> WholeModule:
+        """Return the model itself with its initial values, or those in `held`, whose memory it shares.
+
+        It is constructed anew, so that what its author's code refers to are its own modules and parameters, not those
+        of a copy. Raises ModelError if the constructor does not make the same model each time.
+        """
+        root = self.make()
+        ties = untie(root)
+        _require_same(self.recorded, root)
+        modules = dict(root.named_modules())
+        for path, module in self.recorded.named_modules():
+            if is_still(module):
+                keep_still(modules[path])
+        same = {name: names[0] for names in ties for name in names}
+        recorded = _tensors(self.recorded)
+        for name, tensor in _tensors(root).items():
+            if name in held:
+                value: Tensor | None = held[name].detach()
+            else:
+                value = self.pretrained.read(tensor, name) if self.pretrained is not None else None
+                if value is None and recorded[name].is_meta:
+                    value = self.tape.replay(recorded[name], name_seed(self.seed, same.get(name, name)))
+            if value is not None:
+                tensor.data = value
+            if isinstance(tensor, nn.Parameter):
+                tensor.requires_grad_(recorded[name].requires_grad)
+        return WholeModule(root, self.input.names)
 
     def parameter_names(self) -> dict[str, int]:
         """Return the layer that holds each parameter and buffer, by the tensor's name in the original model."""
@@ -66,14 +120,7 @@ class Model:
 
     @functools.cached_property
     def _names(self) -> dict[str, int]:
-        return {
-            name: index
-            for index in range(len(self.chain))
-            for layer in [self.chain.slice(index, index + 1)]
-            for name, _ in itertools.chain(
-                layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False)
-            )
-        }
+        return _layers_of(self.chain)
 
     def parameter_shapes(self) -> list[list[torch.Size]]:
         """Return the shapes of the parameters of every layer that are trained."""
@@ -85,15 +132,18 @@ class Model:
         return [[parameter.shape for parameter in own if parameter.requires_grad] for own in layers]
 
 
-def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> Model:
+def build(
+    spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec, cutting: Cutting = AUTOMATIC
+) -> Model:
     """Build the model of a job for inputs and outputs of these kinds; a number stands for a vector of as many values.
 
-    Raises ModelError.
+    `cutting` says how it is cut into layers. Raises ModelError.
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
     try:
-        model, tape = record(constructor)
+        with python_seeded(seed):
+            model, tape = record(constructor)
     except RuntimeError as reason:  # includes NotImplementedError
         # Either the constructor reads values back, which the meta device does not have, and the model can be built in
         # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
@@ -106,18 +156,41 @@ def build(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpe
     frozen = frozen_tensors(spec, model, ties, pretrained)
     if pretrained is not None and frozen:
         pretrained.notes += (trained_note(model, ties),)
-    chain, note = cut(model, input)
-    returned = [tensor.shape for tensor in chain.boundaries[-1].tensors]
+    make = functools.partial(_in_memory, spec, constructor, seed)
+    made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
+    returned = [tensor.shape for tensor in made.chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
         needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
         raise ModelError(
             f"{spec.name} returns {' and '.join(str(list(shape)) for shape in returned)} values per sample, but the "
             f"data needs {needed}; set the number of outputs in model.options"
         )
-    made = Model(chain, tape, seed, (), note, pretrained, frozen)
+    return made
+
+
+def _cut(
+    tape: Tape,
+    seed: int,
+    model: nn.Module,
+    make: Callable[[], nn.Module],
+    input: InputSpec,
+    ties: tuple[tuple[str, ...], ...],
+    pretrained: Pretrained | None,
+    frozen: frozenset[str],
+    cutting: Cutting,
+) -> Model:
+    """Return a model that is cut in this way; `ties` are the names of all parameters that are one.
+
+    Raises ModelError.
+    """
+    chain, note = cut(model, input, cutting)
+    held = _layers_of(chain)
     # A copy that the forward never uses is in no layer, and needs no gradients.
-    used = [tuple(name for name in names if name in made.parameter_names()) for names in ties]
-    return replace(made, ties=tuple(names for names in used if len(names) > 1))
+    used = [tuple(name for name in names if name in held) for names in ties]
+    copies = {name for names, kept in zip(ties, used, strict=True) if kept for name in names}
+    chain.spare = tuple(name for name in _tensors(model) if name not in held and name not in copies)
+    kept = tuple(names for names in used if len(names) > 1)
+    return Model(chain, tape, seed, model, make, input, cutting, kept, ties, note, pretrained, frozen)
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
@@ -130,14 +203,41 @@ def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: Inpu
 
 def _in_memory(spec: ModelSpec, constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return what a constructor makes, with tensors in memory. Raises ModelError."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), python_seeded(seed):
+        torch.default_generator.manual_seed(seed)
         try:
             return _call(spec, constructor)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
+
+
+def _layers_of(chain: Layers) -> dict[str, int]:
+    """Return the layer that holds each parameter and buffer."""
+    return {name: index for index in range(len(chain)) for name in _tensors(chain.slice(index, index + 1))}
+
+
+def _nothing(like: Tensor, name: str) -> None:
+    """Read no pretrained value."""
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's parameters and buffers by name."""
+    return dict(
+        itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    )
+
+
+def _require_same(recorded: nn.Module, made: nn.Module) -> None:
+    """Raise ModelError if two calls of a model's constructor have made different models."""
+    one, other = ({name: tuple(tensor.shape) for name, tensor in _tensors(model).items()} for model in (recorded, made))
+    different = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+    if different:
+        raise ModelError(
+            f"{type(made).__name__} is not the same each time it is constructed: {some(different)} differ; its "
+            "constructor must depend on nothing but its options"
+        )
 
 
 def _require_module(spec: ModelSpec, made: object) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.models.placing import HOST, bring
+from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
 from horizonml.state.average import AVERAGE, swapped
@@ -74,16 +75,26 @@ class TrainState:
         self._layers, self._constant = model.parameter_names(), model.constant
         self._expected: dict[int, dict[str, Tensor]] = {}  # see `expected`
 
-    def take(self, spans: Sequence[tuple[int, int]]) -> list[nn.Module]:
+    def take(self, spans: Sequence[tuple[int, int]], as_graphs: bool = False) -> list[nn.Module]:
         """Hold layers `start` to `stop - 1` for each of the `spans`, and no others; return a module for each.
 
         Layers that are held already keep the same tensors; others get their initial values. Parts of tensors are valid
-        for one plan only, so nothing is kept of them.
+        for one plan only, so nothing is kept of them. A model that is held whole stays the same module, with all that
+        its author's code keeps in it. See `Model.stage` for `as_graphs`.
         """
+        whole = len(self._modules) == 1 and isinstance(self._modules[0], WholeModule)
+        if (
+            whole
+            and not as_graphs
+            and list(spans) == [(0, len(self.model.chain))]
+            and not (self.parts or self._received)
+        ):
+            return list(self._modules)
         held = {} if self.parts else self._held
         if self.parts:
             self._optimizer, self.parts = {}, {}
-        before, self._modules = self._modules, [self.model.stage(start, stop, held) for start, stop in spans]
+        before = self._modules
+        self._modules = [self.model.stage(start, stop, held, as_graphs) for start, stop in spans]
         self._received = {}
         for module in before:
             _let_go(module)
@@ -122,7 +133,7 @@ class TrainState:
         for module in self._modules:
             found |= dict(module.named_parameters(remove_duplicate=False))
             found |= dict(module.named_buffers(remove_duplicate=False))
-        return found
+        return {name: tensor for name, tensor in found.items() if name in self._layers}
 
     @property
     def _saved(self) -> dict[str, Tensor]:
@@ -130,7 +141,7 @@ class TrainState:
         found = dict(self._received)
         for module in self._modules:
             found |= module.state_dict(keep_vars=True)
-        return found
+        return {name: tensor for name, tensor in found.items() if name in self._layers}
 
     def layers(self) -> list[int]:
         """Return the layers of which this rank holds the whole state, in memory that outlives its groups."""
@@ -373,7 +384,7 @@ class TrainState:
         saved, held = self._saved, self._held
         for name in sorted(saved):
             if f"model/{name}" not in available:
-                if name in self._constant:  # it has that value already
+                if name in self._constant or name in self.model.chain.spare:  # it has that value already
                     continue
                 raise KeyError(name)
             tensor = saved[name].detach()

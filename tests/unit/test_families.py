@@ -143,7 +143,10 @@ def test_unused_parameters_are_named() -> None:
             found: torch.Tensor = self[1](self[0](value))
             return found
 
-    assert cut(Unused(), InputSpec.of((1, 8, 8)))[1] == "its forward never uses aside.weight, left out of the training"
+    assert (
+        cut(Unused(), InputSpec.of((1, 8, 8)))[1]
+        == "its forward never uses aside.weight, which training does not change"
+    )
 
 
 def test_densenet_is_cut_inside_its_blocks_where_many_tensors_are_alive() -> None:

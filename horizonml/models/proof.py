@@ -1,0 +1,358 @@
+"""Compares the layers that a model was cut into with the model itself, before anything is trained.
+
+The model as its author wrote it and the chain of its layers run on the same samples: twice in training mode, then in
+evaluation mode with and without gradients, with the same random numbers. Outputs, gradients, buffers, modes and what
+the author's code keeps in the modules must be the same. Whatever Python does in a forward and a cut would lose shows
+here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from horizonml.data.seeds import python_seeded, python_state
+from horizonml.errors import HorizonError, ModelError, is_out_of_memory
+from horizonml.machine.code import where
+from horizonml.models.boundary import Values, flat, values_of
+from horizonml.models.cutting import Cutting
+from horizonml.models.structure import Structure
+from horizonml.models.tracing import Attributes
+from horizonml.models.whole import WholeModule
+from horizonml.models.zoo import Model
+
+RELATIVE, ABSOLUTE = 1e-4, 1e-6  # of a tensor's largest value, and of the largest of all tensors of a kind
+_RUNS = ((True, True), (True, True), (False, True), (False, False))  # training mode, gradients
+_SECONDS = 60.0  # after which no further way to cut is tried
+
+Run = Callable[[Values], tuple[Values, Callable[[Sequence[Tensor]], None]]]
+"""Returns the outputs for some inputs, and what computes all gradients from those of the outputs."""
+
+
+@dataclass
+class _Seen:
+    """Holds what one run of a model or of its parts did."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    modes: dict[str, bool]
+    trained: dict[str, bool]
+    changed: list[tuple[str, dict[str, object]]]  # what modules hold that their code has set since the beginning
+
+
+def prove(model: Model, inputs: Values) -> Cutting:
+    """Return how to cut a model so that its layers compute what it computes: as it is cut, if they do.
+
+    Where they do not, the model is cut by its modules, between those of them that allow it; if that fails, too, it is
+    not cut. Raises ModelError if the model itself does not run on these inputs.
+    """
+    if len(model.chain) == 1:
+        return model.cutting
+    started = time.monotonic()
+    whole = model.stage(0, len(model.chain))
+    assert isinstance(whole, WholeModule)
+    try:
+        with _alone():
+            drawing = _drawing(whole, inputs)
+            truth = _observe(_run_whole(whole), [("", whole.root)], inputs)
+    except HorizonError:
+        raise
+    except Exception as error:  # the model's own code runs here, and may fail in any way
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"{type(whole.root).__name__} does not run on samples of the data: {where(error)}") from error
+    if drawing is not None:
+        return Cutting("nothing", reason=drawing)
+
+    def problem(cutting: Cutting) -> str | None:
+        if time.monotonic() - started > _SECONDS:
+            return f"comparing its layers with it took more than {_SECONDS:.0f} s"
+        try:
+            return _difference(model.recut(cutting), whole.root, truth, inputs)
+        except ModelError as error:
+            return str(error)
+
+    first = problem(model.cutting)
+    if first is None:
+        return model.cutting
+    try:
+        structure = Structure(model.recorded, model.input)
+    except ModelError:
+        return Cutting("nothing", reason=first)
+    points = frozenset(structure.points)
+
+    def by_modules(kept: frozenset[int]) -> Cutting:
+        return Cutting("modules", points - kept, f"a recorded graph of it computes something else: {first}")
+
+    kept = _most(sorted(points), lambda kept: problem(by_modules(frozenset(kept))) is None)
+    return by_modules(frozenset(kept)) if kept else Cutting("nothing", reason=first)
+
+
+def _most(points: Sequence[int], is_right: Callable[[Sequence[int]], bool]) -> Sequence[int]:
+    """Return points that are right together, found by halving those that are not."""
+    if not points or is_right(points):
+        return points
+    if len(points) == 1:
+        return ()
+    half = len(points) // 2
+    left, right = _most(points[:half], is_right), _most(points[half:], is_right)
+    both = [*left, *right]
+    if not left or not right or is_right(both):
+        return both
+    return max(left, right, key=len)
+
+
+def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: Values) -> str | None:
+    """Return in words how the chain of a model's layers differs from the model `root`, or None."""
+    if len(model.chain) == 1:
+        return None  # which is the model itself
+    parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
+    named = [("", getattr(part, "_root", part)) for part in parts]
+    try:
+        with _alone():
+            found = _observe(_run_parts(model, parts), named, inputs)
+    except Exception as error:  # the model's own code runs here, and may fail in any way
+        if is_out_of_memory(error):
+            raise
+        return f"its layers do not run one after the other: {where(error)}"
+    for one, other in zip(truth, found, strict=True):
+        difference = _compare(one, other)
+        if difference is not None:
+            place, words = difference
+            return f"{_place(root, place)}{words}"
+    return None
+
+
+def _compare(one: _Seen, other: _Seen) -> tuple[str, str] | None:
+    """Return the module or tensor in which two runs differ, and how, or None."""
+    if len(one.outputs) != len(other.outputs):
+        return "", "it does not return the same tensors"
+    for place, mode in one.modes.items():
+        if other.modes.get(place, mode) != mode:
+            return place, f"it is {'not ' if mode else ''}in training mode"
+    for place, is_trained in one.trained.items():
+        if other.trained.get(place, is_trained) != is_trained:
+            return place, "it is trained, or not, by its own code"
+    kinds = (
+        ("its outputs", {str(place): value for place, value in enumerate(one.outputs)},
+         {str(place): value for place, value in enumerate(other.outputs)}),
+        ("the gradient", one.gradients, other.gradients),
+        ("the value", one.buffers, other.buffers),
+    )  # fmt: skip
+    for words, wanted, found in kinds:
+        largest = max((_size(value) for value in wanted.values()), default=0.0)
+        for place, value in wanted.items():
+            if words != "its outputs" and place not in found:
+                continue  # what no layer holds, the forward never uses
+            distance = _distance(value, found.get(place), largest)
+            if distance is not None:
+                at = "" if words == "its outputs" else place
+                verb = "differ" if words == "its outputs" else "differs"
+                return at, f"{words} {verb} {distance}"
+    for path, values in one.changed:
+        own = [found for place, found in other.changed if place == path]
+        for name, changed in values.items():
+            if not any(_is_same(changed, found[name]) for found in own if name in found):
+                return path, f"{name}, which its code sets, is not the same"
+    return None
+
+
+def _size(value: Tensor | None) -> float:
+    return 0.0 if value is None or not value.numel() else float(value.detach().double().abs().max())
+
+
+def _distance(wanted: Tensor | None, found: Tensor | None, largest: float) -> str | None:
+    """Return in words how far two tensors are apart, or None if they are the same within the bound."""
+    if wanted is None or found is None:
+        return None if wanted is found else "in whether there is one"
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return f"in shape or type: {list(found.shape)} {found.dtype}, not {list(wanted.shape)} {wanted.dtype}"
+    if torch.equal(wanted, found) or not wanted.numel():
+        return None
+    one, other = wanted.detach().double(), found.detach().double()
+    bound = RELATIVE * float(one.abs().max()) + ABSOLUTE * largest
+    apart = float((one - other).abs().nan_to_num(nan=float("inf")).max())
+    both_nan = bool((one.isnan() == other.isnan()).all())
+    if both_nan:
+        apart = float((one - other).abs().nan_to_num(nan=0.0).max())
+    return None if apart <= bound else f"by {apart:.2g}, of {float(one.abs().max()):.2g}"
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Return whether two values that modules hold are the same; of what is no number or tensor, the type counts."""
+    first, form = tree_flatten(one)
+    second, other_form = tree_flatten(other)
+    if form != other_form:
+        return False
+    for a, b in zip(first, second, strict=True):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if _distance(a, b, 0.0) is not None:
+                return False
+        elif type(a) is not type(b) or (isinstance(a, bool | int | float | str) and a != b):
+            return False
+    return True
+
+
+def _place(root: nn.Module, name: str) -> str:
+    """Return where a module is defined, for a sentence about it or about a tensor of it."""
+    module, path = root, ""
+    for part in name.split(".") if name else ():
+        inner = module._modules.get(part)
+        if inner is None:
+            break
+        module, path = inner, f"{path}.{part}".lstrip(".")
+    owner = _owner(module)
+    return f"of {name} in {owner}, " if name and name != path else f"in {path} = {owner}, " if path else f"in {owner}, "
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Leave the process's generators and the question whether gradients are computed as they are."""
+    with torch.random.fork_rng(devices=[]), python_seeded(0), torch.enable_grad():
+        yield
+
+
+def _observe(run: Run, roots: Sequence[tuple[str, nn.Module]], inputs: Values) -> list[_Seen]:
+    """Return what all runs do."""
+    before = [Attributes(module, prefix) for prefix, module in roots]
+    modules = [module for _, module in roots]
+    found = []
+    for training, gradients in _RUNS:
+        for module in modules:
+            module.train(training)
+            module.zero_grad(set_to_none=True)
+        torch.default_generator.manual_seed(1)
+        with nullcontext() if gradients else torch.no_grad(), python_seeded(1):
+            outputs, backward = run(tuple(value.clone() for value in inputs))
+            if gradients:
+                backward([torch.randn_like(value) for value in outputs if value.requires_grad])
+        found.append(
+            _Seen(
+                [value.detach().clone() for value in outputs],
+                {name: _kept(p.grad) for module in modules for name, p in module.named_parameters()},
+                {name: buffer.clone() for module in modules for name, buffer in module.named_buffers()},
+                _flags(modules),
+                {name: p.requires_grad for module in modules for name, p in module.named_parameters()},
+                [(path, _copied(values)) for one in before for path, values in one.changed().items()],
+            )
+        )
+    return found
+
+
+def _flags(modules: Sequence[nn.Module]) -> dict[str, bool]:
+    """Return which modules are in training mode; the part of a graph around them is none of the model's."""
+    return {
+        path: inner.training
+        for module in modules
+        for path, inner in module.named_modules()
+        if path or not isinstance(module, fx.GraphModule)
+    }
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    return gradient.clone() if gradient is not None else None
+
+
+def _copied(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _run_whole(whole: WholeModule) -> Run:
+    def run(inputs: Values) -> tuple[Values, Callable[[Sequence[Tensor]], None]]:
+        outputs = tuple(value for value in flat(whole(*inputs)) if isinstance(value, Tensor))
+        return outputs, lambda gradients: _backward([value for value in outputs if value.requires_grad], gradients)
+
+    return run
+
+
+def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
+    """Return what runs layers as stages do: each receives tensors, not the history of those before it."""
+
+    def run(inputs: Values) -> tuple[Values, Callable[[Sequence[Tensor]], None]]:
+        values, crossed = inputs, list[tuple[Values, Values]]()
+        for index, part in enumerate(parts):
+            boundary = model.chain.boundaries[index]
+            entered = values
+            if index:
+                entered = boundary.leaves(tuple(value.detach() for value in values), torch.is_grad_enabled())
+            result = part(*entered)
+            last = index + 1 == len(parts)
+            values = tuple(one for one in flat(result) if isinstance(one, Tensor)) if last else values_of(result)
+            crossed.append((entered, values))
+
+        def backward(gradients: Sequence[Tensor]) -> None:
+            _backward([value for value in values if value.requires_grad], gradients)
+            for index in range(len(parts) - 1, 0, -1):
+                boundary = model.chain.boundaries[index]
+                arrived = [value.grad for value in boundary.differentiable(crossed[index][0])]
+                pairs = zip(boundary.differentiable(crossed[index - 1][1]), arrived, strict=True)
+                wanted = [(left, one) for left, one in pairs if one is not None and left.requires_grad]
+                _backward([left for left, _ in wanted], [one for _, one in wanted])
+
+        return values, backward
+
+    return run
+
+
+def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Compute all gradients from those of the outputs; from a number, for which PyTorch need not import sympy."""
+    if outputs:
+        torch.stack([(one * other).sum() for one, other in zip(outputs, gradients, strict=True)]).sum().backward()
+
+
+def _drawing(whole: WholeModule, inputs: Values) -> str | None:
+    """Return which module draws from Python's own random numbers, if one does.
+
+    Stages would not draw what one process draws: a forward that runs in parts calls some of the modules only.
+    """
+    found: list[str] = []
+    states: list[object] = []
+
+    def enter(module: nn.Module, given: object) -> None:
+        states.append(python_state())
+
+    def leave(module: nn.Module, given: object, result: object) -> None:
+        if states.pop() != python_state() and not found:
+            found.append(names[module])
+
+    names = {module: path for path, module in whole.root.named_modules()}
+    handles = [
+        handle
+        for module in names
+        for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    ]
+    kept = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+    attributes = Attributes(whole.root)
+    try:
+        whole.train()
+        with torch.no_grad():
+            whole(*(value.clone() for value in inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+        attributes.restore()
+        for name, buffer in whole.named_buffers():
+            buffer.copy_(kept[name])
+    if not found:
+        return None
+    owner = _owner(whole.root.get_submodule(found[0]))
+    return (
+        f"{found[0] or 'the forward'} of {owner} draws from Python's or numpy's random numbers, which stages cannot "
+        "draw alike; draw from PyTorch's"
+    )
+
+
+def _owner(module: nn.Module) -> str:
+    """Return a module's class, and the file and line of its forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    line = f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    return f"{type(module).__name__}{line}"
