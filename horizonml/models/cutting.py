@@ -60,13 +60,8 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
         return structure, _note(model, structure, cutting.reason)
     try:
         chain = Chain(model, input)
-    except Untraceable as untraceable:
-        try:
-            structure = Structure(model, input, cutting.without)
-        except ModelError as error:
-            layers = Uncut(model, input, f"{untraceable} {error}")
-            return layers, layers.report()
-        return structure, _note(model, structure)
+    except ModelError as problem:
+        return _without_graph(model, input, cutting, problem)
     if cutting.by == "graph" or not any(_has_list(module) for module in chain.whole_modules()):
         return chain, chain.report()
     try:
@@ -76,6 +71,20 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
     if _largest(structure) < _largest(chain):
         return structure, _note(model, structure)
     return chain, chain.report()
+
+
+def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem: ModelError) -> tuple[Layers, str]:
+    """Return the layers of a model of which no graph can be recorded. Raises ModelError if the model does not run."""
+    try:
+        structure = Structure(model, input, cutting.without)
+        return structure, _note(model, structure)
+    except ModelError as error:
+        both = f"{problem} {error}" if isinstance(problem, Untraceable) else str(problem)
+    try:
+        uncut = Uncut(model, input, both)
+    except ModelError:
+        raise ModelError(both) from problem
+    return uncut, uncut.report()
 
 
 def _note(model: nn.Module, structure: Structure, reason: str = "it cannot be traced") -> str:

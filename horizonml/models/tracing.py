@@ -36,19 +36,7 @@ class _Hidden(Exception):
 
 
 class _Proxy(fx.Proxy):
-    """Stands for a tensor in a forward that is recorded, and says that it is one where the forward asks."""
-
-    @property
-    def __class__(self) -> type:
-        return Tensor
-
-    @__class__.setter
-    def __class__(self, value: type) -> None:
-        raise TypeError("the class of a tensor that stands for another cannot be set")
-
-    def __getattr__(self, name: str) -> Any:
-        # PyTorch asks for these to tell parameters and buffers, which this is not.
-        return False if name in ("_is_param", "_is_buffer") else super().__getattr__(name)
+    """Stands for a tensor in a forward that is recorded, and takes note where the forward reads it."""
 
     def _read(self, what: str) -> Any:
         assert isinstance(self.tracer, _Tracer)
@@ -90,9 +78,6 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        return a.node if issubclass(type(a), fx.Proxy) else super().create_arg(a)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         raise self.refuse("it branches on the value of a tensor")

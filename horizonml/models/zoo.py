@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from horizonml.data.seeds import name_seed, python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
+from horizonml.models.boundary import Boundary
+from horizonml.models.calls import arguments
 from horizonml.models.cutting import AUTOMATIC, Cutting, Layers, cut
 from horizonml.models.freezing import Modes, carry_modes, is_still, keep_still, modes_of
 from horizonml.models.language import gpt_model
@@ -24,6 +27,7 @@ from horizonml.models.lora import with_adapters
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
+from horizonml.models.tracing import tried_out
 from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
 from horizonml.models.weights import Tape, materialise, record, untie
@@ -46,6 +50,7 @@ class Model:
     make: Callable[[], nn.Module]  # returns the whole model anew, in memory
     input: InputSpec
     cutting: Cutting = AUTOMATIC  # how the chain was cut
+    proven: bool = False  # whether its layers were compared with the model
     ties: tuple[tuple[str, ...], ...] = ()  # the names of the parameters that are one, in all layers that use them
     all_ties: tuple[tuple[str, ...], ...] = ()  # the same, with the names that no layer uses
     note: str = ""  # a sentence about how the model was cut, if there is anything to say
@@ -149,14 +154,17 @@ def build(
         # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
         # error.
         _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
-        model, tape = _in_memory(spec, constructor, seed), Tape()
+        model, tape = _in_memory(spec, constructor, seed, input), Tape()
     _require_module(spec, model)
+    if _is_lazy(model):  # the shapes of its parameters are found out by a batch
+        model, tape = _in_memory(spec, constructor, seed, input), Tape()
+    _refuse_complex(spec, model)
     ties = untie(model)
     pretrained = begin_from(spec, model, ties)
     frozen = frozen_tensors(spec, model, ties, pretrained)
     if pretrained is not None and frozen:
         pretrained.notes += (trained_note(model, ties),)
-    make = functools.partial(_in_memory, spec, constructor, seed)
+    make = functools.partial(_in_memory, spec, constructor, seed, input)
     made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
     returned = [tensor.shape for tensor in made.chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
@@ -190,27 +198,46 @@ def _cut(
     copies = {name for names, kept in zip(ties, used, strict=True) if kept for name in names}
     chain.spare = tuple(name for name in _tensors(model) if name not in held and name not in copies)
     kept = tuple(names for names in used if len(names) > 1)
-    return Model(chain, tape, seed, model, make, input, cutting, kept, ties, note, pretrained, frozen)
+    return Model(chain, tape, seed, model, make, input, cutting, False, kept, ties, note, pretrained, frozen)
 
 
 def construct(spec: ModelSpec, seed: int, outputs: int | OutputSpec, input: InputSpec) -> nn.Module:
     """Return the model of a job as an ordinary module, whole and in memory, with initial values. Raises ModelError."""
     constructor = _constructor(spec, outputs if isinstance(outputs, int) else outputs.count, input)
-    model = _in_memory(spec, constructor, seed)
+    model = _in_memory(spec, constructor, seed, input)
     _require_module(spec, model)
     return model
 
 
-def _in_memory(spec: ModelSpec, constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return what a constructor makes, with tensors in memory. Raises ModelError."""
+def _in_memory(spec: ModelSpec, constructor: Callable[[], nn.Module], seed: int, input: InputSpec) -> nn.Module:
+    """Return what a constructor makes, with tensors in memory; a batch initialises lazy modules. Raises ModelError."""
     with torch.random.fork_rng(devices=[]), python_seeded(seed):
         torch.default_generator.manual_seed(seed)
         try:
-            return _call(spec, constructor)
+            model = _call(spec, constructor)
+            if isinstance(model, nn.Module) and _is_lazy(model):
+                with tried_out(model), torch.no_grad():
+                    args, kwargs = arguments(Boundary(input.tensors).zeros(2), input.names)
+                    model(*args, **kwargs)
+            return model
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             raise ModelError(f"model {spec.name} cannot be built: {_first_line(error)}") from error
+
+
+def _is_lazy(model: nn.Module) -> bool:
+    return any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))
+
+
+def _refuse_complex(spec: ModelSpec, model: nn.Module) -> None:
+    """Raise ModelError if a parameter is complex, since sums of gradients and optimizers here are of real numbers."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
+    if name is not None:
+        raise ModelError(
+            f"model {spec.name}: parameter {name} is complex; hold it as a real parameter with a last dimension of 2, "
+            "and use torch.view_as_complex in the forward"
+        )
 
 
 def _layers_of(chain: Layers) -> dict[str, int]:

@@ -110,6 +110,16 @@ def _syncs(parallel: Parallel) -> set[Sync]:
     return {constraints.sync, *constraints.syncs}
 
 
+def may_cut(parallel: Parallel, ranks: int) -> bool:
+    """Return whether a job's plan for some ranks may give a rank less than the whole model."""
+    constraints = constraints_of(parallel, ranks)
+    if Sync.CHANNELS in _syncs(parallel):
+        return ranks > 1
+    if constraints.stages is not None:
+        return len(constraints.stages) > 1
+    return constraints.most_stages != 1 and ranks > 1
+
+
 def uses_horovod(parallel: Parallel) -> bool:
     """Return whether a stage of the job's plan may sum its gradients with Horovod."""
     return not _syncs(parallel).isdisjoint({Sync.HOROVOD, Sync.HOROVOD_FP16})

@@ -164,7 +164,7 @@ def make_plan(
     and `executions` says how each layer runs on this rank. Where every device is measured, the result is written to the
     run's folder as a file of devices.
     """
-    if model.note and group.rank == 0:
+    if model.note and model.proven and group.rank == 0:
         say(f"{job.model.name}: {model.note}")
     if not needs_profile(job.parallel, group.world_size):
         plan = fixed_plan(job, len(model.chain), group.world_size)

@@ -29,6 +29,7 @@ from horizonml.profiling.executions import untried
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan, optimizer_copies
 from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
+from horizonml.runtime.cuts import agree_on_cuts
 from horizonml.runtime.executing import use_executions
 from horizonml.runtime.guarding import Guard
 from horizonml.runtime.joining import Place, follow
@@ -88,6 +89,10 @@ class Generation:
             local = job.parallel.may_take_local_steps
             life.state = TrainState(model, job.optimizer, job.ema, local, device=computing().device)
             life.info = info
+        proven = agree_on_cuts(job, model, info, group, self.say)
+        if proven is not model:
+            life.state.recut(proven)
+            model = proven
         for note in notes if not life.begun else ():
             self.say(note)
         found = agree_on_state(life.state, life.begun, group)

@@ -30,11 +30,13 @@ from horizonml.planner.profile import Profile
 from horizonml.planner.reasons import Reason
 from horizonml.planner.run_reasons import run_reasons
 from horizonml.planner.shape_reasons import reasons
+from horizonml.planner.strategies import may_cut
 from horizonml.profiling.executions import executions_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
 from horizonml.runtime.capacity import device_of
+from horizonml.runtime.cuts import proven_cutting
 from horizonml.runtime.warm_up import LOCAL_STEPS, why_untried
 from horizonml.text import count
 
@@ -162,6 +164,8 @@ def _profiled(job: Job, places: Places, say: Say) -> tuple[DataInfo, Model, Sequ
     """Return the job's data and model, and the model's profile on each rank's device."""
     torch.set_num_threads(places.threads)
     info, model = describe_together(job, Group(None, 0, 1, 60.0))
+    if may_cut(job.parallel, len(places.names)):
+        model = model.recut(proven_cutting(job, model, info, say))
 
     def measured() -> Profile:
         steps = job.total_steps(-(-info.train // job.batch_size))

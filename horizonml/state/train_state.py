@@ -107,6 +107,10 @@ class TrainState:
                 entries |= {key: value.to(self.device) for key, value in entries.items()}
         return list(self._modules)
 
+    def recut(self, model: Model) -> None:
+        """Go on with the same model, cut into other layers; what is held stays."""
+        self.model, self._layers, self._constant, self._expected = model, model.parameter_names(), model.constant, {}
+
     def split(self, parts: Mapping[str, Part]) -> None:
         """Hold only these parts of the optimizer state, because the modules now hold only these of their tensors."""
         self.parts = dict(parts)

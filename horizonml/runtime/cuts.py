@@ -1,0 +1,134 @@
+"""Sees to it that a model is cut only where its parts compute what it computes itself, on all ranks alike."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from horizonml.comm.expected import optional
+from horizonml.comm.group import Group
+from horizonml.data.choose import load
+from horizonml.data.dataset import DataInfo
+from horizonml.data.seeds import name_seed
+from horizonml.errors import DataError, HorizonError, ModelError
+from horizonml.files import cache_folder, write_atomically
+from horizonml.job.schema import Job
+from horizonml.machine.resources import memory_left
+from horizonml.models.boundary import Values, values_of
+from horizonml.models.cutting import AUTOMATIC, Cutting
+from horizonml.models.proof import prove
+from horizonml.models.zoo import Model
+from horizonml.planner.strategies import may_cut
+from horizonml.text import count, human_bytes, human_seconds
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1
+_ROWS = 2
+_COPIES = 6  # of the parameters, with gradients, that the comparison holds
+_TOLD_SECONDS = 1.0
+
+Say = Callable[[str], None]
+
+
+def agree_on_cuts(job: Job, model: Model, info: DataInfo, group: Group, say: Say) -> Model:
+    """Return a model whose layers are proven, where the plan may cut it; all ranks call this together.
+
+    A rank that has trained with the model before tells the others how it was cut. Otherwise rank 0 compares the layers
+    with the model. Raises ModelError on all ranks if the model does not run on its data.
+    """
+    if not may_cut(job.parallel, group.world_size):
+        return model
+    known = group.gather_json(model.cutting.to_json() if model.proven else None, optional(Cutting.from_json))
+    cutting = next((one for one in known if one is not None), None)
+    if cutting is None:
+        answer: dict[str, Any] = {}
+        if group.rank == 0:
+            try:
+                answer = proven_cutting(job, model, info, say).to_json()
+            except HorizonError as error:
+                answer = {"error": str(error)}
+        found = group.broadcast(answer, read=_read)
+        if isinstance(found, str):
+            raise ModelError(found)
+        cutting = found
+    found = model.recut(cutting)
+    return found if found.proven else replace(found, proven=True)
+
+
+def _read(value: Any) -> Cutting | str:
+    return str(value["error"]) if "error" in value else Cutting.from_json(value)
+
+
+def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
+    """Return how to cut a model so that its layers compute what it computes. Raises ModelError.
+
+    The answer is kept for as long as the model's code, its options and the kind of its data are the same.
+    """
+    if len(model.chain) == 1:
+        return model.cutting
+    parameters = sum(parameter.nbytes for parameter in model.recorded.parameters())
+    if parameters * _COPIES > memory_left():
+        say(
+            f"warning: {job.model.name} is not compared with its layers before it is cut, because that takes "
+            f"{human_bytes(parameters * _COPIES)} of memory on this device; what its Python code does beside PyTorch's "
+            "operations may be lost"
+        )
+        return model.cutting
+    key = _key(job, model)
+    path = cache_folder() / "cuts" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
+    try:
+        return Cutting.from_json(json.loads(path.read_text())["cutting"])
+    except (OSError, ValueError, LookupError, TypeError):
+        _log.debug("no comparison of %s with its layers is known in %s", job.model.name, path)
+    started = time.monotonic()
+    samples, kind = _samples(job, model, info)
+    cutting = prove(model, samples)
+    taken = time.monotonic() - started
+    layers = len(model.recut(cutting).chain)
+    if layers > 1 and (cutting != AUTOMATIC or taken > _TOLD_SECONDS):
+        say(
+            f"{job.model.name}: its {layers} layers compute what the model computes, on {kind} ({human_seconds(taken)})"
+        )
+    try:
+        write_atomically(path, json.dumps({"key": key, "cutting": cutting.to_json()}, indent=1).encode())
+    except OSError as error:
+        _log.info("how the model may be cut is not remembered: %s: %s", path, error.strerror or error)
+    return cutting
+
+
+def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
+    """Return a few inputs: training samples where this machine has the data, or else random ones; and what they are."""
+    rows = max(1, min(_ROWS, info.train))
+    try:
+        data = load(job.data, info, cache_folder() / "data", inputs=True, targets=False)
+        found = data.batch(True, torch.arange(rows), name_seed(job.seed, "cuts")).inputs(0, rows)
+        return values_of(found), f"{count(rows, 'training sample')}"
+    except DataError as error:
+        _log.info("the model is compared with its layers on random samples: %s", error)
+        return model.chain.boundaries[0].example(_ROWS), "random samples"
+
+
+def _key(job: Job, model: Model) -> dict[str, Any]:
+    """Return what a comparison depends on: above all, the code of the model's modules."""
+    code = hashlib.sha256()
+    for kind in sorted({type(module) for module in model.recorded.modules()}, key=lambda one: one.__qualname__):
+        try:
+            code.update(inspect.getsource(kind).encode())
+        except (OSError, TypeError):  # as for a class of a notebook, which may be another one each time
+            code.update(f"{kind!r} {time.time_ns()}".encode())
+    return {
+        "format": _FORMAT,
+        "torch": torch.__version__,
+        "model": job.model.identity(),
+        "code": code.hexdigest(),
+        "layers": model.chain.names,
+        "boundaries": [[[tensor.shape, str(tensor.dtype)] for tensor in one.tensors] for one in model.chain.boundaries],
+    }

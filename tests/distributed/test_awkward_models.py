@@ -1,0 +1,147 @@
+"""Model truth: what the author wrote is what trains, in every plan, or the plan is refused with the reason."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import Store
+from torch.nn import functional
+
+from horizonml.comm.group import Group
+from horizonml.data.seeds import name_seed, python_seeded
+from horizonml.engine.session import Session
+from horizonml.errors import ModelError
+from horizonml.models.proof import prove
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import Model, build
+from horizonml.plan.plan import Plan, Stage
+from horizonml.state.spec import Sgd
+from horizonml.state.train_state import TrainState
+from horizonml.tasks.classification import Classification
+from horizonml.tasks.task import InputSpec
+from tests.awkward_models import ROWS, Row
+from tests.distributed.pool import Pool
+from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
+
+STEPS = 3
+PLANS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "single": ((0,),),
+    "ddp 2": ((0, 1),),
+    "pipeline 3": ((0,), (1,), (2,)),
+    "hybrid 2+1": ((0, 1), (2,)),
+}
+
+
+def made(row: Row, cuts: bool) -> Model:
+    """The model of a row, proven if it is to be cut."""
+    model = build(ModelSpec(name=f"tests.awkward_models:{row.model.__name__}"), 0, 10, InputSpec.of(SHAPE))
+    return model.recut(prove(model, (RandomBatch(0).inputs(0, 2),))) if cuts else model
+
+
+def plan_for(members: tuple[tuple[int, ...], ...], layers: int) -> Plan:
+    """A plan of this shape, with as many of its stages as there are layers."""
+    used = members if layers >= len(members) else (*members[: layers - 1], members[-1])
+    cuts = [layers * place // len(used) for place in range(len(used) + 1)]
+    return Plan(
+        tuple(
+            Stage(start, stop, ranks, (1.0,) * len(ranks))
+            for start, stop, ranks in zip(cuts, cuts[1:], used, strict=False)
+        )
+    )
+
+
+def train(
+    rank: int, world_size: int, store: Store, rows: list[Row], kind: str
+) -> list[tuple[dict[str, Tensor], list[float]] | str]:
+    """What a rank holds of each model after some steps and the losses, or why the model is not cut."""
+    found: list[tuple[dict[str, Tensor], list[float]] | str] = []
+    members = PLANS[kind]
+    group = Group(store, rank, world_size, 60.0)
+    for row in rows:
+        try:
+            found.append(_train(row, group, members))
+        except ModelError as error:  # on all ranks alike
+            found.append(str(error))
+    group.close()
+    return found
+
+
+def _train(row: Row, group: Group, members: tuple[tuple[int, ...], ...]) -> tuple[dict[str, Tensor], list[float]] | str:
+    model = made(row, len(members) > 1)
+    if len(members) > 1 and len(model.chain) == 1:
+        return model.note
+    state = TrainState(model, Sgd(momentum=0.9, weight_decay=1e-3))
+    session = Session(plan_for(members, len(model.chain)), state, group, Classification(), FULL)
+    losses = [session.step(RandomBatch(step), LR).totals.loss for step in range(STEPS)]
+    losses.append(session.evaluate([RandomBatch(9)]).loss)
+    found = {name: tensor.clone() for name, tensor in state.tensors().items()}, losses
+    session.close()
+    return found
+
+
+def truth(row: Row) -> tuple[dict[str, Tensor], list[float]]:
+    """The same with plain PyTorch, from the same initial values."""
+    model = made(row, False)
+    net: nn.Module = row.model()
+    if any(nn.parameter.is_lazy(one) for one in net.parameters()):
+        net(RandomBatch(0).inputs(0, 2))
+    start = model.stage(0, len(model.chain)).state_dict()
+    net.load_state_dict({**start, **{k: v for k, v in net.state_dict().items() if k not in start}})
+    for name, module in net.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):  # which needs a process group, and is BatchNorm in one process
+            norm = nn.BatchNorm1d(module.num_features)
+            norm.load_state_dict(module.state_dict())
+            path, _, last = name.rpartition(".")
+            net.get_submodule(path)._modules[last] = norm
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9, weight_decay=1e-3)
+
+    def loss_of(step: int) -> Tensor:
+        batch = RandomBatch(step)
+        result = net(batch.inputs(0, batch.size))
+        result = result["logits"] if isinstance(result, dict) else result
+        return functional.cross_entropy(result, batch.targets(0, batch.size))
+
+    losses = []
+    for step in range(STEPS):
+        net.train()
+        optimizer.zero_grad()
+        with python_seeded(name_seed(0, "python", step, 0)):
+            loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    net.eval()
+    with torch.no_grad():
+        losses.append(float(loss_of(9)))
+    tensors = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+    return {f"model/{name}": tensor.detach() for name, tensor in tensors}, losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", PLANS)
+def test_what_the_author_wrote_is_what_trains(pool: Pool, kind: str) -> None:
+    wrong: dict[str, str] = {}
+    results = pool.run(1 + max(rank for ranks in PLANS[kind] for rank in ranks), train, ROWS, kind)
+    for row, *found in zip(ROWS, *results, strict=True):
+        name = row.model.__name__
+        if isinstance(found[0], str):
+            if row.refusal is None or not re.search(row.refusal, found[0]) or name not in found[0]:
+                wrong[name] = found[0]
+            continue
+        if row.refusal is not None and len(PLANS[kind]) > 1:
+            wrong[name] = f"is cut, and not refused with {row.refusal!r}"
+        expected, losses = truth(row)
+        seen = set()
+        for rank, (state, own) in enumerate(found):
+            if own != pytest.approx(losses, rel=1e-5):
+                wrong[name] = f"rank {rank}: losses {own}, not {losses}"
+            for key, value in state.items():
+                seen.add(key)
+                if key in expected and distance(value, expected[key]) > 1e-5:
+                    wrong.setdefault(name, f"rank {rank}: {key} {distance(value, expected[key]):.2g}")
+        if expected.keys() - seen:
+            wrong.setdefault(name, f"no rank holds {sorted(expected.keys() - seen)}")
+    assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
