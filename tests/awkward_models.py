@@ -453,12 +453,13 @@ class Row:
     refusal: str | None = None
 
 
+PARTS = "it does not run in parts"
 DRAWS = "draws from Python's or numpy's random numbers"
 ROWS = [
     Row(FreezesNormsAtRoot), Row(FreezesNormsInBlock), Row(AsksForTensor), Row(AsksForTensorInBlock), Row(AsksForType),
     Row(AddsWhatABlockStored), Row(AddsWhatAnUntraceableBlockStored), Row(CollectsFeatures),
     Row(DropsLayersByPython, DRAWS), Row(DropsLayersByNumpy, DRAWS), Row(DropsLayersAtRoot, DRAWS),
-    Row(HookOnRoot), Row(PreHookOnRoot), Row(HookOnBlock), Row(HookThatKeeps), Row(ClosureThatKeeps),
+    Row(HookOnRoot), Row(PreHookOnRoot), Row(HookOnBlock), Row(HookThatKeeps, PARTS), Row(ClosureThatKeeps, PARTS),
     Row(ParameterHook), Row(FullBackwardHook), Row(FullBackwardHookOnRoot), Row(HookInForward),
     Row(AsksForGradients), Row(AsksForGradientsInBlock), Row(AsksForTraining),
     Row(CountsCalls), Row(CountsCallsInBlock), Row(TriesToRead), Row(TriesToReadInBlock), Row(TriesToBranchInBlock),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,7 @@ from horizonml.engine.staging import Staging
 from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import Members, trainable
+from horizonml.engine.sync.norms import SyncedNorms
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
@@ -37,6 +39,7 @@ class Micro:
     stop: int
     before: list[Route]
     after: list[Route]
+    members: Sequence[tuple[int, int]]  # each member's rows, counted from the start of the micro-batch
 
     @property
     def rows(self) -> int:
@@ -143,6 +146,7 @@ class StageRuntime:
             self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies, may_compile=whole)
         self._cast_weights = CastWeights()
         self.sync = sync_for(module, self._members)
+        self._norms = SyncedNorms(module, self._members)
         self.parameters = trainable(module)
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
@@ -178,10 +182,11 @@ class StageRuntime:
         """Return this member's parts of the micro-batches of a batch; `full` is the size of a full batch."""
         micros, offset = [], 0
         for samples in self._plan.micro_sizes(size, full):
-            own = self.stage.rows(samples)[self.member]
+            members = self.stage.rows(samples)
+            own = members[self.member]
             before = [] if self.is_first else routes(own, self._plan.stages[self.number - 1], samples)
             after = [] if self.is_last else routes(own, self._plan.stages[self.number + 1], samples)
-            micros.append(Micro(offset + own[0], offset + own[1], before, after))
+            micros.append(Micro(offset + own[0], offset + own[1], before, after, members))
             offset += samples
         return micros
 
@@ -266,6 +271,7 @@ class StageRuntime:
         if self.is_last:
             self._clock.switch(step.loading, LOAD, number)
             targets = step.targets(micro)
+        self._norms.begin(micro.members)
         self._clock.switch("compute", "forward", number)
         # Every rank draws the same numbers for a micro-batch, as one process would.
         own_draws = python_seeded(name_seed(step.seed, "python", step.number, number))
@@ -363,6 +369,7 @@ class StageRuntime:
         self._step = None
         self._cast_weights.close()
         self._run = self.module  # which the state empties when it makes other modules
+        self._norms.close()
         self.sync.close()
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -79,11 +79,11 @@ def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem
         structure = Structure(model, input, cutting.without)
         return structure, _note(model, structure)
     except ModelError as error:
-        both = f"{problem} {error}" if isinstance(problem, Untraceable) else str(problem)
+        both = f"{problem} {error}"
     try:
-        uncut = Uncut(model, input, both)
+        uncut = Uncut(model, input, f"it does not run in parts: {both}")
     except ModelError:
-        raise ModelError(both) from problem
+        raise ModelError(both if isinstance(problem, Untraceable) else str(problem)) from problem
     return uncut, uncut.report()
 
 

@@ -207,8 +207,9 @@ def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) ->
         stack = list(tracer.module_stack.values())
         culprit = error.module if isinstance(error, _Hidden) else stack[-1][0] if stack else ""
         if not culprit or culprit in leaves:
+            reason = where(error).replace(f"{_Hidden.__name__}: ", "")
             raise Untraceable(
-                f"{type(model).__name__} cannot be cut into layers: {where(error)}. Its forward must take one tensor "
+                f"{type(model).__name__} cannot be cut into layers: {reason}. Its forward must take one tensor "
                 "and not branch on its values; parts that do can be moved into a submodule."
             ) from error
         leaves.add(culprit)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from horizonml.comm.expected import boolean, fields, number, optional, text, whole
 from horizonml.comm.group import Group
@@ -158,6 +159,12 @@ class Generation:
             named = job.parallel.sync is not None and job.parallel.sync.names_the_optimizer
             for note in plan.local.notes(job.total_steps(-(-info.train // job.batch_size)), named):
                 self.say(note)
+            assert self.life.state is not None
+            if any(isinstance(one, nn.SyncBatchNorm) for one in self.life.state.model.recorded.modules()):
+                self.say(
+                    "warning: nn.SyncBatchNorm normalises over the samples of a replica only, as replicas that take "
+                    "local steps do not meet in every step"
+                )
 
     def _session(self, plan: Plan, executions: Executions) -> Session:
         """Return a session of a plan on the state."""
