@@ -126,6 +126,12 @@ def _samples(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(whole(value, MOST_SAMPLES) for value in values)
 
 
+def sample_of_row(batch: Batch, row: int) -> str:
+    """Return words for the sample that is a row of a batch: its number in its part of the data, where that is known."""
+    source = getattr(batch, "source", batch)
+    return f"sample {int(source.indices[row])}" if isinstance(source, DataBatch) else f"row {row} of the batch"
+
+
 class Split(Protocol):
     """Provides training or held-out samples by index, counted from 0.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.data.dataset import BatchOfWorkers
+from horizonml.data.dataset import BatchOfWorkers, sample_of_row
 from horizonml.data.seeds import name_seed, python_seeded
 from horizonml.engine.backward import backward
 from horizonml.engine.clock import LOAD, Clock
@@ -22,12 +22,13 @@ from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import Members, trainable
 from horizonml.engine.sync.norms import SyncedNorms
+from horizonml.errors import DataError
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
-from horizonml.tasks.checks import check_results
+from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
 
 
@@ -71,16 +72,24 @@ class StageStep:
             self._batch_units()
         return self.batch.targets(micro.start, micro.stop)
 
-    def judge(self, outputs: Tree, targets: Tree) -> Tensor:
-        """Return the loss of some rows as a part of the batch's mean, and add it and the metrics to the step's sums."""
+    def judge(self, outputs: Tree, targets: Tree, start: int) -> Tensor:
+        """Return the loss of rows from `start` on as a part of the batch's mean, and add it to the step's sums.
+
+        The metrics are added, too. Raises DataError if a target is no class of the data.
+        """
         training = torch.is_grad_enabled()
         here = self._staging.tree_to_device(targets)
+        try:
+            loss = self._task.loss(outputs, here, training=training)
+        except WrongClass as error:
+            part = "training" if training else "held-out"
+            place = sample_of_row(self.batch, start + error.row)
+            raise DataError(f"the target of {part} {place} {error}") from error
         with torch.no_grad():
             if self._staging.has_float64:
                 sums = self._task.judge(detached(outputs), here)
             else:
                 sums = self._task.judge(self._staging.tree_to_host(detached(outputs)), targets)
-        loss = self._task.loss(outputs, here, training=training)
         check_results(self._task, loss, sums, training)
         self._judged.append((loss.detach(), sums))
         self.units += self._task.units(targets)
@@ -277,7 +286,7 @@ class StageRuntime:
         own_draws = python_seeded(name_seed(step.seed, "python", step.number, number))
         with self._staging.creating(), own_draws:
             result = self._run(*entered)
-            left: Values = (step.judge(result, targets),) if self.is_last else values_of(result)
+            left: Values = (step.judge(result, targets, micro.start),) if self.is_last else values_of(result)
         if not self.is_last:
             self._outputs.send(number, left, micro.after)
         if torch.is_grad_enabled() and self._learns:

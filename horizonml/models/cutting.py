@@ -81,7 +81,7 @@ def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem
     except ModelError as error:
         both = f"{problem} {error}"
     try:
-        uncut = Uncut(model, input, f"it does not run in parts: {both}")
+        uncut = Uncut(model, input, f"it does not run in parts: {problem}")
     except ModelError:
         raise ModelError(both if isinstance(problem, Untraceable) else str(problem)) from problem
     return uncut, uncut.report()

@@ -67,6 +67,8 @@ class Skeleton:
                 attributes[name] = self.constants[prefix + name] = buffer
             else:
                 attributes[name] = self._placeholder(prefix + name, buffer)
+                if not unit:  # the model's own forward may change it
+                    attributes[name] = self.placeholders[prefix + name] = attributes[name].clone()
         return copy
 
     def _placeholder(self, name: str, tensor: Tensor) -> Tensor:

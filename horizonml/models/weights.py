@@ -108,6 +108,13 @@ class Tape(TorchDispatchMode):
             self._alive.append(tensor.detach())
         return _View(self._storages[address], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
+    def initial(self, name: str, target: Tensor, seed: int) -> Tensor:
+        """Return the initial value of a parameter or buffer. Raises ModelError if it never gets one."""
+        try:
+            return self.replay(target, seed)
+        except KeyError as error:
+            raise without_value(name) from error
+
     def replay(self, target: Tensor, seed: int) -> Tensor:
         """Return a real tensor with the initial value of `target`, a meta tensor of the recording."""
         view = self._view(target)
@@ -133,6 +140,11 @@ class Tape(TorchDispatchMode):
             result = window(view)
         assert isinstance(result, Tensor)
         return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
+
+
+def without_value(name: str) -> ModelError:
+    """Return the error for a tensor that a constructor has put on the meta device."""
+    return ModelError(f"{name} is constructed without a value; leave out device='meta' in the model's constructor")
 
 
 def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
@@ -226,7 +238,7 @@ def materialise(
                 if value is None:
                     if tensor.device.type != "meta":
                         continue
-                    value = tape.replay(tensor, name_seed(seed, same.get(full, full)))
+                    value = tape.initial(full, tensor, name_seed(seed, same.get(full, full)))
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value

@@ -30,7 +30,7 @@ from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.tracing import tried_out
 from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
-from horizonml.models.weights import Tape, materialise, record, untie
+from horizonml.models.weights import Tape, materialise, record, untie, without_value
 from horizonml.models.whole import WholeModule
 from horizonml.tasks.task import InputSpec, OutputSpec
 from horizonml.text import some
@@ -112,7 +112,9 @@ class Model:
             else:
                 value = self.pretrained.read(tensor, name) if self.pretrained is not None else None
                 if value is None and recorded[name].is_meta:
-                    value = self.tape.replay(recorded[name], name_seed(self.seed, same.get(name, name)))
+                    value = self.tape.initial(name, recorded[name], name_seed(self.seed, same.get(name, name)))
+            if tensor.is_meta:
+                raise without_value(name)
             if value is not None:
                 tensor.data = value
             if isinstance(tensor, nn.Parameter):

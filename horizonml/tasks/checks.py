@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.errors import JobError
+from horizonml.errors import DataError, JobError
 from horizonml.tasks.task import Task
 
 _METHODS = ("loss", "judge", "units", "report", "input", "outputs")
@@ -26,6 +26,34 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value),
     ),
 }
+
+
+class WrongClass(DataError):
+    """A target is no class of the data; `row` is its place among the rows that a task was given."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+def check_classes(targets: Tensor, count: int, ignored: int | None = None) -> None:
+    """Raise WrongClass if a target in the host's memory is neither a class, from 0 to `count - 1`, nor `ignored`.
+
+    PyTorch's own loss takes -100 for a class to ignore, and says of others neither which sample nor which class.
+    """
+    if targets.device.type != "cpu" or not targets.numel():
+        return
+    wrong = (targets < 0) | (targets >= count)
+    if ignored is not None:
+        wrong &= targets != ignored
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0]
+        found = int(targets[tuple(place)])
+        raise WrongClass(
+            int(place[0]),
+            f"has the class {found}, but classes are numbered from 0 to {count - 1}; correct the targets, or set "
+            "data.classes and the model's number of outputs",
+        )
 
 
 def check_class(found: Any, name: str) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import JobError
+from horizonml.tasks.checks import check_classes
 from horizonml.tasks.task import BySample, OutputSpec, Tree, main_tensor, only_tensor
 
 
@@ -26,6 +27,7 @@ class Classification(BySample):
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the samples' cross-entropy; labels are smoothed in training only."""
         logits, classes = main_tensor(outputs, "logits"), only_tensor(targets)
+        check_classes(classes, logits.shape[1])
         smoothing = self.label_smoothing if training else 0.0  # smoothing serves training, not evaluation
         return functional.cross_entropy(logits, classes, reduction="sum", label_smoothing=smoothing)
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import DataError
+from horizonml.tasks.checks import check_classes
 from horizonml.tasks.task import InputSpec, OutputSpec, Tree, main_tensor, only_tensor
 
 _IGNORED = -100  # cross-entropy's own convention
@@ -53,6 +54,7 @@ class LanguageModel:
         """Return the sum of the tokens' cross-entropy."""
         logits = main_tensor(outputs, "logits")
         tokens = only_tensor(targets).long()
+        check_classes(tokens, logits.shape[-1], _IGNORED if self.padded else None)
         return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum", ignore_index=_IGNORED)
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import DataError
+from horizonml.tasks.checks import check_classes
 from horizonml.tasks.task import InputSpec, OutputSpec, Tree, main_tensor, only_tensor
 
 
@@ -56,8 +57,9 @@ class Segmentation:
     def loss(self, outputs: Tree, targets: Tree, training: bool) -> Tensor:
         """Return the sum of the pixels' cross-entropy."""
         ignored = -100 if self.ignore is None else self.ignore
-        classes = only_tensor(targets).long()
-        return functional.cross_entropy(main_tensor(outputs, "out"), classes, reduction="sum", ignore_index=ignored)
+        logits, classes = main_tensor(outputs, "out"), only_tensor(targets).long()
+        check_classes(classes, logits.shape[1], self.ignore)
+        return functional.cross_entropy(logits, classes, reduction="sum", ignore_index=ignored)
 
     def judge(self, outputs: Tree, targets: Tree) -> Tensor:
         """Return the number of pixels that are right, and of each class's intersection and union."""
