@@ -52,6 +52,12 @@ def cache_folder() -> Path:
         return _own_temporary()
 
 
+def hub_cache() -> Path:
+    """Return the folder of this user's Hugging Face cache."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
 def _own_temporary() -> Path:
     """Return a folder for temporary files that only this user can read and write. Raises JobError."""
     folder = Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"

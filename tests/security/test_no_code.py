@@ -111,6 +111,12 @@ IMAGES = InputSpec((TensorSpec((3, 32, 32)),))
         ("transformers:DetrForObjectDetection", {"backbone": "evil/net", "use_pretrained_backbone": True}),
         ("transformers:DetrForObjectDetection", {"backbone_config": {"use_pretrained_backbone": True}}),
         ("transformers:ViTForImageClassification", {"quantization_config": {"quant_method": "evil"}}),
+        ("transformers:TimmWrapperForImageClassification", {"architecture": "hf-hub:evil/net"}),
+        ("transformers:TimmWrapperForImageClassification", {"architecture": "local-dir:/etc"}),
+        ("transformers:ViTForImageClassification", {"a": [{"b": [["local-dir:/etc"]]}]}),
+        ("transformers:ViTForImageClassification", {"a": [[{"backbone": "evil"}]]}),
+        ("timm:resnet18", {"block": "../evil"}),
+        ("resnet18", {"weights": "DEFAULT"}),
     ],
 )
 def test_options_cannot_make_a_library_read_files_or_load_code(
