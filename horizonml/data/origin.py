@@ -155,7 +155,8 @@ class Origin:
                 if isinstance(error, OSError) and error.errno in _DISK:
                     raise
                 left = begin + patience - time.monotonic()
-                if left <= 0 or isinstance(error, PermissionError):
+                refused = isinstance(error.__cause__, PermissionError)  # which aiohttp wraps
+                if left <= 0 or refused or isinstance(error, PermissionError | ValueError):
                     tried = "" if attempts == 1 else f" ({attempts} attempts in {patience:.0f} s)"
                     raise DataError(self._unfetched(name, tried, error)) from error
                 time.sleep(min(pause, left))
@@ -200,7 +201,8 @@ def _options(protocol: str) -> dict[str, Any]:
 def _words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer"
-    return str(error) or type(error).__name__
+    cause = error.__cause__ if isinstance(error.__cause__, PermissionError) else error
+    return str(cause) or type(cause).__name__
 
 
 def checksum(path: Path) -> str:

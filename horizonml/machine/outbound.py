@@ -24,7 +24,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class Forbidden(OSError):
+class Forbidden(PermissionError):
     """Raised instead of a connection that a confined rank must not make."""
 
 

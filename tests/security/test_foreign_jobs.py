@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -287,6 +294,80 @@ def test_no_other_module_imports_by_a_name_that_is_not_its_own() -> None:
 
 
 _IMPORTERS = ("__import__", "import_module")
+
+
+@contextmanager
+def answering(host: str, asked: list[str], elsewhere: str) -> Iterator[int]:
+    """Serve files and redirections by HTTP, and note what is asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            if "redirect" in self.path or "scheme" in self.path:
+                self.send_response(302)
+                self.send_header(
+                    "Location", f"file:///{elsewhere}" if "scheme" in self.path else f"http://{elsewhere}/x"
+                )
+                self.end_headers()
+            else:
+                self.send_error(404)
+
+        def log_message(self, format: str, *values: Any) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer((host, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_no_text_of_a_job_makes_a_device_touch_what_it_has_not_offered(tmp_path: Path) -> None:
+    """Every text field gets paths, URLs, chains, templates and escapes, while an audit hook watches a process."""
+    for name in ("private/set", "offered", "home", "tmp", "here"):
+        (tmp_path / name).mkdir(parents=True)
+    private = tmp_path / "private"
+    (private / "words.txt").write_text("words " * 1000)
+    (private / "table.csv").write_text("x,y\n1,2\n" * 20)
+    (private / "w-01234567.pth").write_bytes(b"")
+    (private / "tokens.json").write_text("{}")
+    (private / "set" / "index.json").write_text('{"train": []}')
+    (tmp_path / "here" / "link").symlink_to(private)
+    (tmp_path / "here" / "planted.py").write_text("open('hacked', 'w')\n")
+    (tmp_path / "offered" / "link.txt").symlink_to(private / "words.txt")
+    (tmp_path / "here" / "offered").symlink_to(tmp_path / "offered")
+    asked: list[str] = []
+    probed: list[str] = []
+    with answering("127.0.0.1", probed, "") as canary, answering("127.0.0.2", asked, f"127.0.0.1:{canary}") as port:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.security.watched", str(tmp_path), f"127.0.0.2:{port}", str(canary)],
+            cwd=tmp_path / "here",
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(PACKAGE.parent),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "HOME": str(tmp_path / "home"),
+                "TMPDIR": str(tmp_path / "tmp"),
+                "HORIZONML_CACHE": str(tmp_path / "cache"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["touched"] == []
+    assert found["slow"] == []
+    assert probed == []
+    assert found["noticed"] == [f"deliberately: opened {private / 'words.txt'}"]
+    assert found["taken"] > 100
+    assert any("redirect-" in path for path in asked), "a URL that was agreed to is asked for"
+    assert any("index.json" in path for path in asked)
+    assert not list(tmp_path.rglob("hacked"))
 
 
 def test_the_libraries_of_the_schema_are_those_that_are_built() -> None:
