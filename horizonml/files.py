@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ def cache_folder() -> Path:
         return _own_temporary()
 
 
+def hub_cache() -> Path:
+    """Return the folder of this user's Hugging Face cache."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
 def _own_temporary() -> Path:
     """Return a folder for temporary files that only this user can read and write. Raises JobError."""
     folder = Path(tempfile.gettempdir()) / f"horizonml-{os.getuid()}"
@@ -64,18 +71,20 @@ def _own_temporary() -> Path:
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file beside its place, make it durable, and move it into place, with this mode. Raises OSError."""
+    """Write a file beside its place, make it durable, and move it into place. Raises OSError.
+
+    It gets this mode, less what the user's umask takes away.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, mode)
-        os.replace(name, path)
+        os.replace(draft, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
@@ -92,10 +101,13 @@ def staged(path: Path) -> Iterator[Path]:
         draft = Path(hidden) / path.name
         yield draft
         parts = [part for part in Path(hidden).iterdir() if part != draft]
+        handle = os.open(Path(hidden) / ".mode", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        mode = stat.S_IMODE(os.fstat(handle).st_mode)  # which the umask allows
+        os.close(handle)
         for part in (*parts, draft):
             with part.open("rb") as file:
                 os.fsync(file.fileno())
-            os.chmod(part, 0o644)
+            os.chmod(part, mode)
         for part in (*parts, draft):
             os.replace(part, path.with_name(part.name))
     sync_folder(path.parent)

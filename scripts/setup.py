@@ -56,7 +56,7 @@ def install_torch(python: Path, pip: list[str]) -> None:
     problem = unreachable(TORCH_INDEX)
     if problem is None:
         say(f"installing torch {TORCH} (CPU) from {TORCH_INDEX}")
-        if attempt(*pip, "--extra-index-url", TORCH_INDEX, *exact):
+        if attempt(*pip, "--no-deps", "--index-url", TORCH_INDEX, *exact):  # what they need comes with the rest
             return
         say(f"{TORCH_INDEX} has no {' and '.join(exact)} for this machine; trying the default index")
     else:

@@ -131,8 +131,18 @@ def join(
         ),
     ] = None,
     on_mains: Annotated[bool, typer.Option("--on-mains", help="Train only while this device is plugged in.")] = False,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            metavar="FOLDER",
+            help="Let jobs read files in this folder, without asking; can be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     accept_data: Annotated[
-        bool, typer.Option("--accept-data", help="Fetch the job's data without asking if this device lacks it.")
+        bool,
+        typer.Option("--accept-data", help="Fetch what the job reads from other devices and servers, without asking."),
     ] = False,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Run code of this device that the job names as `module:callable`.")
@@ -168,7 +178,8 @@ def join(
         chosen |= {"--allow-code": allow_code, "--insecure": insecure}
         values = {"--peer": peer, "--max-temperature": max_temperature, "--name": name, "--device": device}
         values["--run-folder"] = str(run_folder) if run_folder != Path("runs") else None
-        _print_unit([option for option, wanted in chosen.items() if wanted], values)
+        offered = [word for folder in data or () for word in ("--data", str(folder.absolute()))]
+        _print_unit([*(option for option, wanted in chosen.items() if wanted), *offered], values)
         return
     token = None if insecure or accepted() else find_token()
     if token is None and not (insecure or accepted()):
@@ -179,7 +190,9 @@ def join(
         def agrees(question: str) -> bool:
             return (terminal.answer(f"{question} [y/N]", lambda: stop.wanted) or "").lower() in ("y", "yes")
 
-        settings = JoinSettings(token, run_folder, accept_data, allow_code, name, agrees, courtesy.reason)
+        settings = JoinSettings(
+            token, run_folder, tuple(data or ()), accept_data, allow_code, name, agrees, courtesy.reason
+        )
         joiner = Joiner(settings, stop)
 
         def place() -> Place | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ class PublishedAddresses(Store):
         self._store, self._rank, self._ranks, self._links = store, rank, ranks, links
         self._openings: dict[int, int] = {}  # the number of each opening in the tunnel, by rank
         self.own: list[Published] = []  # what this rank has published, for each network interface
+        self._vouchers: list[socket.socket] = []
 
     def set(self, key: str, value: Any) -> None:
         """Publish this rank's address."""
@@ -34,6 +36,9 @@ class PublishedAddresses(Store):
             except ValueError:
                 if self._links is not None:
                     raise
+            else:
+                if self._links is not None:
+                    self._vouchers.append(self._links.tunnel.vouch(own_address(self._rank), self.own[-1].port))
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -82,7 +87,9 @@ class PublishedAddresses(Store):
         )
 
     def forget(self) -> None:
-        """Close what nobody has connected to."""
+        """Close what nobody has connected to, and let nobody connect any more."""
+        while self._vouchers:
+            self._vouchers.pop().close()
         if self._links is not None and self._openings:
             self._links.tunnel.forget(list(self._openings.values()))
 

@@ -1,7 +1,15 @@
-"""Reads columns of Hugging Face data sets: folders written by `save_to_disk`, or local folders of data files."""
+"""Reads columns of Hugging Face data sets: folders written by `save_to_disk`, or local folders of data files.
+
+A data set may come from another device, so nothing in it may name a file elsewhere: its lists of files are checked, the
+library is told which data files to read instead of what a README or a table of metadata says, and pictures are opened
+here, where their paths are known to lie within the folder.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +18,26 @@ import torch
 from torch import Tensor
 
 from horizonml.data.own import Opened
-from horizonml.data.pictures import PHOTO_SIZE, photo_of
+from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
+from horizonml.files import inside
 from horizonml.machine.extras import require
 from horizonml.text import nearest
 
 _HELD_OUT = ("test", "validation", "valid", "val")
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# What reads files of an ending, and with which options: no builder that runs code, or follows what a file names.
+_READERS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".arrow": ("arrow", {}),
+    ".csv": ("csv", {}),
+    ".json": ("json", {}),
+    ".jsonl": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".tsv": ("csv", {"sep": "\t"}),
+    **dict.fromkeys(_PICTURES, ("imagefolder", {"drop_metadata": True})),
+}
+_MOST_JSON = 64 << 20  # bytes
 
 
 def open_hub(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> Opened:
@@ -43,13 +64,65 @@ def _read(path: Path) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
-    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        return datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path))
-    except FileNotFoundError:
+        if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            _check_saved(path)
+            return datasets.load_from_disk(str(path))
+        (reader, options), files = _data_files(path)
+        return datasets.load_dataset(reader, data_files=files, **options)
+    except (FileNotFoundError, DataError):
         raise
     except Exception as error:  # the library fails on damaged files in any way
         raise DataError(f"data.path: {path} cannot be read as a Hugging Face data set: {error}") from error
+
+
+def _check_saved(folder: Path) -> None:
+    """Raise ValueError if what `save_to_disk` has written names files outside of the folder."""
+    if (folder / "dataset_dict.json").is_file():
+        for split in _json(folder / "dataset_dict.json")["splits"]:
+            _check_saved(inside(folder, split))
+        return
+    for entry in _json(folder / "state.json")["_data_files"]:
+        inside(folder, entry["filename"])
+    for name in ("state.json", "dataset_info.json"):
+        inside(folder, name)
+
+
+def _json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises ValueError if it is too large, or lies in another folder."""
+    with inside(path.parent, path.name).open("rb") as file:
+        content = file.read(_MOST_JSON + 1)
+    if len(content) > _MOST_JSON:
+        raise ValueError(f"{path} is too large")
+    return json.loads(content)
+
+
+def _data_files(path: Path) -> tuple[tuple[str, dict[str, Any]], dict[str, list[str]]]:
+    """Return what reads the data files at a path, with its options, and these files by split. Raises DataError."""
+    from datasets.data_files import DataFilesDict, get_data_patterns, sanitize_patterns
+
+    root = path.resolve()
+    if root.is_file():
+        found: Mapping[str, Sequence[str]] = {"train": [str(root)]}
+    else:
+        found = DataFilesDict.from_patterns(sanitize_patterns(get_data_patterns(str(root))), str(root))
+    files = {split: [name for name in map(str, names) if _is_plain(Path(name), root)] for split, names in found.items()}
+    endings = Counter(Path(name).suffix.lower() for names in files.values() for name in names)
+    readers = Counter({ending: number for ending, number in endings.items() if ending in _READERS})
+    if not readers:
+        known = ", ".join(_READERS)
+        raise DataError(f"data.path: {path} has no data files that can be read, whose names end in {known}")
+    reader = _READERS[readers.most_common(1)[0][0]]
+    chosen = {
+        split: [one for one in names if _READERS.get(Path(one).suffix.lower()) == reader]
+        for split, names in files.items()
+    }
+    return reader, {split: names for split, names in chosen.items() if names}
+
+
+def _is_plain(file: Path, root: Path) -> bool:
+    """Return whether a file lies within a folder, with links followed, under a name that no library understands."""
+    return file.resolve().is_relative_to(root) and "::" not in str(file) and "://" not in str(file)
 
 
 class Columns:
@@ -64,8 +137,16 @@ class Columns:
             for name in names:
                 if name not in known:
                     raise DataError(f"data.{field}: {spec.path} has no column {name!r}{nearest(name, known)}")
-        self._features, self._spec = rows.features, spec
-        self._rows = rows.with_format(None)
+        rows = rows.select_columns(list(dict.fromkeys((*self._inputs, *self._targets)))).with_format(None)
+        self._spec, self._root = spec, Path(spec.path or "").resolve()
+        for name in rows.column_names:
+            if type(rows.features[name]).__name__ == "Image":
+                rows = rows.cast_column(name, type(rows.features[name])(decode=False))
+            elif (kind := _unread(rows.features[name])) is not None:
+                raise DataError(
+                    f"data.path: {spec.path}: the column {name!r} is {kind}, which is not read; leave it out"
+                )
+        self._features, self._rows = rows.features, rows
         self._parts = {
             name: self._rows.select_columns(columns)
             for name, columns in (("input", self._inputs), ("target", self._targets))
@@ -113,8 +194,8 @@ class Columns:
         """Return a column's value as a tensor. Raises DataError."""
         if value is None:
             raise DataError(f"the column {name!r} has no value")
-        if hasattr(value, "getbands"):
-            return photo_of(value, self._spec.image_size or PHOTO_SIZE, self._spec.channels or 3)
+        if type(self._features[name]).__name__ == "Image":
+            return self._photo(name, value)
         if isinstance(value, str):
             if name not in self._numbers or value not in self._numbers[name]:
                 reason = "is text" if name not in self._numbers else f"has {value!r}, which the training part has not"
@@ -125,3 +206,30 @@ class Columns:
         if tensor.dtype == torch.float64 or (not tensor.shape and not is_class):
             return tensor.float()
         return tensor
+
+    def _photo(self, name: str, value: Mapping[str, Any]) -> Tensor:
+        """Return a picture, which is in the data set itself or in a file of its folder. Raises DataError."""
+        size, channels = self._spec.image_size or PHOTO_SIZE, self._spec.channels or 3
+        content, path = value.get("bytes"), value.get("path")
+        if content is not None:
+            file: Any = io.BytesIO(content)
+        else:
+            file = (self._root / str(path)).resolve()
+            if not path or not _is_plain(file, self._root) or not file.is_file():
+                raise DataError(
+                    f"the column {name!r} names {str(path)[:200]!a}, which is no file in the folder of the data"
+                )
+        return read_picture(file, lambda image: photo_of(image, size, channels))
+
+
+def _unread(feature: Any) -> str | None:
+    """Return the kind of a feature that the library would read from files, or nothing if it holds values only."""
+    kind = type(feature).__name__
+    if kind in ("Value", "ClassLabel", "Array2D", "Array3D", "Array4D", "Array5D"):
+        return None
+    if kind in ("List", "LargeList", "Sequence"):
+        return _unread(feature.feature)
+    if isinstance(feature, list | dict):
+        parts = feature.values() if isinstance(feature, dict) else feature
+        return next((found for found in map(_unread, parts) if found is not None), None)
+    return kind

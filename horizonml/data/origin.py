@@ -1,6 +1,7 @@
 """Fetches the index and the shards of a stream from the place where they lie: http(s), S3 and its like, or a folder.
 
-fsspec knows how to ask each kind of server. A server that is away for a while is asked again, up to a limit.
+fsspec knows how to ask each kind of server, and many other things, of which none is needed here. A server that is away
+for a while is asked again, up to a limit.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +20,8 @@ from typing import Any
 from horizonml.errors import DataError, HorizonError
 from horizonml.files import safe_name
 from horizonml.machine.extras import require
+from horizonml.machine.outbound import SPARE_BYTES, http_session, is_confined, reason
+from horizonml.spec.base import check_url, is_place_elsewhere
 from horizonml.text import human_bytes
 
 INDEX = "index.json"
@@ -31,6 +35,7 @@ _MOST_SHARD = 1 << 40  # bytes of a shard
 _MOST_SAMPLES = 1 << 32  # of all shards together
 _DOWNLOADS = 3  # of a shard whose checksum is wrong
 _NEEDS = {"http": "aiohttp", "https": "aiohttp", "s3": "s3fs"}
+_FSSPEC = (2026, 6)  # older ones run templates that a chained URL names
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of this machine's disk, and not of the server
 
 
@@ -58,17 +63,17 @@ class Origin:
     def __init__(self, path: str, patience: float = _PATIENCE) -> None:
         """Prepare to read from `path`, for up to `patience` seconds a file. Raises DataError or MissingPackage."""
         self._patience = patience
-        self.path, protocol = path.rstrip("/"), path.partition("://")[0] if "://" in path else ""
-        self.folder = Path(path) if not protocol else None
-        if protocol:
-            if protocol in _NEEDS:
-                require(_NEEDS[protocol], f"data.path: {protocol}")
-            import fsspec
-
+        self.path = path.rstrip("/")
+        self.folder = Path(path) if not is_place_elsewhere(path) else None
+        if self.folder is None:
+            protocol = path.partition("://")[0]
             try:
-                self._files, self._root = fsspec.core.url_to_fs(self.path, **_options(protocol))
+                check_url(path, tuple(_NEEDS))
+                require(_NEEDS[protocol], f"data.path: {protocol}")
+                self._files = _fsspec().filesystem(protocol, **_options(protocol))
             except (ValueError, ImportError) as error:
                 raise DataError(f"data.path: {path}: {error}") from error
+            self._root = self._files._strip_protocol(self.path)
 
     def index(self) -> Index | None:
         """Return the description of the shards; None for a folder that lacks one. Raises FileNotFoundError."""
@@ -98,10 +103,12 @@ class Origin:
                     raise DataError(
                         f"{limit}: {human_bytes(most)} cannot hold {name}; raise the limit, or make it smaller"
                     )
+                if name != INDEX and shutil.disk_usage(into.parent).free < SPARE_BYTES:
+                    raise OSError(errno.ENOSPC, f"less than {human_bytes(SPARE_BYTES)} are left on that disk")
 
         try:
             self._files.get_file(f"{self._root}/{name}", str(into), callback=Limit())
-        except DataError:
+        except BaseException:
             into.unlink(missing_ok=True)
             raise
 
@@ -121,8 +128,9 @@ class Origin:
             if found == shard.sha256:
                 return
             problem = f"its checksum is {found}, but the index has {shard.sha256}"
+            into.unlink(missing_ok=True)
         raise DataError(
-            f"data.path: {self.path}/{shard.name} is damaged: {problem}; repair it, or write the index anew"
+            f"data.path: {self.path}/{shard.name} is damaged: {reason(problem)}; repair it, or write the index anew"
         )
 
     def _patiently(self, name: str, action: Callable[[], Any], patience: float) -> Any:
@@ -136,8 +144,10 @@ class Origin:
             try:
                 return action()
             except FileNotFoundError as error:
-                if name == INDEX:
+                if name == INDEX and not is_confined():
                     raise
+                if name == INDEX:
+                    raise DataError(self._unfetched(name, "", error)) from error
                 raise DataError(f"data.path: {self.path}/{name} is not there, although the index lists it") from error
             except HorizonError:
                 raise
@@ -145,14 +155,30 @@ class Origin:
                 if isinstance(error, OSError) and error.errno in _DISK:
                     raise
                 left = begin + patience - time.monotonic()
-                if left <= 0 or isinstance(error, PermissionError):
+                refused = isinstance(error.__cause__, PermissionError)  # which aiohttp wraps
+                if left <= 0 or refused or isinstance(error, PermissionError | ValueError):
                     tried = "" if attempts == 1 else f" ({attempts} attempts in {patience:.0f} s)"
-                    raise DataError(
-                        f"data.path: {self.path}/{name} cannot be fetched{tried}: {_words(error)}; see whether the "
-                        "server is up and can be reached from here"
-                    ) from error
+                    raise DataError(self._unfetched(name, tried, error)) from error
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _unfetched(self, name: str, tried: str, error: Exception) -> str:
+        return (
+            f"data.path: {self.path}/{name} cannot be fetched{tried}: {reason(_words(error))}; see whether the server "
+            "is up and can be reached from here"
+        )
+
+
+def _fsspec() -> Any:
+    """Return fsspec. Raises ImportError if its release is too old."""
+    import fsspec
+
+    if tuple(int(part) for part in fsspec.__version__.split(".")[:2]) < _FSSPEC:
+        wanted = ".".join(map(str, _FSSPEC))
+        raise ImportError(
+            f"fsspec {fsspec.__version__} is too old to read from a URL safely: pip install 'fsspec>={wanted}'"
+        )
+    return fsspec
 
 
 def _options(protocol: str) -> dict[str, Any]:
@@ -164,7 +190,7 @@ def _options(protocol: str) -> dict[str, Any]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=_SILENCE)
-        return {"client_kwargs": {"timeout": timeout}}
+        return {"client_kwargs": {"timeout": timeout}, "get_client": http_session}
     if protocol == "s3":
         return {
             "config_kwargs": {"connect_timeout": _CONNECT, "read_timeout": _SILENCE, "retries": {"max_attempts": 1}}
@@ -175,7 +201,8 @@ def _options(protocol: str) -> dict[str, Any]:
 def _words(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer"
-    return str(error) or type(error).__name__
+    cause = error.__cause__ if isinstance(error.__cause__, PermissionError) else error
+    return str(cause) or type(cause).__name__
 
 
 def checksum(path: Path) -> str:
@@ -202,7 +229,7 @@ def _parse(content: bytes, place: str) -> Index:
             raise ValueError("classes must be a number, or a list of names")
         return Index(lists[0], lists[1], classes)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {error}") from error
+        raise DataError(f"data.path: {place}/{INDEX} is no index of shards: {reason(str(error))}") from error
 
 
 def _shard(entry: Mapping[str, Any]) -> Shard:

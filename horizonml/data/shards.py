@@ -22,6 +22,7 @@ from filelock import FileLock
 
 from horizonml.data.origin import INDEX, Origin, Shard, checksum
 from horizonml.errors import DataError, HorizonError
+from horizonml.machine.outbound import CONFINED_BYTES, is_confined
 from horizonml.text import human_bytes
 
 _TABLES = 64  # shards whose list of files is kept in memory
@@ -70,8 +71,10 @@ class Cache:
 
     def __init__(self, origin: Origin, folder: Path, limit: int) -> None:
         """Prepare the cache in `folder`, which all ranks of a machine share."""
-        self._origin, self._limit = origin, limit
-        self._folder = folder / f"shards-{hashlib.sha256(origin.path.encode()).hexdigest()[:16]}"
+        self._origin, self._limit = origin, min(limit, CONFINED_BYTES) if is_confined() else limit
+        # Jobs from the network share one limit, however many URLs they name, and leave alone what belongs to others.
+        self._all = folder / "joined" if is_confined() else None
+        self._folder = (self._all or folder) / f"shards-{hashlib.sha256(origin.path.encode()).hexdigest()[:16]}"
         self._tables: OrderedDict[str, list[Mapping[str, Place]]] = OrderedDict()
         self._lock = threading.Lock()
         self._ahead = ThreadPoolExecutor(2, "fetch") if origin.folder is None else None
@@ -138,7 +141,7 @@ class Cache:
     def _make_room(self, newest: Path) -> None:
         """Delete the shards that were not used for the longest time, until the rest is within the limit."""
         found = []
-        for file in self._folder.glob("*.tar"):
+        for file in self._folder.glob("*.tar") if self._all is None else self._all.glob("*/*.tar"):
             with suppress(FileNotFoundError):
                 status = file.stat()
                 found.append((file.name in self._expected, status.st_mtime, status.st_size, file))

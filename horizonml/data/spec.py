@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from horizonml.spec.base import Code, Place, Spec, Words
+from horizonml.spec.base import Code, Spec, check_url, is_place_elsewhere
 from horizonml.text import nearest
 
 IMAGES = ("digits", "cifar10", "svhn", "mnist", "folder", "synthetic")
@@ -30,23 +30,21 @@ class DataSpec(Spec):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments for a `name` that is `module:callable`."
     )
-    folder: Annotated[str | None, Place(written=True)] = Field(
+    folder: str | None = Field(
         None, description="Directory that holds the data (required for `folder`), or to which it is downloaded."
     )
-    path: Annotated[str | None, Place()] = Field(
+    path: str | None = Field(
         None,
         description="Where the data of `table`, `huggingface` or `stream` lies (required for these): a file or folder, "
-        "or for a stream the folder or URL that holds its shards. For `text`, a text file in UTF-8 (default: "
-        "Shakespeare's sonnets, which are part of the package).",
+        "or for a stream the folder or the URL (http, https or s3) that holds its shards. For `text`, a text file in "
+        "UTF-8 (default: Shakespeare's sonnets, which are part of the package).",
     )
-    inputs: Annotated[list[str] | None, Words()] = Field(
+    inputs: list[str] | None = Field(
         None,
         description="Columns that the model takes, or for a stream the extensions of the files (default: all columns "
         "that are not targets).",
     )
-    targets: Annotated[list[str] | None, Words()] = Field(
-        None, description="Columns or extensions that the model learns to predict."
-    )
+    targets: list[str] | None = Field(None, description="Columns or extensions that the model learns to predict.")
     normalize: bool = Field(
         True,
         description="Scale each numeric input column of a table by the mean and the standard deviation of its training "
@@ -100,7 +98,7 @@ class DataSpec(Spec):
         4 << 30, ge=1, description="Largest number of bytes of a stream's shards that a machine keeps on its disk."
     )
 
-    tokens: Annotated[str, Place()] = Field(
+    tokens: str = Field(
         "characters",
         description="How a text is divided into tokens (`text` only): characters, bytes, or the path of a Hugging Face "
         "tokenizer in JSON format (tokenizer.json).",
@@ -136,6 +134,20 @@ class DataSpec(Spec):
             raise ValueError("samples: a stream trains on all of its shards; list fewer of them in its index")
         if self.name == "stream" and self.corrupt == "skip":
             raise ValueError("corrupt: a stream cannot be read before training; leave out damaged samples instead")
+        return self
+
+    @model_validator(mode="after")
+    def _places_are_plain(self) -> DataSpec:
+        if self.path is not None and is_place_elsewhere(self.path):
+            if self.name != "stream":
+                raise ValueError(f"path: {self.path[:200]!r} is not a path; only data.name: stream reads from a URL")
+            try:
+                check_url(self.path, ("http", "https", "s3"))
+            except ValueError as error:
+                raise ValueError(f"path: {error}") from None
+        for name, text in (("folder", self.folder), ("tokens", self.tokens)):
+            if text is not None and is_place_elsewhere(text):
+                raise ValueError(f"{name}: {text[:200]!r} is not a path; name a place on this machine")
         return self
 
     @property

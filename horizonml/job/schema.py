@@ -19,7 +19,7 @@ from horizonml.plan.spec import Parallel
 from horizonml.rendezvous.spec import RendezvousSpec
 from horizonml.runtime.spec import EarlyStopSpec, EvaluateSpec
 from horizonml.security.spec import SecuritySpec
-from horizonml.spec.base import Place, PlainName, Rule, Spec
+from horizonml.spec.base import PlainName, Rule, Spec
 from horizonml.state.spec import Adam, CheckpointSpec, Ema, LrSchedule, RecoverySpec, Sgd
 from horizonml.tasks.spec import TaskSpec
 from horizonml.telemetry.spec import TelemetrySpec
@@ -33,6 +33,7 @@ _MAY_DIFFER: Any = {
     "security": {"port"},
     "data": _OF_A_MACHINE,
     "model": {"weights": {"base_url"}},
+    "telemetry": {"mlflow"},
 }
 
 
@@ -42,9 +43,7 @@ class Job(Spec):
     name: Annotated[PlainName, Field(max_length=63)] = Field(
         "job", description="Names the run; letters, digits, dots, dashes and underscores."
     )
-    folder: Annotated[str | None, Place(written=True)] = Field(
-        None, description="Where records and checkpoints go (default: runs/NAME)."
-    )
+    folder: str | None = Field(None, description="Where records and checkpoints go (default: runs/NAME).")
     seed: int = Field(0, ge=0, description="Seed of initial parameters, order of samples, and dropout.")
     epochs: int = Field(8, ge=1, description="Passes over the training data.")
     steps: int | None = Field(

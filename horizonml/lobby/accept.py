@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
+import shutil
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from horizonml.errors import JobError
-from horizonml.job.foreign import code_fields, place_fields
+from horizonml.files import hub_cache
+from horizonml.job.foreign import Place, code_fields, places, taken_over
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
+from horizonml.machine.network import split_address
+from horizonml.machine.outbound import FETCH_FROM, SPARE_BYTES
+from horizonml.text import human_bytes
 
-_DOWNLOADED = ("cifar10", "svhn", "mnist")  # into data.folder, or a cache
 _BY_FILES = {"folder": "folder", "table": "path", "huggingface": "path", "stream": "path", "text": "path"}
 _PACKAGES = {"table": ("pyarrow", "table"), "huggingface": ("datasets", "huggingface"), "stream": ("fsspec", "stream")}
 
@@ -28,7 +35,8 @@ def accept(text: str, source: str, runs: Path, allow_code: bool) -> Job:
     """Return a job that came over the network as this device runs it. Raises JobError.
 
     Its records and checkpoints go to a folder in `runs`, whatever it says, and downloads into this device's own cache.
-    Unless `allow_code`, it must not name code.
+    Of its other fields, only those and only the forms are taken over that `horizonml.job.foreign` allows. Unless
+    `allow_code`, it must not name code.
     """
     job = parse(text, source)
     code = code_fields(job)
@@ -44,22 +52,51 @@ def accept(text: str, source: str, runs: Path, allow_code: bool) -> Job:
                 f"{entry}: there is no module {name} on this device; start in a folder that has {name}.py, or "
                 "install it"
             )
-    changes: dict[str, object] = {"folder": str(runs / job.name), "rendezvous.address": None}
-    if job.data.name in _DOWNLOADED:
-        changes["data.folder"] = None
+    try:
+        changes = taken_over(job, allow_code)
+    except JobError as error:
+        raise JobError(f"{source} is refused: {error}") from None
     _check_packages(job)
-    return changed(job, changes, source)
+    _check_space(runs)
+    return changed(job, changes | {"folder": str(runs / job.name)}, source)
 
 
-def check_lead(job: Job) -> None:
-    """Raise JobError if a job would make rank 0, on this device, write or send anything where others say."""
-    own = {"folder", "data.folder"}
-    written = [entry for entry in place_fields(job, written=True) if entry.partition(":")[0] not in own]
-    if written:
-        raise JobError(
-            f"{job.name}: rank 0 would write to a place that came over the network ({'; '.join(written)}); leave that "
-            "out of the job, or start `horizonml up` without --no-train"
-        )
+def confinement(address: str, allow_code: bool) -> dict[str, str]:
+    """Return the environment that keeps a rank from fetching what this device has not agreed to.
+
+    Of private addresses it may use that of the lobby at `address` only. A loopback address is this device, or where
+    somebody's tunnel ends, and what else listens there is none of the job's business.
+    """
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)}
+    except (OSError, ValueError):
+        found = set()
+    own = sorted(one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_loopback)
+    # The libraries of Hugging Face ask their server of their own accord, unless they are told not to.
+    offline = {} if allow_code else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    return {FETCH_FROM: ",".join(own), **offline}
+
+
+def named_files(job: Job) -> list[tuple[Place, Path]]:
+    """Return the files of this device that a job reads, with links followed."""
+    found = []
+    for place in places(job):
+        if place.field == "model.weights.source" and place.text.startswith("hub:"):
+            found.append((place, hub_cache().resolve()))
+        elif not place.is_url:
+            path = Path(place.text)
+            found.append((place, (path.expanduser() if place.field.startswith("model.") else path).resolve()))
+    return found
+
+
+def named_urls(job: Job) -> list[Place]:
+    """Return the URLs that a job reads from."""
+    return [place for place in places(job) if place.is_url]
+
+
+def is_offered(path: Path, folders: Sequence[Path]) -> bool:
+    """Return whether a path, with links followed, lies in one of the folders that this device offers."""
+    return any(path.is_relative_to(folder.resolve()) for folder in folders)
 
 
 def needed(job: Job) -> Needed | None:
@@ -84,6 +121,17 @@ def _is_there(module: str) -> bool:
         return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _check_space(runs: Path) -> None:
+    """Raise JobError if the disk for runs is all but full."""
+    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if free < SPARE_BYTES:
+        raise JobError(
+            f"{place} has {human_bytes(free)} free, and {human_bytes(SPARE_BYTES)} stay free on a device that joins; "
+            "make room, or choose a folder on another disk by --run-folder"
+        )
 
 
 def _check_packages(job: Job) -> None:

@@ -7,7 +7,7 @@ import time
 from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
-from horizonml.lobby.accept import accept, needed, with_data
+from horizonml.lobby.accept import Needed, accept, is_offered, named_files, named_urls, needed, with_data
 from horizonml.lobby.fetching import check_space, fetch, listing
 from horizonml.lobby.messages import MOST_JOB, Standing, identifier
 from horizonml.lobby.offer import is_of, note_lineage
@@ -47,15 +47,18 @@ class Preparation:
     def with_data(self, job: Job) -> Job:
         """Return the job with its data where this device has it, or fetches it. Raises HorizonError, CalledAway."""
         where = needed(job)
+        missing = self._agree(job, where)
         if where is None:
             return job
-        if where.path.exists():
-            print(f"the data is here: {where.path.absolute()}", flush=True)
-            return job
+        if not missing:
+            path = where.path.resolve()
+            if path.exists():
+                print(f"the data is here: {path}", flush=True)
+                return with_data(job, where, path)
+            missing = "is not on this device; copy the data to the same path here"
         if not self._shared:
             raise JobError(
-                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or start "
-                f"`horizonml up` with --share-data on {self._where}"
+                f"{where.field}: {where.path} {missing}, or start `horizonml up` with --share-data on {self._where}"
             )
         found = listing(self._ask, lambda done, size: self._wait(f"waits for the list of files ({_part(done, size)})"))
         folder = cache_folder() / "shared"
@@ -66,8 +69,8 @@ class Preparation:
         ):
             self._go_on()  # or nobody has answered
             raise JobError(
-                f"{where.field}: {where.path} is not on this device; copy the data to the same path here, or start "
-                f"`horizonml join --accept-data`, which fetches {files} from {self._where}"
+                f"{where.field}: {where.path} {missing}, or start `horizonml join --accept-data`, which fetches "
+                f"{files} from {self._where}"
             )
         print(f"fetching {files} from {self._where} ...", flush=True)
 
@@ -78,6 +81,35 @@ class Preparation:
         path = fetch(self._ask, found, folder, show)
         print(f"the data is in {path}", flush=True)
         return with_data(job, where, path)
+
+    def _agree(self, job: Job, where: Needed | None) -> str:
+        """Ask the owner of this device whether the job may read what it names. Raises JobError, CalledAway.
+
+        Returns why the data must not be read where the job says, or nothing if it may. What is not offered is not even
+        looked at, so that a job cannot find out what this device has.
+        """
+        for url in named_urls(job):
+            print(f"the job reads from a server: {url.field}: {url.text}", flush=True)
+            if not self._settings.accept_data and not self._settings.ask(f"Fetch {url.text}?"):
+                self._go_on()
+                raise JobError(
+                    f"{url.field}: {url.text} would be fetched by this device; start `horizonml join --accept-data` to "
+                    "agree to that"
+                )
+        missing = ""
+        for place, path in named_files(job):
+            if is_offered(path, self._settings.data):
+                continue
+            is_data = where is not None and place.field == where.field
+            words = "is not in a folder that this device offers; start `horizonml join --data FOLDER` with its folder"
+            if is_data and self._shared:
+                missing = words
+            elif not self._settings.ask(f"The job reads {place.field}, which is {path} on this device. Let it?"):
+                self._go_on()
+                if not is_data:
+                    raise JobError(f"{place.field}: {place.text} {words}")
+                missing = words
+        return missing
 
     def _ask(self, request: Fields) -> Fields:
         """Ask for a part of the data. Raises DataError, ServiceError."""

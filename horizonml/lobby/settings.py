@@ -24,6 +24,7 @@ class JoinSettings:
 
     token: Token | None
     runs: Path = Path("runs")  # where this device keeps what runs leave
+    data: tuple[Path, ...] = ()  # folders whose files jobs may read
     accept_data: bool = False
     allow_code: bool = False
     name: str | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from horizonml.errors import HorizonError, RendezvousError
 from horizonml.job.schema import Job
 from horizonml.lobby import echo
-from horizonml.lobby.accept import check_lead
+from horizonml.lobby.accept import confinement
 from horizonml.lobby.child import Child
 from horizonml.lobby.messages import News, Outcome, Phase, Standing
 from horizonml.lobby.offer import job_text
@@ -127,11 +127,10 @@ class Visit:
         """Train as a rank until the end. Raises HorizonError."""
         assert self._child is not None
         assert news.rank is not None
-        if news.rank == 0:
-            check_lead(job)
         take_folder(job, lineage)
         env = {"RANK": str(news.rank), "WORLD_SIZE": str(news.world_size), "HORIZONML_RENDEZVOUS": self._address}
         progress = Progress(job.run_folder, news.rank)
+        env |= confinement(self._address, self._settings.allow_code)
         self._child.begin(env | secret(self._settings.token))
         self._voice.say(Standing.TRAINING, rank=news.rank)
         began = count(news.world_size or 0, "device")

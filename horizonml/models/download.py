@@ -13,7 +13,8 @@ from urllib.parse import unquote, urlsplit
 from filelock import FileLock, Timeout
 
 from horizonml.errors import ModelError
-from horizonml.files import MOST_NAME, cache_folder, safe_name
+from horizonml.files import MOST_NAME, cache_folder, hub_cache, safe_name
+from horizonml.machine.outbound import CONFINED_BYTES, SPARE_BYTES, is_confined, reason, urlopen
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import WeightsSpec
 from horizonml.text import human_bytes, nearest
@@ -23,7 +24,6 @@ _log = logging.getLogger(__name__)
 _LOCK_SECONDS = 3600.0
 _ANSWER_SECONDS = 60.0  # for a server to go on sending
 _PIECE = 1 << 20
-_SPARE = 128 << 20  # bytes of the disk that a download leaves free, however long it goes on
 
 
 def locate(spec: WeightsSpec, model: str) -> Path:
@@ -31,7 +31,7 @@ def locate(spec: WeightsSpec, model: str) -> Path:
     source = spec.source
     if re.match("https?://", source):
         return _download(source, spec.sha256)
-    if re.fullmatch("[A-Z][A-Z0-9_]*", source) and not Path(source).exists():
+    if re.fullmatch("[A-Z][A-Z0-9_]*", source) and (is_confined() or not Path(source).exists()):
         url = _torchvision_url(model, source)
         return _download(f"{spec.base_url.rstrip('/')}/{_file_name(url)}" if spec.base_url else url, spec.sha256)
     if source.startswith("hub:"):
@@ -58,8 +58,7 @@ def _torchvision_url(model: str, name: str) -> str:
 
 def _in_hub_cache(name: str) -> Path:
     """Return the newest snapshot of a model in this machine's Hugging Face cache. Raises ModelError."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    cache = hub_cache()
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
         with (folder / "refs" / "main").open(encoding="utf-8") as file:
@@ -85,7 +84,7 @@ def _download(url: str, sha256: str | None) -> Path:
     expected = sha256 or (in_name[1] if in_name else "")
     if not expected:
         raise ModelError(f"model.weights.sha256: give the SHA-256 of {url}, since its name does not contain one")
-    folder = cache_folder() / "weights"
+    folder = cache_folder() / ("joined-weights" if is_confined() else "weights")
     is_named = in_name is not None and expected.startswith(in_name[1])  # or it is another file of that name
     target = folder / (name if is_named else f"{Path(name).stem}-{expected[:16]}{Path(name).suffix}")
     try:
@@ -93,18 +92,31 @@ def _download(url: str, sha256: str | None) -> Path:
         with FileLock(folder / f".{target.name}.lock", timeout=_LOCK_SECONDS):
             if not target.is_file() or not _is_intact(target, expected):
                 _fetch(url, target, expected)
+                if is_confined():
+                    _make_room(folder, target)
     except Timeout as error:
         raise ModelError(
             f"model.weights: another process has been downloading {url} for {_LOCK_SECONDS:.0f} s; if no such process "
             f"is running, delete {error.lock_file}"
         ) from error
     except (OSError, ValueError) as error:  # urllib's errors are OSErrors
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        cause = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ModelError(
-            f"model.weights: {url} could not be downloaded to {target}: {reason}. Put the file there yourself, or name "
-            "its path as model.weights"
+            f"model.weights: {url} could not be downloaded to {target}: {reason(str(cause))}. Put the file there "
+            "yourself, or name its path as model.weights"
         ) from error
     return target
+
+
+def _make_room(folder: Path, newest: Path) -> None:
+    """Delete the files that jobs from the network have fetched first, until all take no more than they may."""
+    found = {path: path.stat() for path in folder.iterdir() if path.is_file() and path != newest}
+    total = newest.stat().st_size + sum(status.st_size for status in found.values())
+    for path in sorted(found, key=lambda one: found[one].st_mtime):
+        if total <= CONFINED_BYTES:
+            return
+        path.unlink(missing_ok=True)
+        total -= found[path].st_size
 
 
 def _is_intact(path: Path, expected: str) -> bool:
@@ -113,30 +125,31 @@ def _is_intact(path: Path, expected: str) -> bool:
 
 
 def _fetch(url: str, target: Path, expected: str) -> None:
-    """Download a file, verify it, and move it into place. Raises OSError, HTTPException or ModelError."""
+    """Download a file, verify it, and move it into place. Raises OSError."""
     import http.client  # only downloads need the web client
     import urllib.error
-    import urllib.request
 
     _log.info("downloading %s", url)
     hidden = target.with_name(f".{target.name}.{os.getpid()}.part")
     content = hashlib.sha256()
     try:
-        with urllib.request.urlopen(url, timeout=_ANSWER_SECONDS) as answer, hidden.open("wb") as file:  # noqa: S310
+        with urlopen(url, _ANSWER_SECONDS) as answer, hidden.open("wb") as file:
             size = int(answer.headers.get("Content-Length") or -1)
             while piece := answer.read(_PIECE):
                 content.update(piece)
                 file.write(piece)
-                if shutil.disk_usage(target.parent).free < _SPARE:
-                    raise OSError(f"less than {human_bytes(_SPARE)} are left on that disk")
+                if shutil.disk_usage(target.parent).free < SPARE_BYTES:
+                    raise OSError(f"less than {human_bytes(SPARE_BYTES)} are left on that disk")
+                if is_confined() and file.tell() > CONFINED_BYTES:
+                    raise OSError(f"it has more than {human_bytes(CONFINED_BYTES)}")
             if size >= 0 and file.tell() != size:
                 raise OSError(f"the connection ended after {human_bytes(file.tell())} of {human_bytes(size)}")
             file.flush()
             os.fsync(file.fileno())
         if not content.hexdigest().startswith(expected):
-            raise ModelError(
-                f"model.weights: {url} has the SHA-256 {content.hexdigest()}, not {expected}; it is not the file that "
-                "is meant, or it is damaged"
+            raise OSError(
+                f"it has the SHA-256 {content.hexdigest()}, not {expected}; it is not the file that is meant, or it is "
+                "damaged"
             )
         os.replace(hidden, target)
     except urllib.error.HTTPError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from horizonml.errors import ModelError
 from horizonml.machine.extras import require
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.language import sequence_length
+from horizonml.spec.base import is_configuration
 from horizonml.tasks.task import InputSpec
 from horizonml.text import nearest
 
@@ -68,9 +69,10 @@ def timm_model(name: str, outputs: int, input: InputSpec) -> Constructor:
 
 # Options by which a library would read files, ask servers, or load code, none of which a job file's options may do.
 _LEADS_ELSEWHERE = (
-    "attn_implementation", "backbone", "cache_dir", "checkpoint_path", "experts_implementation", "kernel", "pretrained",
-    "quantization", "auto_map", "trust_remote_code", "custom_pipelines",
+    "attn_implementation", "backbone", "cache_dir", "checkpoint_path", "experts_implementation", "kernel",
+    "name_or_path", "pretrained", "quantization", "auto_map", "trust_remote_code", "custom_pipelines",
 )  # fmt: skip
+_WEIGHTS = ("weights", "weights_backbone")  # by which torchvision's constructors download files
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -83,13 +85,23 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         plain = option.strip("_").lower()
         if plain.startswith("attn_implementation") and value in _ATTENTION:
             continue
-        if any(word in plain for word in _LEADS_ELSEWHERE) and value not in (None, False):
+        named = any(word in plain for word in _LEADS_ELSEWHERE) or plain in _WEIGHTS
+        if (named and value not in (None, False)) or not is_configuration({option: value}):
             raise ModelError(
                 f"model.options: {option} would let {name} read files, ask servers or load code; leave it out, and "
                 "name pretrained weights in model.weights"
             )
-        if isinstance(value, Mapping):
-            check_options(name, {str(key): inner for key, inner in value.items()})
+        for inner in _mappings(value):
+            check_options(name, {str(key): one for key, one in inner.items()})
+
+
+def _mappings(value: Any) -> Iterator[Mapping[Any, Any]]:
+    """Yield the mappings in a value, also in lists, but not those within other mappings."""
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _mappings(inner)
 
 
 LIBRARIES: dict[str, Callable[[str, int, InputSpec], Constructor]] = {

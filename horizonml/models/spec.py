@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from horizonml.spec.base import Code, Place, Spec, Words
+from horizonml.spec.base import Code, Spec, check_url, is_place_elsewhere
 from horizonml.text import nearest
 
 TORCHVISION_MODELS = (
@@ -26,13 +26,13 @@ MODELS = (*VISION_MODELS, "gpt")
 _OWN = "; name a class or function of your own as module:callable, such as my_model:build"
 
 LIBRARIES = ("transformers", "timm")  # whose models are named LIBRARY:NAME, and built by what is installed
-Pattern = Annotated[str, Field(min_length=1), Words()]
+Pattern = Annotated[str, Field(min_length=1)]
 
 
 class WeightsSpec(Spec):
     """Configures the pretrained weights that a model begins with; `weights: SOURCE` is short for `{source: SOURCE}`."""
 
-    source: Annotated[str, Place()] = Field(
+    source: str = Field(
         min_length=1,
         description="Where the weights come from: the name of torchvision's weights for this model, such as "
         "IMAGENET1K_V1 or DEFAULT; an http(s) URL; a path; or `hub:ORG/NAME`, a model in this machine's Hugging Face "
@@ -45,15 +45,27 @@ class WeightsSpec(Spec):
         description="SHA-256 that the file must have (default: the one in its name, as in resnet18-f37072fd.pth). "
         "Required for a URL whose name contains no hash.",
     )
-    base_url: Annotated[Annotated[str, Field(pattern="^https?://")] | None, Place()] = Field(
-        None, description="URL of a mirror that has torchvision's files under the same names."
-    )
+    base_url: str | None = Field(None, description="URL of a mirror that has torchvision's files under the same names.")
     strict: bool = Field(
         True,
         description="Refuse a file that lacks parameters of the model, or has additional ones. With false, missing "
         "parameters are newly initialised, and additional ones are ignored. A tensor whose shape differs, such as that "
         "of a head for other classes, is newly initialised in any case.",
     )
+
+    @field_validator("source", "base_url")
+    @classmethod
+    def _places_are_plain(cls, value: str | None) -> str | None:
+        if value is not None and (is_place_elsewhere(value) or value.startswith(("http:", "https:"))):
+            check_url(value)
+        return value
+
+    @field_validator("base_url")
+    @classmethod
+    def _mirror_is_a_url(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_url(value)
+        return value
 
 
 class LoraSpec(Spec):

@@ -17,6 +17,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from horizonml.errors import ModelError
 from horizonml.files import cache_folder, safe_name, write_atomically
@@ -28,6 +29,8 @@ _INDEX = "*.safetensors.index.json"
 _MOST_INDEX = 64 << 20  # bytes
 _WRAPPED = ("state_dict", "model_state_dict", "model", "module")  # keys under which training scripts put a state dict
 _LOCK_SECONDS = 1800.0
+_MOST_NAME = 200  # characters of a tensor's name in an error
+_MOST_SHARED = 8  # times the size of a file that its tensors may take, where names share one tensor
 
 
 class WeightFile(Protocol):
@@ -178,7 +181,23 @@ def _load(path: Path, mmap: bool) -> Mapping[str, Any]:
         found = inner
     if not isinstance(found, Mapping) or not any(isinstance(value, Tensor) for value in found.values()):
         raise ModelError(f"model.weights: {path} is not a state dict: it holds no tensors by name")
+    for name, value in found.items():
+        if isinstance(value, Tensor) and not _is_plain(value):
+            raise ModelError(
+                f"model.weights: {path}: {str(name)[:_MOST_NAME]!a} is not a plain tensor of real numbers that is "
+                "in the file completely; save model.state_dict() with contiguous tensors on the CPU"
+            )
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is dense, real, in memory, and no larger than what the file holds of it.
+
+    A tensor that was expanded, for example, has any size, and a few bytes in the file.
+    """
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_complex() or tensor.is_quantized:
+        return False
+    return type(tensor) in (Tensor, Parameter) and tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
 def _converted(path: Path) -> Path:
@@ -191,11 +210,14 @@ def _converted(path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.with_suffix(".lock"), timeout=_LOCK_SECONDS):
             if not target.is_file():
-                tensors = {
-                    str(name): value.detach().clone(memory_format=torch.contiguous_format)
-                    for name, value in _load(path, mmap=False).items()
-                    if isinstance(value, Tensor)
-                }
+                found = {n: v.detach() for n, v in _load(path, mmap=False).items() if isinstance(v, Tensor)}
+                if sum(tensor.nbytes for tensor in found.values()) > _MOST_SHARED * path.stat().st_size:
+                    raise ModelError(
+                        f"model.weights: the tensors of {path} take more than {_MOST_SHARED} times as much as the file "
+                        "itself, since many of them share memory; save them as a safetensors file"
+                    )
+                plain = torch.contiguous_format
+                tensors = {str(name): tensor.clone(memory_format=plain) for name, tensor in found.items()}
                 hidden = target.with_suffix(f".{os.getpid()}.tmp")
                 save_file(tensors, hidden)
                 os.replace(hidden, target)

@@ -288,6 +288,7 @@ def _maker(spec: ModelSpec, outputs: int, input: InputSpec) -> Callable[[], nn.M
     function: Callable[..., nn.Module]
     library, _, name = spec.name.partition(":")
     if spec.name in VISION_MODELS:
+        check_options(spec.name, spec.options)
         function, defaults = vision_model(spec.name, outputs, input)
     elif spec.name == "gpt":
         function, defaults = gpt_model(outputs, input)

@@ -20,6 +20,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 ACTIONS = "/api/actions/"
+_COSTLY, _HEADER = "/api/what-if", "x-horizonml"  # takes seconds of the processor, and what its requests must have
 
 
 def guarded(reply: Reply) -> Reply:
@@ -43,8 +44,13 @@ class Guard:
         if not self._is_for_us(request.headers.get("host", "")):
             # A name that an attacker's server has pointed here would make this page part of the attacker's site.
             return Reply.text(421, "this service does not answer under that name; use its address\n")
-        if request.headers.get("sec-fetch-site", "none") == "cross-site" and request.path.startswith("/api/"):
+        site = request.headers.get("sec-fetch-site", "none")
+        if site not in ("none", "same-origin") and request.path.startswith("/api/"):
             return Reply.text(403, "other sites may not ask this service\n")
+        if request.path == _COSTLY and _HEADER not in request.headers:
+            # Browsers say where a question comes from to trustworthy addresses only, so not on most local networks, but
+            # let no other site add a header.
+            return Reply.text(403, "ask this with the header X-HorizonML: 1, which other sites cannot send\n")
         if request.method == "POST" and request.path.startswith(ACTIONS):
             return self._refuse_action(request)
         if request.method != "GET":

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from horizonml.errors import JobError
 from horizonml.plan.local import MOST_LOCAL_STEPS, Local, outer_optimizer
 from horizonml.plan.schedules import SCHEDULES
-from horizonml.spec.base import Spec, Words
+from horizonml.spec.base import Spec
 from horizonml.spec.durations import duration
 from horizonml.text import count
 
@@ -208,7 +208,7 @@ class Parallel(Spec):
         ge=1,
         description="With `objective: energy`, how many times as long as the fastest plan's a step may take.",
     )
-    deadline: Annotated[str | None, Words()] = Field(
+    deadline: str | None = Field(
         None,
         description="With `objective: deadline`, the time that the run may take, such as `2h` or `1h30m`. Nine tenths "
         "of it are for steps, the rest for evaluations, checkpoints and the start.",

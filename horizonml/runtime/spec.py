@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from horizonml.spec.base import Spec, Words
+from horizonml.spec.base import Spec
 
 
 class EvaluateSpec(Spec):
@@ -24,7 +24,7 @@ class EarlyStopSpec(Spec):
     patience: int | None = Field(
         None, ge=1, description="End after this many evaluations in a row without a better one (default: never)."
     )
-    metric: Annotated[str, Words()] = Field(
+    metric: str = Field(
         "held_out_loss", description="The metric to watch: held_out_loss, or another one that evaluations record."
     )
     min_delta: float = Field(

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from horizonml.security.token import Token
 
 _INFO = b"horizonml certificate 1"  # another number makes other certificates from the same tokens
+_PROTOCOL = "horizonml/1"  # so that no server of another protocol can stand in, should it ever have the certificate
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "horizonml")])
 # Certificates are in UTC by definition.
 _FROM = datetime.datetime(1970, 1, 1)
@@ -57,6 +58,7 @@ def _context(protocol: int, token: Token) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols([_PROTOCOL])
     context.load_verify_locations(cadata=certificate.decode())
     with _file(key + certificate) as name:
         context.load_cert_chain(name)

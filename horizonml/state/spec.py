@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from horizonml.spec.base import Spec, Words
+from horizonml.spec.base import Spec
 
 _CLIP_NORM = (
     "Clip gradients: if their norm over all layers is larger than this, scale all of them down to it (default: no "
@@ -85,7 +85,7 @@ class CheckpointSpec(Spec):
 
     every_steps: int | None = Field(None, ge=1, description="Steps between two checkpoints (default: once per epoch).")
     keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep.")
-    keep_best: Annotated[str | None, Words()] = Field(
+    keep_best: str | None = Field(
         None,
         description="Also keep the best checkpoint by this metric, for example held_out_loss; a checkpoint is saved "
         "after each evaluation that is better than all earlier ones (default: none).",

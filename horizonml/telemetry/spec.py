@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field
 
-from horizonml.spec.base import Place, Spec
+from horizonml.spec.base import Spec
 
 
 class TelemetrySpec(Spec):
@@ -21,7 +19,7 @@ class TelemetrySpec(Spec):
         description="Whether rank 0 also writes TensorBoard event files while it trains, to the folder tensorboard "
         "inside the run's folder (needs `pip install 'horizonml[tensorboard]'`).",
     )
-    mlflow: Annotated[str | None, Place(written=True)] = Field(
+    mlflow: str | None = Field(
         None,
         min_length=1,
         description="Where rank 0 also logs to MLflow while it trains: the URI of a server, or a folder for a "

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
+
+from horizonml.security.token import Token
 
 NETWORK = IPv4Network("127.64.0.0/10")  # part of the loopback network, which never leaves a machine
 _LISTEN, _CONNECTED = 0x0A, (0x01, 0x02)  # states of TCP: established, and about to be
@@ -35,6 +39,33 @@ def is_ours(address: str) -> bool:
         return IPv4Address(address) in NETWORK
     except ValueError:
         return False
+
+
+def vouch(token: Token, address: str, port: int) -> socket.socket:
+    """Let tunnels with this token lead to a rank's listener, until the socket that is returned is closed.
+
+    Other runs of the same user have other tokens, and whoever has theirs must not reach this one's listeners. The
+    socket has a name in the kernel only, which nobody can find without the token before it is there. Raises OSError.
+    """
+    voucher = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        voucher.bind(_voucher(token, address, port))
+    except OSError:
+        voucher.close()
+        raise
+    return voucher
+
+
+def is_vouched_for(token: Token, address: str, port: int) -> bool:
+    """Return whether a process with this token has vouched for a listener."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(_voucher(token, address, port)) == 0
+
+
+def _voucher(token: Token, address: str, port: int) -> bytes:
+    """Return the name of the socket that vouches for a listener; names that begin with a zero are in no folder."""
+    proof = hmac.new(token.secret, f"horizonml listener {address}:{port}".encode(), hashlib.sha256)
+    return b"\0horizonml-" + proof.hexdigest()[:40].encode()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import Token
-from horizonml.tunnel.addresses import NETWORK, connected_from, kernel_table, listener_of
+from horizonml.tunnel.addresses import NETWORK, connected_from, is_vouched_for, kernel_table, listener_of, vouch
 from horizonml.tunnel.ends import PlainEnd, SecureEnd
 from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
 from horizonml.tunnel.loop import READ, WRITE, Loop, Running, Task, Wait
@@ -52,7 +52,7 @@ class Carrier:
 
     def __init__(self, loop: Loop, token: Token, encrypt: bool) -> None:
         """Prepare to carry, in `loop`, between processes that have this token."""
-        self._loop, self._encrypt = loop, encrypt
+        self._loop, self._token, self._encrypt = loop, token, encrypt
         self._server, self._client = server_context(token), client_context(token)
         self._listener: socket.socket | None = None
         self._serving: Running | None = None
@@ -144,7 +144,11 @@ class Carrier:
 
     def _carried_by_another(self, where: tuple[int, tuple[str, int]]) -> Generator[Wait, None, bool]:
         """Return whether the tunnel that has the port would carry to this one's user. Raises OSError."""
-        with socket.create_server((_PROBE, 0)) as probe, socket.socket(where[0], socket.SOCK_STREAM) as connection:
+        with (
+            socket.create_server((_PROBE, 0)) as probe,
+            vouch(self._token, _PROBE, probe.getsockname()[1]),
+            socket.socket(where[0], socket.SOCK_STREAM) as connection,
+        ):
             connection.settimeout(0)
             yield from _connect(connection, where[1])
             far = SecureEnd(connection, self._client, False)
@@ -192,10 +196,11 @@ class Carrier:
                     self._loop.close(left)
 
     def _reach(self, target: Target) -> Generator[Wait, None, tuple[Answer, socket.socket | None]]:
-        """Connect to one of this user's ranks on this machine, and to nothing else."""
+        """Connect to one of this user's ranks on this machine that has this token, and to nothing else."""
         if len(self._pipes) >= MOST_CONNECTIONS:
             return Answer.FULL, None
-        if listener_of(kernel_table(), target.address, target.port) != os.geteuid():
+        is_own = listener_of(kernel_table(), target.address, target.port) == os.geteuid()
+        if not is_own or not is_vouched_for(self._token, target.address, target.port):
             return Answer.NOBODY, None
         near = socket.socket()
         near.setblocking(False)

@@ -17,6 +17,7 @@ from typing import Any
 
 from horizonml.errors import SecurityError
 from horizonml.security.token import Token
+from horizonml.tunnel.addresses import vouch
 from horizonml.tunnel.ciphers import configuration, measure, offered
 
 LINK_PORT = "HORIZONML_LINK_PORT"  # overrides `security.port` on this machine
@@ -160,6 +161,13 @@ class Tunnel:
         if "error" in reply:
             raise TunnelGone(f"the tunnel cannot listen at {stand_in}: {reply['error']}")
         return int(reply["number"]), (str(reply["address"]), int(reply["port"]))
+
+    def vouch(self, address: str, port: int) -> socket.socket:
+        """Let other machines' ranks reach a listener of this one until the socket that is returned is closed.
+
+        Raises OSError.
+        """
+        return vouch(self._token, address, port)
 
     def failures(self, numbers: Sequence[int], seconds: float) -> dict[int, str]:
         """Return why some of these could not be connected, once all are connected or have failed. Raises TunnelGone."""

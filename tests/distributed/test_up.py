@@ -136,7 +136,7 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     host.says("ready: 1 of 2 devices")
     refused = devices.start(2, "join", "--run-folder", "elsewhere")
     assert refused.ends() == 2, refused.text
-    assert "data.path: book.txt is not on this device" in refused.text
+    assert "data.path: book.txt is not in a folder that this device offers" in refused.text
     assert "horizonml join --accept-data" in refused.text
     joiner = devices.start(1, "join", "--accept-data")
     joiner.says("the data is in")

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from horizonml.data.files import FolderSource
+from horizonml.data.hub import open_hub
 from horizonml.data.origin import Shard
 from horizonml.data.pictures import MOST_PIXELS, pixels_of, read_picture
 from horizonml.data.shards import table_of
@@ -29,6 +30,7 @@ from horizonml.data.table import describe as describe_table
 from horizonml.data.text import describe as describe_text
 from horizonml.data.tokens import FromFile
 from horizonml.errors import DataError, HorizonError
+from tests.programs import need_package
 from tests.security.bounds import bounded
 
 TIMES = 150  # changed copies of each file
@@ -303,3 +305,94 @@ def test_a_damaged_tokenizer_is_read_or_refused(tmp_path: Path) -> None:
                 tokens = FromFile(str(file))
                 assert tokens.size >= 0
                 tokens.encode("a b")
+
+
+def hub_spec(path: Path) -> DataSpec:
+    return DataSpec(name="huggingface", path=str(path), inputs=["image"], targets=["y"], image_size=8)
+
+
+def saved(folder: Path, **columns: list[Any]) -> Path:
+    """Return a data set as `save_to_disk` writes it, whose column of pictures holds exactly these rows."""
+    import datasets
+
+    pictures = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    features = datasets.Features({"image": pictures, "y": datasets.Value("int64")})
+    datasets.Dataset.from_dict(columns, features).save_to_disk(str(folder))
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["features"]["image"] = {"_type": "Image"}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "{outside}",
+        "../private.png",
+        "link.png",
+        "file://{outside}",
+        "https://127.0.0.1:9/x.png",
+        "",
+        "simplecache::{outside}",
+    ],
+)
+def test_a_row_of_a_data_set_cannot_name_a_file_elsewhere(tmp_path: Path, place: str) -> None:
+    need_package("datasets")
+    outside = tmp_path / "private.png"
+    outside.write_bytes(picture("png"))
+    folder = tmp_path / "set"
+    rows = [{"bytes": None, "path": place.format(outside=outside)}] * 10
+    saved(folder, image=rows, y=[n % 2 for n in range(10)])
+    (folder / "link.png").symlink_to(outside)
+    (folder / "own.png").write_bytes(picture("png"))
+    with pytest.raises(DataError, match="which is no file in the folder of the data"):
+        open_hub(hub_spec(folder)).train.input(0)
+    own = saved(tmp_path / "own", image=[{"bytes": None, "path": "own.png"}] * 10, y=[0, 1] * 5)
+    (own / "own.png").write_bytes(picture("png"))
+    assert open_hub(hub_spec(own)).train.input(0).shape == (3, 8, 8)
+
+
+def test_the_lists_of_files_of_a_data_set_cannot_name_one_elsewhere(tmp_path: Path) -> None:
+    need_package("datasets")
+    folder = saved(tmp_path / "set", image=[{"bytes": b"", "path": None}] * 4, y=[1] * 4)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "data-00000-of-00001.arrow").rename(tmp_path / "private.arrow")
+    for name in ("../private.arrow", str(tmp_path / "private.arrow"), "link.arrow"):
+        if name == "link.arrow":
+            (folder / name).symlink_to(tmp_path / "private.arrow")
+        (folder / "state.json").write_text(json.dumps(state | {"_data_files": [{"filename": name}]}))
+        with pytest.raises(DataError, match="cannot be read as a Hugging Face data set"):
+            open_hub(hub_spec(folder))
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "dataset_dict.json").write_text('{"splits": ["../set"]}')
+    with pytest.raises(DataError, match="cannot be read as a Hugging Face data set"):
+        open_hub(hub_spec(tmp_path / "outer"))
+
+
+def test_a_readme_and_links_beside_data_files_do_not_name_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_package("datasets")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (tmp_path / "private.csv").write_text("image,y\n" + "7,7\n" * 9)
+    (folder / "train.csv").write_text("image,y\n" + "1,1\n" * 5)
+    (folder / "linked.csv").symlink_to(tmp_path / "private.csv")
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../private.csv\n---\n")
+    (folder / "set.py").write_text(f"open({str(tmp_path / 'hacked')!r}, 'w')\n")
+    opened = open_hub(hub_spec(folder))
+    assert [int(opened.train.input(row)) for row in range(len(opened.train))] == [1] * 5
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_a_column_that_a_library_would_open_files_for_is_refused(tmp_path: Path) -> None:
+    need_package("datasets")
+    folder = saved(tmp_path / "set", image=[{"bytes": None, "path": "/etc/passwd"}] * 4, y=[1] * 4)
+    info = json.loads((folder / "dataset_info.json").read_text())
+    for kind in ({"_type": "Audio"}, {"_type": "Video"}, {"_type": "Pdf"}):
+        (folder / "dataset_info.json").write_text(json.dumps(info | {"features": info["features"] | {"image": kind}}))
+        with pytest.raises(DataError, match=r"the column 'image' is .*, which is not read"):
+            open_hub(hub_spec(folder))

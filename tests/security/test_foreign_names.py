@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from horizonml.data.origin import Origin
 from horizonml.errors import DataError, JobError, ModelError
-from horizonml.files import MOST_NAME, cache_folder, inside, safe_name
+from horizonml.files import MOST_NAME, cache_folder, inside, safe_name, staged, write_atomically
+from horizonml.machine.outbound import may_fetch_from
 from horizonml.models.download import locate
 from horizonml.models.spec import WeightsSpec
 from horizonml.models.weightfiles import files_of
+from tests.web import served
 
 BAD = [
     "", ".", "..", "/etc/passwd", "../x.tar", "a/../../x.tar", "a/b.tar", "..\\x.tar", "C:x.tar", "x\x00.tar",
@@ -53,6 +55,55 @@ def test_a_link_to_somewhere_else_is_refused_and_one_within_the_folder_is_not(tm
     with pytest.raises(ValueError, match="link to somewhere outside"):
         inside(folder, "out")
     assert inside(folder, "in").read_text() == "y"
+
+
+def test_files_are_for_those_whom_the_umask_lets_read_them(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_atomically(tmp_path / "a", b"x")
+        with staged(tmp_path / "b") as draft:
+            draft.write_bytes(b"x")
+        os.umask(0o002)
+        write_atomically(tmp_path / "c", b"x")
+        write_atomically(tmp_path / "d", b"x", mode=0o600)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "a": 0o600, "b": 0o600, "c": 0o644, "d": 0o600,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "may"),
+    [
+        ("93.184.216.34", True), ("2606:2800:220:1::1", True), ("10.0.0.5", True), ("fd00::5", True),
+        ("10.0.0.6", False), ("127.0.0.1", False), ("::1", False), ("169.254.169.254", False), ("fe80::1%eth0", False),
+        ("192.168.1.1", False), ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::", False),
+        ("::ffff:127.0.0.1", False), ("64:ff9b::7f00:1", False), ("64:ff9b::a00:5", True), ("2002:7f00:1::", False),
+        ("::127.0.0.1", False), ("240.0.0.1", False), ("not an address", False),
+    ],
+)  # fmt: skip
+def test_a_confined_rank_fetches_from_the_internet_and_the_lobby_only(address: str, may: bool) -> None:
+    assert may_fetch_from(address, "10.0.0.5,fd00::5") is may
+
+
+def test_a_confined_rank_checks_what_a_name_resolves_to_and_where_a_redirect_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it finds out is said on its own terminal, and not in the error, which other devices read."""
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path))
+    (tmp_path / "a.pth").write_bytes(b"x")
+    with served(tmp_path) as (url, asked):
+        port = url.rpartition(":")[2]
+        spec = WeightsSpec(source=f"http://localhost:{port}/a.pth", sha256="0" * 64)
+        for allowed, words in (("", "is not an address on the internet"), ("127.0.0.1", "SHA-256 2d711642b726b044")):
+            monkeypatch.setenv("HORIZONML_FETCH_FROM", allowed)
+            with pytest.raises(ModelError) as caught:
+                locate(spec, "digits_cnn")
+            assert "says why on its own terminal" in str(caught.value)
+            assert words not in str(caught.value)
+            assert words in capsys.readouterr().err
+        assert asked == ["/a.pth"], "only the rank that may fetch from there has asked"
 
 
 def index(**changes: object) -> str:

@@ -36,7 +36,7 @@ class Link:
         there = self._tunnels[0]._process
         assert there is not None
         self.process = psutil.Process(there.pid)
-        self._listener = rank(0)
+        self._listener = rank(0, TOKEN)
         self._near, _ = connect(self._tunnels[1], self.port, self._listener)
         self._far, _ = self._listener.accept()
         self.check()

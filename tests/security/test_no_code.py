@@ -22,6 +22,7 @@ from horizonml.models.spec import ModelSpec, WeightsSpec
 from horizonml.models.weightfiles import opened
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec
+from tests.security.bounds import bounded
 
 PACKAGE = Path(horizonml.__file__).parent
 
@@ -92,6 +93,31 @@ def test_a_file_of_weights_that_is_code_is_not_run(
     assert not (tmp_path / "hacked").exists()
 
 
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_file_of_weights_cannot_promise_more_than_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool
+) -> None:
+    """An expanded tensor of 400 MB takes some hundred bytes of a file; other kinds of tensors are no parameters."""
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "small.pth"
+    odd = {
+        "expanded": torch.zeros(1).expand(100_000_000),
+        "sparse": torch.eye(3).to_sparse(),
+        "complex": torch.zeros(2, dtype=torch.complex64),
+        "meta": torch.empty(1 << 40, device="meta"),
+    }
+    for name, tensor in odd.items():
+        torch.save({"a": torch.zeros(2), name: tensor}, file, _use_new_zipfile_serialization=not legacy)
+        with bounded(100), pytest.raises(ModelError, match=f"'{name}' is not a plain tensor"):
+            opened(file)
+    if legacy:
+        many = torch.zeros(1_000_000)
+        shared = {str(number): many[number:] for number in range(200)}
+        torch.save(shared, file, _use_new_zipfile_serialization=False)
+        with bounded(100), pytest.raises(ModelError, match="more than 8 times as much as the file"):
+            opened(file)
+
+
 IMAGES = InputSpec((TensorSpec((3, 32, 32)),))
 
 
@@ -111,6 +137,12 @@ IMAGES = InputSpec((TensorSpec((3, 32, 32)),))
         ("transformers:DetrForObjectDetection", {"backbone": "evil/net", "use_pretrained_backbone": True}),
         ("transformers:DetrForObjectDetection", {"backbone_config": {"use_pretrained_backbone": True}}),
         ("transformers:ViTForImageClassification", {"quantization_config": {"quant_method": "evil"}}),
+        ("transformers:TimmWrapperForImageClassification", {"architecture": "hf-hub:evil/net"}),
+        ("transformers:TimmWrapperForImageClassification", {"architecture": "local-dir:/etc"}),
+        ("transformers:ViTForImageClassification", {"a": [{"b": [["local-dir:/etc"]]}]}),
+        ("transformers:ViTForImageClassification", {"a": [[{"backbone": "evil"}]]}),
+        ("timm:resnet18", {"block": "../evil"}),
+        ("resnet18", {"weights": "DEFAULT"}),
     ],
 )
 def test_options_cannot_make_a_library_read_files_or_load_code(

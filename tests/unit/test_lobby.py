@@ -12,7 +12,7 @@ from horizonml.discovery.device import Device
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
-from horizonml.lobby.accept import accept, check_lead, needed
+from horizonml.lobby.accept import accept, confinement, needed
 from horizonml.lobby.lobby import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Lobby
 from horizonml.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Sign, Standing
 from horizonml.lobby.offer import check_wanted, is_of, lineage_of, note_lineage, offer
@@ -302,10 +302,18 @@ def test_a_job_from_elsewhere_writes_where_this_device_says_and_runs_no_code(tmp
         accept("epochs: many", "it", tmp_path, allow_code=False)
 
 
-def test_rank_0_writes_nowhere_else_for_a_job_from_elsewhere(tmp_path: Any) -> None:
-    check_lead(accept("name: x", "it", tmp_path, False))
-    with pytest.raises(JobError, match=r"telemetry\.mlflow: /etc"):
-        check_lead(accept("telemetry: {mlflow: /etc}", "it", tmp_path, False))
+def test_no_rank_writes_elsewhere_for_a_job_from_elsewhere_and_all_train_the_same_job(tmp_path: Any) -> None:
+    offered = offer(job(telemetry={"mlflow": "sqlite:////etc/x"}), LINEAGE)
+    taken = accept(offered.text, "it", tmp_path, allow_code=False)
+    assert taken.telemetry.mlflow is None  # on every rank, as any of them may lead the group one day
+    assert taken.digest() == offered.job.digest()
+
+
+def test_a_rank_may_fetch_from_the_lobbys_private_address_but_from_no_loopback_address() -> None:
+    assert confinement("10.1.2.3:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": "10.1.2.3"}
+    assert confinement("[fd00::1]:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": "fd00::1"}
+    assert confinement("127.0.0.1:29400", allow_code=True) == {"HORIZONML_FETCH_FROM": ""}
+    assert confinement("127.0.0.1:29400", allow_code=False)["HF_HUB_OFFLINE"] == "1"
 
 
 def test_the_files_that_a_job_trains_on_are_named(tmp_path: Any) -> None:

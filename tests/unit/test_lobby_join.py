@@ -119,7 +119,7 @@ def test_data_that_is_not_here_and_not_shared_is_named_with_the_two_ways_out(tmp
     job = from_values({"name": "test", "data": {"name": "text", "path": str(tmp_path / "none.txt")}}, "the job")
     lobby = Lobby(offer(job, LINEAGE))
     with serving(dict(lobby.handlers()), None) as place, pytest.raises(JobError) as caught:
-        visit(place, None, tmp_path)
+        visit(place, None, tmp_path, data=(tmp_path,))
     assert "none.txt is not on this device; copy the data to the same path here" in str(caught.value)
     assert "horizonml up` with --share-data on host" in str(caught.value)
     assert [guest.sign.standing for guest in lobby._guests.values()] == [Standing.LEAVING]

@@ -114,11 +114,15 @@ def test_init_says_which_kinds_of_data_and_models_there_are(tmp_path: Path) -> N
 
 def test_the_readme_installs_the_versions_that_make_setup_installs() -> None:
     versions = dict(re.findall(r"^(TORCH\w*)_VERSION \?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    command = f"'torch=={versions['TORCH']}+cpu' 'torchvision=={versions['TORCHVISION']}+cpu' ."
-    assert (
-        f"pip install --extra-index-url https://download.pytorch.org/whl/cpu {command}"
-        in (ROOT / "README.md").read_text()
-    )
+    exact = f"'torch=={versions['TORCH']}+cpu' 'torchvision=={versions['TORCHVISION']}+cpu'"
+    command = f"pip install --no-deps --index-url https://download.pytorch.org/whl/cpu {exact}\npip install ."
+    assert command in (ROOT / "README.md").read_text()
+
+
+def test_no_package_is_taken_from_whichever_of_two_indexes_has_it() -> None:
+    """With --extra-index-url, whoever puts a newer release of a dependency on either index is installed."""
+    for name in ("README.md", "docs/quickstart.md", "images/worker/Dockerfile", "scripts/setup.py"):
+        assert "--extra-index-url" not in (ROOT / name).read_text(), name
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

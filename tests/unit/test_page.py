@@ -106,7 +106,7 @@ def test_a_folder_without_records_and_damaged_records_are_told(tmp_path: Path, s
     run = ask(port, "/api/run")[1]
     assert len(run["ranks"]) == 2
     assert "planning.json is damaged" in run["problem"]
-    status, answer, _ = ask(port, "/api/what-if?remove=1")
+    status, answer, _ = ask(port, "/api/what-if?remove=1", X_HorizonML="1")
     assert status == 409
     assert "planning.json is damaged" in answer["error"]
 
@@ -114,8 +114,11 @@ def test_a_folder_without_records_and_damaged_records_are_told(tmp_path: Path, s
 def test_what_if_says_what_is_wrong_with_a_question(tmp_path: Path, serve: Serve) -> None:
     write_run(tmp_path, ranks=2)
     port = serve()
-    assert ask(port, "/api/what-if?rates=all")[1]["error"] == "rates: 'all' is not LINK:RATE, such as 0-1:100Mbit"
-    assert "planning.json" in ask(port, "/api/what-if?add=like:0")[1]["error"]
+    assert (
+        ask(port, "/api/what-if?rates=all", X_HorizonML="1")[1]["error"]
+        == "rates: 'all' is not LINK:RATE, such as 0-1:100Mbit"
+    )
+    assert "planning.json" in ask(port, "/api/what-if?add=like:0", X_HorizonML="1")[1]["error"]
 
 
 def test_every_answer_tells_browsers_to_load_nothing_from_elsewhere(tmp_path: Path, serve: Serve) -> None:
@@ -175,6 +178,8 @@ def test_other_sites_may_not_ask(tmp_path: Path, serve: Serve) -> None:
     port = serve()
     assert ask(port, "/api/what-if", Sec_Fetch_Site="cross-site")[0] == 403
     assert ask(port, "/api/run", Sec_Fetch_Site="same-origin")[0] == 200
+    assert ask(port, "/api/run", Sec_Fetch_Site="same-site")[0] == 403
+    assert ask(port, "/api/what-if")[0] == 403  # as a browser asks for an address that is not trustworthy
 
 
 def test_actions_need_the_token(tmp_path: Path, serve: Serve) -> None:

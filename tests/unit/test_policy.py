@@ -219,6 +219,7 @@ def test_the_unit_runs_the_command_with_little_power() -> None:
     assert (service["DynamicUser"], service["ProtectHome"]) == ("yes", "yes")
     assert (service["ProtectSystem"], service["NoNewPrivileges"], service["Nice"]) == ("strict", "yes", "19")
     assert service["LoadCredential"] == "token:/etc/horizonml/token"
+    assert (service["SupplementaryGroups"], service["DeviceAllow"]) == ("input", "char-input r")
     assert "hml-" not in text
     assert "User" not in service
 
@@ -226,6 +227,7 @@ def test_the_unit_runs_the_command_with_little_power() -> None:
 def test_the_unit_of_a_program_in_a_home_runs_as_its_owner() -> None:
     service = parsed(unit(["--forever"], ["/home/nobody-here/venv/bin/horizonml"]))["Service"]
     assert (service["User"], service["ProtectHome"]) == ("nobody-here", "read-only")
+    assert not {"SupplementaryGroups", "DeviceAllow"} & set(service), "only --when-idle looks at keyboards"
     assert "DynamicUser" not in service
 
 

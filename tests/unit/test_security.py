@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,15 @@ def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes | ssl.S
 def test_whoever_has_the_token_is_let_in_by_tls_1_3() -> None:
     token = make_token()
     assert shake(server_context(token), client_context(parse_token(token.text))) == (b"welcome", "TLSv1.3")
+
+
+def test_both_sides_name_the_protocol_that_they_speak() -> None:
+    token = make_token()
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(server_context(token).wrap_socket, ours, server_side=True)
+        with client_context(token).wrap_socket(theirs) as client, serving.result(10) as server:
+            assert client.selected_alpn_protocol() == server.selected_alpn_protocol() == "horizonml/1"
 
 
 def test_another_token_is_refused_by_both_sides() -> None:

@@ -21,8 +21,8 @@ import pytest
 
 from horizonml.errors import SecurityError
 from horizonml.security.tls import client_context
-from horizonml.security.token import make_token
-from horizonml.tunnel.addresses import own_address, stand_in_address
+from horizonml.security.token import Token, make_token
+from horizonml.tunnel.addresses import own_address, stand_in_address, vouch
 from horizonml.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
 from horizonml.tunnel.header import Answer, Target
@@ -59,11 +59,18 @@ def start() -> Iterator[Start]:
     assert not left
 
 
-def rank(number: int) -> socket.socket:
+def rank(number: int, token: Token = TOKEN) -> socket.socket:
     """A socket as gloo's of this rank."""
     listener = socket.create_server((own_address(number), 0))
     listener.settimeout(10)
+    place = listener.getsockname()
+    if place in VOUCHERS:  # the port is used again
+        VOUCHERS.pop(place).close()
+    VOUCHERS[place] = vouch(token, *place)
     return listener
+
+
+VOUCHERS: dict[tuple[str, int], socket.socket] = {}
 
 
 def connect(tunnel: Tunnel, port: int, listener: socket.socket) -> tuple[socket.socket, int]:
@@ -162,6 +169,17 @@ def test_a_rank_that_has_the_token_reaches_nothing_but_ranks(start: Start) -> No
             other.settimeout(0.2)
             with pytest.raises(TimeoutError):
                 other.accept()
+
+
+def test_a_tunnel_leads_to_no_rank_of_another_run_of_the_same_user(start: Start) -> None:
+    port = free_port()
+    start(port)
+    with rank(0, make_token()) as other, socket.create_server((own_address(1), 0)) as unknown:
+        for listener in (other, unknown):
+            assert ask(port, Target(*listener.getsockname(), False).to_bytes()) == Answer.NOBODY
+            listener.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                listener.accept()
 
 
 def ask(port: int, content: bytes) -> int | None:
