@@ -73,7 +73,11 @@ def own_line(error: BaseException) -> str | None:
     That is `file:line (in function)`, or the line of the model's forward pass as torch.fx has recorded it. Return None
     if the error comes from this package, from Python or from an installed package alone.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    return own_place(traceback.extract_tb(error.__traceback__))
+
+
+def own_place(frames: traceback.StackSummary) -> str | None:
+    """Return the last line of the user's own code that HorizonML called within a stack; see `own_line`."""
     ours = [number for number, frame in enumerate(frames) if Path(frame.filename).is_relative_to(_PACKAGE)]
     for frame in reversed(frames[ours[0] :] if ours else []):
         if frame.filename.startswith("<eval_with_key>"):

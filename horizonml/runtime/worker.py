@@ -30,6 +30,7 @@ from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.linking import Linking
 from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.watchdog import Watchdog
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
 from horizonml.state.train_state import TrainState
@@ -202,7 +203,11 @@ class Worker:
                 membership.on_end(lambda ended: abort())
             self._metrics.formed(generation, group.world_size)
             life.lifeline.begin(generation)
-            return Generation(life, group, generation, names, started_as, newcomers, self.say).run()
+            own = Generation(life, group, generation, names, started_as, newcomers, self.say)
+            if membership is None:
+                return own.run()
+            with Watchdog(group, group.timeout, rejoin, membership.leave, life.lifeline.end):
+                return own.run()
         except BaseException as error:
             self._broke_at = time.monotonic()
             if membership is not None:  # before the connections close, so that the others find the reason
