@@ -21,6 +21,10 @@ The command line prints the message of any of these without a traceback and ends
 message says what is wrong, where (field, file or rank), and what to do about it.
 """
 
+from __future__ import annotations
+
+import errno
+
 
 class HorizonError(Exception):
     """Base of all errors that are meant for the user."""
@@ -113,9 +117,13 @@ class MissingPackage(HorizonError):
 class OutOfMemory(HorizonError):
     """This machine, or this container, has not enough memory left for what is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, loading: bool = False) -> None:
+        """Say what to do; `loading` if there was not even enough to load libraries such as PyTorch."""
         super().__init__(
-            "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
+            "out of memory: this machine has not enough left to load PyTorch, which every rank does. Start fewer ranks "
+            "here (parallel.workers), end other programs, or raise the limit (ulimit -v, or that of the container)"
+            if loading
+            else "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
             "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: "
             "pipeline or auto); `horizonml plan JOB` shows what every rank needs and has"
         )
@@ -129,9 +137,16 @@ def of_kind(name: str, message: str) -> HorizonError:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
-    # PyTorch has no error class for this on the CPU, nor has Python for a thread without a stack: their texts are all
-    # that there is. The last one is that of GPUs.
+    # PyTorch has no error class for this on the CPU, nor have Python for a thread without a stack and the loader of
+    # libraries: their texts are all that there is. The last one is that of GPUs.
     texts = ("can't allocate memory", "not enough memory", "can't start new thread", "out of memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    if isinstance(error, ImportError):
+        said = (
+            str(error).strip().lower()
+        )  # another limit has similar words: "cannot allocate memory in static TLS block"
+        return said.endswith(("failed to map segment from shared object", "cannot allocate memory"))
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
     )

@@ -1,0 +1,102 @@
+"""How processes end when memory is short: in words, and never by hanging."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from horizonml.errors import is_out_of_memory
+from horizonml.telemetry.lifeline import Lifeline
+
+# A thread gets a stack, but nothing else: Python's own `start` would wait for it for ever.
+STARTS = """
+    import resource, threading
+    from horizonml.runtime import process
+
+    process._BEGIN_SECONDS = 0.5
+    threading.stack_size(1 << 20)
+
+    def used():
+        return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+
+    def action():
+        thread = threading.Thread(target=print, daemon=True)
+        hog, reserve = None, [bytes(size) for size in range(1, 500, 8) for _ in range(100)]
+        now = used()
+        limits = [(now + room, resource.RLIM_INFINITY) for room in (0, (1 << 20) + 8192)]
+        resource.setrlimit(resource.RLIMIT_AS, limits[0])
+        try:
+            while True:
+                hog = (hog,)
+        except MemoryError:
+            reserve.clear()
+            resource.setrlimit(resource.RLIMIT_AS, limits[1])
+        thread.start()
+"""
+LOADS = """
+    from horizonml.runtime import process
+
+    def action():
+        try:
+            raise ImportError("libtorch_cpu.so: failed to map segment from shared object")
+        except ImportError:
+            raise RuntimeError("cannot join thread before it is started")
+"""
+FAILS_TO_SAY = """
+    import sys, threading
+    from horizonml.runtime import process
+
+    threading.Thread(target=threading.Event().wait).start()  # Python would wait for it at its end
+
+    def action():
+        sys.stdout = open("/dev/full", "w")
+        print("unheard")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (STARTS, "error: out of memory: this machine has not enough left for its part"),
+        (LOADS, "error: out of memory: this machine has not enough left to load PyTorch"),
+        (FAILS_TO_SAY, "error: [Errno 28] No space left on device"),
+    ],
+    ids=["a thread that never begins", "libraries", "the end"],
+)
+def test_a_process_ends_in_words(program: str, words: str) -> None:
+    code = textwrap.dedent(program) + "process.run_and_exit(action)\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert words in result.stderr
+    assert "report this" not in result.stderr
+    assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "short"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.EMFILE, "Too many open files"), False),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (ImportError("numpy ...\nOriginal error was: libx.so: failed to map segment from shared object\n"), True),
+        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), False),
+        (ImportError("libgomp.so.1: cannot allocate memory in static TLS block"), False),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_mistakes(error: Exception, short: bool) -> None:
+    assert is_out_of_memory(error) is short
+
+
+def test_a_lifeline_without_its_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    lifeline = Lifeline(tmp_path, 0)
+    monkeypatch.setattr("threading.Thread.start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        lifeline.begin(1)
+    lifeline.end()  # as the rank does, whose error must stay the first one
