@@ -15,6 +15,7 @@
     ├── StateDiffers             1   members of a stage do not hold the same state
     ├── MissingPackage           1   a command needs a package that is not installed
     ├── OutOfMemory              1   this machine has not enough memory left
+    ├── TooManyFiles             1   this process may not open more files and connections
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
@@ -24,6 +25,7 @@ message says what is wrong, where (field, file or rank), and what to do about it
 from __future__ import annotations
 
 import errno
+import os
 
 
 class HorizonError(Exception):
@@ -129,10 +131,28 @@ class OutOfMemory(HorizonError):
         )
 
 
+class TooManyFiles(HorizonError):
+    """This process has as many files and connections open as it may."""
+
+    def __init__(self, what: object) -> None:
+        """Say what to do; `what` could not be done."""
+        super().__init__(
+            f"{what}: this process has as many files and connections open as it may; raise the limit (ulimit -n, "
+            "LimitNOFILE of systemd, or nofile of the container)"
+        )
+
+
 def of_kind(name: str, message: str) -> HorizonError:
     """Return an error of the class with this name, which another rank has raised; of the base class if unknown."""
-    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind is not OutOfMemory}
+    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind not in (OutOfMemory, TooManyFiles)}
     return kinds.get(name, HorizonError)(message)
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Return whether an error says that this process may not open more files, which is no fault of the file."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)  # PyTorch's connections
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import horizonml
-from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
+from horizonml.errors import HorizonError, OutOfMemory, TooManyFiles, is_out_of_files, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
 from horizonml.text import escaped, plain_lines
 
@@ -60,6 +60,9 @@ def _run(action: Callable[[], object]) -> int:
         if scarce is not None:
             traceback.clear_frames(scarce.__traceback__)  # which hold what has filled the memory
             return _print_error(OutOfMemory(loading=isinstance(scarce, ImportError)))
+        limited = next((one for one in _chain(error) if is_out_of_files(one)), None)
+        if limited is not None:
+            return _print_error(TooManyFiles(limited))
         place = own_line(error)
         if place is not None:  # the user's code: all of it for the log, and a sentence for the terminal
             traceback.print_exc()

@@ -6,11 +6,14 @@ import errno
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
-from horizonml.errors import is_out_of_memory
+from horizonml.comm.connect import Connections
+from horizonml.errors import TooManyFiles, is_out_of_memory
 from horizonml.telemetry.lifeline import Lifeline
 
 # A thread gets a stack, but nothing else: Python's own `start` would wait for it for ever.
@@ -47,6 +50,14 @@ LOADS = """
         except ImportError:
             raise RuntimeError("cannot join thread before it is started")
 """
+OPENS = """
+    import resource
+    from horizonml.runtime import process
+
+    def action():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+        open("/dev/null")
+"""
 FAILS_TO_SAY = """
     import sys, threading
     from horizonml.runtime import process
@@ -64,9 +75,10 @@ FAILS_TO_SAY = """
     [
         (STARTS, "error: out of memory: this machine has not enough left for its part"),
         (LOADS, "error: out of memory: this machine has not enough left to load PyTorch"),
+        (OPENS, "error: [Errno 24] Too many open files: '/dev/null': this process has as many files and connections"),
         (FAILS_TO_SAY, "error: [Errno 28] No space left on device"),
     ],
-    ids=["a thread that never begins", "libraries", "the end"],
+    ids=["a thread that never begins", "libraries", "descriptors", "the end"],
 )
 def test_a_process_ends_in_words(program: str, words: str) -> None:
     code = textwrap.dedent(program) + "process.run_and_exit(action)\n"
@@ -89,6 +101,16 @@ def test_a_process_ends_in_words(program: str, words: str) -> None:
 )
 def test_lack_of_memory_is_told_from_other_mistakes(error: Exception, short: bool) -> None:
     assert is_out_of_memory(error) is short
+
+
+def test_a_rank_that_may_open_no_more_connections_blames_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*arguments: object) -> None:
+        raise RuntimeError("[enforce fail at socket.cc:24] rv != -1. -1 vs -1. socket: Too many open files")
+
+    connections = Connections(HashStore(), 0, 2, 5.0, threading.Event())
+    monkeypatch.setattr(connections, "_make", make)
+    with pytest.raises(TooManyFiles, match=r"rank 0 cannot connect to the others: .* raise the limit \(ulimit -n"):
+        connections.connect("world", (0, 1))
 
 
 def test_a_lifeline_without_its_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
