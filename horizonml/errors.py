@@ -137,8 +137,8 @@ class TooManyFiles(HorizonError):
     def __init__(self, what: object) -> None:
         """Say what to do; `what` could not be done."""
         super().__init__(
-            f"{what}: this process has as many files and connections open as it may; raise the limit (ulimit -n, "
-            "LimitNOFILE of systemd, or nofile of the container)"
+            f"{what}; raise the limit of files and connections that a process may have open (ulimit -n, LimitNOFILE of "
+            "systemd, or nofile of the container)"
         )
 
 

@@ -100,7 +100,7 @@ class Connections:
             group = self._soon(lambda: self._make(store, ranks), self._timeout)
         except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
             if is_out_of_files(error):  # a fault of this rank, and not of those that it cannot connect to
-                raise TooManyFiles(f"rank {self._rank} cannot connect to the others") from error
+                raise TooManyFiles(f"too many open files: rank {self._rank} cannot connect to the others") from error
             reason = store.failures(0.0) or short(error)
             raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {reason}") from error
         finally:

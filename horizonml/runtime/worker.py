@@ -41,6 +41,8 @@ from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
 from horizonml.tunnel.client import link_port
 
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_PEER = 32, 4  # that a rank has open at a time, at least
+
 
 def settings_for(job: Job) -> RendezvousSettings:
     """Return what a rank of a job joins for."""
@@ -102,8 +104,8 @@ class Worker:
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""
         keep_freed_memory()
-        raise_descriptor_limit()
         job, identity = self._job, self._identity
+        raise_descriptor_limit(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_PEER * (identity.world_size - 1))
         folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         story = explain_last(job.run_folder, identity.rank)
         if story is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from torch.distributed import HashStore
 
 from horizonml.comm.connect import Connections
 from horizonml.errors import TooManyFiles, is_out_of_memory
+from horizonml.files import scratch_folder
 from horizonml.telemetry.lifeline import Lifeline
 
 # A thread gets a stack, but nothing else: Python's own `start` would wait for it for ever.
@@ -58,6 +60,16 @@ OPENS = """
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
         open("/dev/null")
 """
+NEEDS_MORE = """
+    import resource
+    from horizonml.machine.resources import raise_descriptor_limit
+    from horizonml.runtime import process
+
+    def action():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (20, 24))
+        raise_descriptor_limit(24)
+        raise_descriptor_limit(40)
+"""
 FAILS_TO_SAY = """
     import sys, threading
     from horizonml.runtime import process
@@ -75,10 +87,11 @@ FAILS_TO_SAY = """
     [
         (STARTS, "error: out of memory: this machine has not enough left for its part"),
         (LOADS, "error: out of memory: this machine has not enough left to load PyTorch"),
-        (OPENS, "error: [Errno 24] Too many open files: '/dev/null': this process has as many files and connections"),
+        (OPENS, "error: [Errno 24] Too many open files: '/dev/null'; raise the limit of files and connections"),
+        (NEEDS_MORE, "error: 24 open files and connections are allowed here, and this rank needs about 40; raise the"),
         (FAILS_TO_SAY, "error: [Errno 28] No space left on device"),
     ],
-    ids=["a thread that never begins", "libraries", "descriptors", "the end"],
+    ids=["a thread that never begins", "libraries", "descriptors", "needs", "the end"],
 )
 def test_a_process_ends_in_words(program: str, words: str) -> None:
     code = textwrap.dedent(program) + "process.run_and_exit(action)\n"
@@ -109,7 +122,7 @@ def test_a_rank_that_may_open_no_more_connections_blames_nobody_else(monkeypatch
 
     connections = Connections(HashStore(), 0, 2, 5.0, threading.Event())
     monkeypatch.setattr(connections, "_make", make)
-    with pytest.raises(TooManyFiles, match=r"rank 0 cannot connect to the others: .* raise the limit \(ulimit -n"):
+    with pytest.raises(TooManyFiles, match=r"rank 0 cannot connect to the others; raise the limit .*\(ulimit -n"):
         connections.connect("world", (0, 1))
 
 
@@ -122,3 +135,26 @@ def test_a_lifeline_without_its_thread_ends(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(RuntimeError, match="can't start new thread"):
         lifeline.begin(1)
     lifeline.end()  # as the rank does, whose error must stay the first one
+
+
+def test_the_next_start_deletes_the_folder_that_a_killed_process_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "from horizonml.files import scratch_folder\nwith scratch_folder() as f: print(f, flush=True); input()"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        (theirs / "job.yaml").touch()
+        (tmp_path / "horizonml-run-link").symlink_to(tmp_path)  # of somebody who wants something else deleted
+        with scratch_folder() as own:
+            assert {theirs, own} < set(tmp_path.iterdir())
+        assert not own.exists()
+        assert (theirs / "job.yaml").exists()
+        other.kill()
+    with scratch_folder():
+        assert not theirs.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["horizonml-run-link"]
