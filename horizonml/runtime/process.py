@@ -31,6 +31,8 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         code = ended
+    except KeyboardInterrupt:
+        code = 130
     except (OSError, MemoryError) as error:  # what there was to say could not be said
         os.write(2, f"error: {error or 'out of memory'}\n".encode())
     finally:

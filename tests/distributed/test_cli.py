@@ -272,7 +272,7 @@ def test_a_rank_that_is_asked_to_end_makes_all_save_and_leave(
 def test_ranks_stay_light(folder: Path) -> None:
     """The compiler would cost every rank 70 MB and a second; --help must not load torch at all."""
     code = (
-        "import sys; from horizonml.cli.main import app\n"
+        "import sys; from horizonml.cli.app import app\n"
         "try: app(ARGS)\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
     )
     helped = subprocess.run(

@@ -158,3 +158,23 @@ def test_the_next_start_deletes_the_folder_that_a_killed_process_left(
     with scratch_folder():
         assert not theirs.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["horizonml-run-link"]
+
+
+@pytest.mark.parametrize("module", ["horizonml.runtime.process", "horizonml.cli.app", "torch"])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str) -> None:
+    code = textwrap.dedent(f"""
+        import os, signal, sys
+
+        class Interrupted:
+            def find_spec(self, name, path, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.meta_path.insert(0, Interrupted())
+        from horizonml.cli.main import main
+        main()
+    """)
+    command = [sys.executable, "-c", code, "plan", "digits"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
