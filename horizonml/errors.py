@@ -15,11 +15,17 @@
     ├── StateDiffers             1   members of a stage do not hold the same state
     ├── MissingPackage           1   a command needs a package that is not installed
     ├── OutOfMemory              1   this machine has not enough memory left
+    ├── TooManyFiles             1   this process may not open more files and connections
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
 message says what is wrong, where (field, file or rank), and what to do about it.
 """
+
+from __future__ import annotations
+
+import errno
+import os
 
 
 class HorizonError(Exception):
@@ -113,25 +119,54 @@ class MissingPackage(HorizonError):
 class OutOfMemory(HorizonError):
     """This machine, or this container, has not enough memory left for what is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, loading: bool = False) -> None:
+        """Say what to do; `loading` if there was not even enough to load libraries such as PyTorch."""
         super().__init__(
-            "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
+            "out of memory: this machine has not enough left to load PyTorch, which every rank does. Start fewer ranks "
+            "here (parallel.workers), end other programs, or raise the limit (ulimit -v, or that of the container)"
+            if loading
+            else "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
             "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: "
             "pipeline or auto); `horizonml plan JOB` shows what every rank needs and has"
         )
 
 
+class TooManyFiles(HorizonError):
+    """This process has as many files and connections open as it may."""
+
+    def __init__(self, what: object) -> None:
+        """Say what to do; `what` could not be done."""
+        super().__init__(
+            f"{what}; raise the limit of files and connections that a process may have open (ulimit -n, LimitNOFILE of "
+            "systemd, or nofile of the container)"
+        )
+
+
 def of_kind(name: str, message: str) -> HorizonError:
     """Return an error of the class with this name, which another rank has raised; of the base class if unknown."""
-    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind is not OutOfMemory}
+    kinds = {kind.__name__: kind for kind in HorizonError.__subclasses__() if kind not in (OutOfMemory, TooManyFiles)}
     return kinds.get(name, HorizonError)(message)
+
+
+def is_out_of_files(error: BaseException) -> bool:
+    """Return whether an error says that this process may not open more files, which is no fault of the file."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)  # PyTorch's connections
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that memory could not be had."""
-    # PyTorch has no error class for this on the CPU, nor has Python for a thread without a stack: their texts are all
-    # that there is. The last one is that of GPUs.
+    # PyTorch has no error class for this on the CPU, nor have Python for a thread without a stack and the loader of
+    # libraries: their texts are all that there is. The last one is that of GPUs.
     texts = ("can't allocate memory", "not enough memory", "can't start new thread", "out of memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    if isinstance(error, ImportError):
+        said = (
+            str(error).strip().lower()
+        )  # another limit has similar words: "cannot allocate memory in static TLS block"
+        return said.endswith(("failed to map segment from shared object", "cannot allocate memory"))
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(text in str(error) for text in texts))
     )

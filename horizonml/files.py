@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from horizonml.errors import JobError
 
+_SCRATCH = "horizonml-run-"
 MOST_NAME = 200  # bytes of a name from elsewhere: file systems allow 255, and drafts and locks have longer names
 
 
@@ -129,3 +132,48 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a temporary folder of this process, and delete it afterwards.
+
+    Folders that processes of this user have left behind, because they were killed, are deleted, too: the lock that a
+    process holds on its folder ends with it.
+    """
+    _sweep()
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        lock = _lock(folder)
+        if folder.is_dir():  # or another process that sweeps was quicker than the lock
+            break
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:  # not every file system has locks
+            os.close(lock)
+
+
+def _sweep() -> None:
+    """Delete the temporary folders of this user's processes that have ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Lock a folder of this user; return what `os.close` releases, or None if it is another's, in use, or gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = folder.stat(follow_symlinks=False)
+        if found.st_uid == os.getuid() and os.path.samestat(found, os.fstat(lock)):
+            return lock
+    os.close(lock)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,13 +83,18 @@ class Ragged(Points):
 
 
 class Stuck(Points):
-    """Every point but the first ones takes for ever, in a process that loads samples."""
+    """Every point but the first ones takes for ever, in a process that loads samples, or on one rank."""
 
     reads = 0
 
+    def __init__(self, samples: int = 61, rank: int | None = None) -> None:
+        super().__init__(samples)
+        self.rank = rank
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         self.reads += 1
-        if multiprocessing.parent_process() is not None and self.reads > 18:
+        here = multiprocessing.parent_process() is not None or os.environ.get("RANK") == str(self.rank)
+        if here and self.reads > 18:
             threading.Event().wait()
         return super().__getitem__(index)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from horizonml.cli.main import app
+from horizonml.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(

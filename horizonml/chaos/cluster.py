@@ -117,9 +117,9 @@ class Cluster:
             for rank in range(self.ranks):
                 self.start_rank(rank)
             supervisor = threading.Thread(target=self._supervise, name="supervisor", daemon=True)
+            supervisor.start()
             self._undo.callback(supervisor.join)
             self._undo.callback(self._stopping.set)
-            supervisor.start()
         except BaseException:
             self.stop()
             raise

@@ -1,73 +1,21 @@
-"""The command line: all commands in one, and what becomes of their errors."""
+"""Where the command line begins: nothing is imported before Ctrl-C and errors are handled."""
 
 from __future__ import annotations
 
-from typing import Annotated, NoReturn
-
-import typer
-from typer.core import TyperArgument
-
-from horizonml import __version__
-from horizonml.cli.bench import app as bench
-from horizonml.cli.chaos import chaos
-from horizonml.cli.cluster import app as cluster
-from horizonml.cli.export import export
-from horizonml.cli.jobs import init, schema, validate
-from horizonml.cli.log import log
-from horizonml.cli.plan import plan, profile, simulate
-from horizonml.cli.predict import evaluate, generate, predict
-from horizonml.cli.rendezvous import rendezvous
-from horizonml.cli.report import report
-from horizonml.cli.token import token
-from horizonml.cli.top import top
-from horizonml.cli.train import train
-from horizonml.cli.up import join, up
-from horizonml.cli.watch import watch
-from horizonml.cli.what_if import what_if
-from horizonml.runtime.process import run_and_exit
-
-TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
-
-app = typer.Typer(
-    name="horizonml",
-    help="Train a neural network together on the small machines you already have.\n\n"
-    "Start with: horizonml train digits --set parallel.strategy=pipeline --workers 5\n\n"
-    "For your own model or data: horizonml init",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,  # plain text: no types of flags, and paragraphs that fill the line
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-for command in (train, up, join, init, validate, schema, plan, simulate, profile):
-    app.command()(command)
-# What comes after a command to start belongs to that command.
-app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
-app.command()(token)
-app.command()(evaluate)
-app.command()(predict)
-app.command()(generate)
-app.command()(export)
-app.command()(report)
-app.command()(watch)
-app.command()(top)
-app.command("what-if")(what_if)
-app.command()(log)
-app.command()(chaos)
-app.add_typer(bench, name="bench")
-app.add_typer(cluster, name="cluster")
+import os
+from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Run a command, and print the errors that are meant for the user without a traceback."""
-    run_and_exit(app)
+    try:
+        from horizonml.runtime.process import run_and_exit
+    except KeyboardInterrupt:
+        os._exit(130)
+    run_and_exit(_command)
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
-        print(f"horizonml {__version__}")
-        raise typer.Exit
+def _command() -> None:
+    from horizonml.cli.app import app
+
+    app()

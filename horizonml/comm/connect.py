@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from horizonml.comm.listener import guard
 from horizonml.comm.published import PublishedAddresses
 from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
-from horizonml.errors import PeerLost
+from horizonml.errors import PeerLost, TooManyFiles, is_out_of_files
 from horizonml.tunnel.addresses import own_address
 from horizonml.tunnel.links import Links
 
@@ -99,6 +99,8 @@ class Connections:
         try:
             group = self._soon(lambda: self._make(store, ranks), self._timeout)
         except (*GLOO_ERRORS, MemoryError) as error:  # gloo allocates as much memory as a damaged address says
+            if is_out_of_files(error):  # a fault of this rank, and not of those that it cannot connect to
+                raise TooManyFiles(f"too many open files: rank {self._rank} cannot connect to the others") from error
             reason = store.failures(0.0) or short(error)
             raise PeerLost(f"rank {self._rank} could not connect to all other ranks: {reason}") from error
         finally:

@@ -80,6 +80,7 @@ class Group:
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
         self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
+        self.calls = 0  # to and from the others: they show that this rank's main thread moves on
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
         self._over = over or threading.Event()  # set once the group has been broken off
@@ -144,6 +145,7 @@ class Group:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
+        self.calls += 1
         if peer == self.rank:
             self._outbox[tag] = tensor
             return Done()
@@ -157,6 +159,7 @@ class Group:
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into a contiguous tensor of the size that was sent."""
+        self.calls += 1
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
         try:
@@ -197,6 +200,7 @@ class Group:
 
         Stages with the same members have one each, for their sums do not come in the same order on all members.
         """
+        self.calls += 1
         if (ranks, stage) not in self._subgroups:
             name = f"stage-{stage}-ranks-" + "-".join(map(str, ranks))
             self._subgroups[ranks, stage] = self._connections.connect(name, ranks)
@@ -204,10 +208,12 @@ class Group:
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
+        self.calls += 1
         try:
             work.wait()
         except GLOO_ERRORS as error:
             raise lost(peer, error) from error
+        self.calls += 1
 
     def gather_json(self, value: Any, read: Reader[Any] = anything) -> list[Any]:
         """Return every rank's `value`, in the order of ranks, on every rank.
@@ -234,10 +240,12 @@ class Group:
         return [self._read(rank, self._parse(rank, content[:size]), read) for rank, (content, size) in parts]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
+        self.calls += 1
         try:
             Collective(self._world.allgather([into], [own]), self._over).wait()
         except GLOO_ERRORS as error:
             raise lost(None, error) from error
+        self.calls += 1
 
     @staticmethod
     def _read(rank: int, value: Any, read: Reader[T]) -> T:
@@ -267,12 +275,14 @@ class Group:
         return self._read(source, self._parse(source, content), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
+        self.calls += 1
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         try:
             Collective(self._world.broadcast([tensor], options), self._over).wait()
         except GLOO_ERRORS as error:
             raise lost(source, error) from error
+        self.calls += 1
 
     def agree(self, action: Callable[[], Any], read: Reader[Any] = anything) -> list[Any]:
         """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.errors import DataError, is_out_of_memory
+from horizonml.errors import DataError, is_out_of_files, is_out_of_memory
 
 PHOTO_MEAN, PHOTO_STD, PHOTO_SIZE = 0.449, 0.226, 224  # of pixels from 0 to 1, and the side of a square photo
 
@@ -38,7 +38,7 @@ def read_picture(file: Any, decode: Callable[[Any], Tensor]) -> Tensor:
     except DataError:
         raise
     except Exception as error:  # Pillow's readers fail on damaged files in any way
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or is_out_of_files(error):
             raise
         raise DataError(f"it is damaged, or not a picture: {str(error) or type(error).__name__}") from error
 

@@ -150,6 +150,7 @@ class LocalSession(Session):
         """
         if self.group.is_over:  # nothing that travels would show it
             raise PeerLost("the group was broken off")
+        self.group.calls += 1
         self._begin_training()
         self.state.prepared = None
         number = self.state.step

@@ -5,16 +5,15 @@ from __future__ import annotations
 import socket
 import ssl
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from horizonml.discovery.device import measure_gflops, this_device
 from horizonml.errors import HorizonError, JobError
+from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import terminal
 from horizonml.lobby.accept import needed
@@ -106,7 +105,7 @@ class Up:
         settings = self._settings
         with ExitStack() as stack:
             stack.enter_context(handling(self._stop.note))
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="horizonml-")))
+            scratch = stack.enter_context(scratch_folder())
             listener = stack.enter_context(listen(settings.host, settings.port))
             self._host, self._port = listener.getsockname()[:2]
             stack.enter_context(self._serving(listener))

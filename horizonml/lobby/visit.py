@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from enum import Enum, auto
-from pathlib import Path
 
 from horizonml.errors import HorizonError, RendezvousError
+from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import echo
 from horizonml.lobby.accept import confinement
@@ -54,12 +53,12 @@ class Visit:
         news = self._first_news()
         self._run = news.run
         print(f"{self._where} trains {printable(news.job)}; this device joins as the {_th(news.position)}", flush=True)
-        with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+        with scratch_folder() as scratch:
             try:
                 preparation = Preparation(self._settings, self._stop, self._voice, self._where)
                 job, lineage = preparation.job()
                 job = preparation.with_data(job)
-                file = Path(scratch) / "job.yaml"
+                file = scratch / "job.yaml"
                 file.write_text(job_text(job))
                 self._child = Child(file, True)
                 self._voice.say(Standing.PREPARING, "loads PyTorch", link=echo.measure(self._voice.ask))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from horizonml.errors import TooManyFiles
+
 _CPU_PROCESS, _CUDA_PROCESS = 150 << 20, 300 << 20  # as measured for ranks of tiny models, by the build of PyTorch
 
 
@@ -26,14 +28,20 @@ def available_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
     return cores
 
 
-def raise_descriptor_limit() -> None:
-    """Let this process open as many files and connections as the system lets it ask for."""
+def raise_descriptor_limit(needed: int = 0) -> None:
+    """Let this process open as many files and connections as the system lets it ask for.
+
+    Raises TooManyFiles if that is less than `needed`: gloo ends a process that can open no connection, without a word.
+    """
     import resource  # not on every system
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # a system may forbid what it announces
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise TooManyFiles(f"{soft} open files and connections are allowed here, and this rank needs about {needed}")
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> float:

@@ -78,6 +78,10 @@ class Crashes:
         """Return the ranks of a job that are not taken in for now."""
         return {rank for (job, rank), known in self._of.items() if job == digest and now < known.until}
 
+    def known(self, digest: str) -> set[int]:
+        """Return the ranks of a job that have joined so far, whatever has become of them."""
+        return {rank for job, rank in self._of if job == digest}
+
     def words(self, one: Fingerprint) -> str:
         """Return for people why a rank has to wait; the same words at any time."""
         known = self._of[one.digest, one.rank]

@@ -1,4 +1,7 @@
-"""Gives rank numbers to processes whose environment names none: the lowest that no living rank holds."""
+"""Gives rank numbers to processes whose environment names none: the lowest that no living rank holds.
+
+The number of a rank that was started with it, and is lost, comes last: whatever started that rank starts it again.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,16 @@ class Given:
 class Numbers:
     """Remembers which number was reserved for which process. Times are seconds of any clock."""
 
+    _given: set[int] = field(default_factory=set)  # whose holders ask for a number again when they come back
     _reserved: dict[int, tuple[tuple[str, int], float]] = field(default_factory=dict)
 
-    def give(self, ask: Ask, held: Mapping[int, tuple[str, int]], closed: Iterable[int], now: float) -> int | None:
+    def give(
+        self, ask: Ask, held: Mapping[int, tuple[str, int]], closed: Iterable[int], before: Iterable[int], now: float
+    ) -> int | None:
         """Return a number for a process, or None if there is none left.
 
-        `held` says which process holds a number; those in `closed` are not given for now.
+        `held` says which process holds a number; those in `closed` are not given for now. Who held one of those in
+        `before` may come back.
         """
         process = ask.host_id, ask.pid
         self._reserved = {rank: entry for rank, entry in self._reserved.items() if now < entry[1]}
@@ -39,7 +46,10 @@ class Numbers:
         free = set(range(ask.most)) - taken - set(closed)
         if not (free := set(own) & set(range(ask.most)) or free):
             return None
-        rank = min(free)
+        others = set(before) - self._given
+        rank = min(free - others or free)
+        if rank not in others:
+            self._given.add(rank)
         self._reserved[rank] = process, now + RESERVE_SECONDS
         return rank
 

@@ -133,7 +133,8 @@ class Roster:
         members = [member.fingerprint for member in self._members.values()]
         held = {one.rank: (one.host_id, one.pid) for one in members}
         held |= dict.fromkeys(self._newest.expected(now) - set(held), ("", 0))
-        rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), now)
+        before = self._crashes.known(ask.digest) | self._newest.ranks
+        rank = self._numbers.give(ask, held, self._crashes.closed(ask.digest, now), before, now)
         if rank is None:
             limit = f"the run takes at most {ask.most} ranks (parallel.max_workers), and all their numbers are in use"
             return Refused([ask.number], limit)

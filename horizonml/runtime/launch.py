@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import yaml
 
 from horizonml.errors import JobError
+from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, service_address
@@ -236,8 +237,8 @@ def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) ->
     `metrics` is the host and the port at which rank 0 serves its metrics; the other ranks use the ports after it.
     Raises RankFailed or JobError.
     """
-    with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
-        resolved = Path(scratch) / "job.yaml"
+    with scratch_folder() as scratch:
+        resolved = scratch / "job.yaml"
         resolved.write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
         command = python_module("horizonml", "train", str(resolved))
         if fresh:
@@ -270,13 +271,13 @@ def run_ranks(
     problem = foreign(job.run_folder) if fresh else None
     if problem is not None:
         raise JobError(problem)
-    with tempfile.TemporaryDirectory(prefix="horizonml-") as scratch:
+    with scratch_folder() as scratch:
         (say or _say)(f"starting {count(world_size, 'rank')} on this machine ...")
-        logs = _log_folder(job, Path(scratch))
+        logs = _log_folder(job, scratch)
         patience = STOP_SECONDS
         if job.parallel.may_take_local_steps:  # which end at a synchronisation
             patience = max(patience, job.rendezvous.step_timeout)
-        kept = logs != Path(scratch)
+        kept = logs != scratch
         with LocalRun(world_size, command, logs, env, kept, output, inherited, patience) as run:
             run.wait(meanwhile)
             return run.signal

@@ -7,49 +7,101 @@ import logging
 import os
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
 import horizonml
-from horizonml.errors import HorizonError, OutOfMemory, is_out_of_memory
+from horizonml.errors import HorizonError, OutOfMemory, TooManyFiles, is_out_of_files, is_out_of_memory
 from horizonml.machine.signals import watch_launcher
 from horizonml.text import escaped, plain_lines
 
 _PACKAGE = Path(horizonml.__file__).parent
+_BEGIN_SECONDS, _LOOK_SECONDS = 10.0, 0.25  # for a thread to begin, and between two looks
+_python_start = threading.Thread.start
 
 
 def run_and_exit(action: Callable[[], object]) -> NoReturn:
     """Run a process's action and end the process; errors that are meant for the user are printed as one sentence."""
+    code = HorizonError.exit_code
+    try:
+        ended = _run(action)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = ended
+    except KeyboardInterrupt:
+        code = 130
+    except (OSError, MemoryError) as error:  # what there was to say could not be said
+        os.write(2, f"error: {error or 'out of memory'}\n".encode())
+    finally:
+        # Unloading torch takes a quarter of a second, and threads inside it may still talk to the network. Without
+        # this, threads such as the heartbeat could also outlive the main thread, when that dies of an error in here.
+        os._exit(code)
+
+
+def _run(action: Callable[[], object]) -> int:
+    """Run a process's action, print its error if it fails, and return the exit code."""
     watch_launcher()
+    threading.Thread.start = _start  # type: ignore[method-assign]
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
     logging.basicConfig(level=os.environ.get("HORIZONML_LOG", "WARNING").upper(), handlers=[handler])
-    code: int | str | None = 0
     try:
         action()
     except HorizonError as error:
-        code = _print_error(error)
+        return _print_error(error)
     except KeyboardInterrupt:
-        code = 130
+        return 130
     except SystemExit as end:
-        code = end.code
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except Exception as error:
+        scarce = next((one for one in _chain(error) if is_out_of_memory(one)), None)
+        if scarce is not None:
+            traceback.clear_frames(scarce.__traceback__)  # which hold what has filled the memory
+            return _print_error(OutOfMemory(loading=isinstance(scarce, ImportError)))
+        limited = next((one for one in _chain(error) if is_out_of_files(one)), None)
+        if limited is not None:
+            return _print_error(TooManyFiles(limited))
         place = own_line(error)
-        if is_out_of_memory(error):
-            code = _print_error(OutOfMemory())
-        elif place is not None:  # the user's code: all of it for the log, and a sentence for the terminal
+        if place is not None:  # the user's code: all of it for the log, and a sentence for the terminal
             traceback.print_exc()
-            code = _print_error(HorizonError(f"{place}: {type(error).__name__}: {str(error).strip() or 'no message'}"))
-        else:  # a bug: show it all
-            logging.exception("please report this")
-            code = 70
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Unloading torch takes a quarter of a second, and threads inside it may still talk to the network.
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+            return _print_error(HorizonError(f"{place}: {type(error).__name__}: {str(error).strip() or 'no message'}"))
+        logging.exception("please report this")  # a bug: show it all
+        return 70
+    return 0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from or while they were handled."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+class _Begun(threading.Event):
+    """Is set by a thread that begins; who starts it waits for that, but not for ever.
+
+    Python waits without a limit. A thread that has a stack, but no memory for its first step, ends before it can say
+    so, and whoever started it would hang, while the heartbeat goes on.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait; raise RuntimeError if the thread does not begin. Time in which the process is stopped counts little."""
+        if timeout is not None:
+            return super().wait(timeout)
+        for _ in range(int(_BEGIN_SECONDS / _LOOK_SECONDS)):
+            if super().wait(_LOOK_SECONDS):
+                return True
+        raise RuntimeError(f"can't start new thread: it has not begun within {_BEGIN_SECONDS:.0f} s")
+
+
+def _start(thread: threading.Thread) -> None:
+    """Start a thread, whoever made it; raise RuntimeError if it does not begin, instead of waiting for ever."""
+    thread._started = _Begun()  # type: ignore[attr-defined]
+    _python_start(thread)
 
 
 class _Plain(logging.Formatter):
@@ -73,7 +125,11 @@ def own_line(error: BaseException) -> str | None:
     That is `file:line (in function)`, or the line of the model's forward pass as torch.fx has recorded it. Return None
     if the error comes from this package, from Python or from an installed package alone.
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    return own_place(traceback.extract_tb(error.__traceback__))
+
+
+def own_place(frames: traceback.StackSummary) -> str | None:
+    """Return the last line of the user's own code that HorizonML called within a stack; see `own_line`."""
     ours = [number for number, frame in enumerate(frames) if Path(frame.filename).is_relative_to(_PACKAGE)]
     for frame in reversed(frames[ours[0] :] if ours else []):
         if frame.filename.startswith("<eval_with_key>"):

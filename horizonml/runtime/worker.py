@@ -30,6 +30,7 @@ from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.linking import Linking
 from horizonml.runtime.outcome import Outcome
+from horizonml.runtime.watchdog import Watchdog
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.shards import completed
 from horizonml.state.train_state import TrainState
@@ -39,6 +40,8 @@ from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
 from horizonml.tunnel.client import link_port
+
+_OWN_DESCRIPTORS, _DESCRIPTORS_PER_PEER = 32, 4  # that a rank has open at a time, at least
 
 
 def settings_for(job: Job) -> RendezvousSettings:
@@ -101,8 +104,8 @@ class Worker:
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""
         keep_freed_memory()
-        raise_descriptor_limit()
         job, identity = self._job, self._identity
+        raise_descriptor_limit(_OWN_DESCRIPTORS + _DESCRIPTORS_PER_PEER * (identity.world_size - 1))
         folder = RunFolder(job.run_folder, identity.rank, job.name, job.checkpoint.enabled)
         story = explain_last(job.run_folder, identity.rank)
         if story is not None:
@@ -202,7 +205,11 @@ class Worker:
                 membership.on_end(lambda ended: abort())
             self._metrics.formed(generation, group.world_size)
             life.lifeline.begin(generation)
-            return Generation(life, group, generation, names, started_as, newcomers, self.say).run()
+            own = Generation(life, group, generation, names, started_as, newcomers, self.say)
+            if membership is None:
+                return own.run()
+            with Watchdog(group, group.timeout, rejoin, membership.leave, life.lifeline.end):
+                return own.run()
         except BaseException as error:
             self._broke_at = time.monotonic()
             if membership is not None:  # before the connections close, so that the others find the reason

@@ -99,12 +99,12 @@ class Disks:
         found = group.gather_json(problem, optional(text))
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
 
-    def copy(self, copies: Sequence[Copy], group: Group) -> None:
+    def copy(self, copies: Sequence[Copy], group: Group) -> list[str]:
         """Send files between disks through the group or its twin; all ranks call this with the same copies.
 
-        In each round every copy moves one chunk, so that no rank waits for the whole of another's file. Received files
-        are verified when they are used, so a disk that fails on the way does not stop the other copies. Raises
-        PeerLost.
+        In each round every copy moves one chunk, so that no rank waits for the whole of another's file. A disk that
+        fails on the way does not stop the other copies: what went wrong is returned, in the order of ranks, on all of
+        them. Received files are verified when they are used. Raises PeerLost.
         """
         rank, channel = group.rank, group.channel("files")
         copies = [copy for copy in copies if copy.source != copy.target]
@@ -132,6 +132,9 @@ class Disks:
         finally:
             for partial in mine.values():
                 partial.close()
+        own = next((partial.problem for partial in mine.values() if partial.problem is not None), None)
+        problems = group.gather_json(own, optional(text)) if copies else []
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,7 @@ class _Partial:
 
     def __init__(self, path: Path, sending: bool) -> None:
         self._path, self._sending = path, sending
+        self.problem: str | None = None  # what went wrong, if anything did
         self._file: FileIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +202,8 @@ class _Partial:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        _log.warning("%s: %s", self._path, error.strerror or error)
+        self.problem = f"{self._path} cannot be {'read' if self._sending else 'written'}: {error.strerror or error}"
+        _log.warning("%s", self.problem)
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()

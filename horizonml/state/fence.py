@@ -12,11 +12,10 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizonml.errors import CheckpointError, PeerLost
+from horizonml.errors import CheckpointError, PeerLost, is_out_of_files
 from horizonml.files import sync_folder
 
 _log = logging.getLogger(__name__)
@@ -98,12 +97,14 @@ class Fence:
 
     def _announced(self) -> list[tuple[Term, str]]:
         """Return the groups that have begun in the folder, each with its word."""
-        with suppress(OSError):
-            found = (
-                re.fullmatch(r"\.generation-(\d{1,18})-(\d{1,18})-(\w+)", name) for name in os.listdir(self._folder)
-            )
-            return [(Term(int(match[1]), int(match[2])), match[3]) for match in found if match]
-        return []
+        try:
+            names = os.listdir(self._folder)
+        except OSError as error:
+            if is_out_of_files(error):  # or a group that is over could write
+                raise
+            return []
+        found = (re.fullmatch(r"\.generation-(\d{1,18})-(\d{1,18})-(\w+)", name) for name in names)
+        return [(Term(int(match[1]), int(match[2])), match[3]) for match in found if match]
 
     def _file(self, term: Term, word: str) -> Path:
         return self._folder / f".generation-{term.restarts}-{term.generation}-{word}"

@@ -254,7 +254,7 @@ class Resumption:
                     if lead not in where[file]:
                         copies.append(Copy(path / file, metadata.shards[file].bytes, where[file][0], lead))
                         where[file].append(lead)
-        self.disks.copy(copies, self.group)
+        failed = self.disks.copy(copies, self.group)
 
         def finish() -> None:
             for copy in copies:
@@ -264,7 +264,7 @@ class Resumption:
                 write_metadata(path, metadata.model_dump())
 
         # Ranks that share a disk with its lead read what the lead has received, so they wait for it here.
-        problems = self.disks.everywhere(finish, self.group)
+        problems = failed + self.disks.everywhere(finish, self.group)
         return _Problem(problems[0]) if problems else None
 
 

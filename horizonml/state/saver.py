@@ -96,7 +96,9 @@ class Saver:
         failed += more
         if failed:
             return failed
-        shards, received = self._copy(snapshot, hidden, shards)
+        shards, received, failed = self._copy(snapshot, hidden, shards)
+        if failed:
+            return failed
         metadata = {
             "format": FORMAT,
             "horizonml": __version__,
@@ -130,10 +132,10 @@ class Saver:
 
     def _copy(
         self, snapshot: Snapshot, hidden: Path, shards: Mapping[str, Shard]
-    ) -> tuple[dict[str, Shard], list[str]]:
+    ) -> tuple[dict[str, Shard], list[str], list[str]]:
         """Bring every shard to the disks that keep it.
 
-        Return the shards with these machines, and the names of the shards that this rank's disk received.
+        Return the shards with these machines, the names of those that this rank's disk received, and what went wrong.
         """
         kept: dict[str, Shard] = {}
         copies: list[Copy] = []
@@ -146,8 +148,8 @@ class Saver:
             # Two machines may have the same name, and are two; a machine may have several disks, and is one.
             places = {self.group.hosts[disk]: self.machines[disk] for disk in keepers}
             kept[name] = shards[name].model_copy(update={"machines": list(places.values())})
-        self.disks.copy(copies, self.group)
-        return kept, [copy.path.name for copy in copies if copy.target == self.group.rank]
+        failed = self.disks.copy(copies, self.group)
+        return kept, [copy.path.name for copy in copies if copy.target == self.group.rank], failed
 
     def _prepare(
         self, hidden: Path, metadata: dict[str, Any], shards: Mapping[str, Shard], received: list[str]

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor
 
 from horizonml import __version__
-from horizonml.errors import CheckpointError
+from horizonml.errors import CheckpointError, is_out_of_files
 from horizonml.files import inside, write_atomically
 from horizonml.job.schema import Job
 from horizonml.state.best import Best
@@ -171,6 +171,8 @@ def read_metadata(path: Path) -> Metadata:
             raise ValueError(f"it is larger than {_MOST_METADATA >> 20} MiB")
         return check(json.loads(content, object_pairs_hook=_each_once), path)
     except (OSError, ValueError, RecursionError) as error:
+        if is_out_of_files(error):  # of which the checkpoint is innocent
+            raise
         raise _damaged(path, error) from error
 
 
@@ -239,6 +241,8 @@ def verify_shard(file: Path, shard: Shard, content: bool = True) -> None:
             if content and hashlib.file_digest(opened_file, "sha256").hexdigest() != shard.sha256:
                 raise CheckpointError(f"{file} is damaged: its content does not match its SHA-256")
     except OSError as error:
+        if is_out_of_files(error):
+            raise
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
@@ -304,7 +308,9 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
     where: dict[str, Any] = {}
     try:
         for name, shard in shards.items():
-            handle = safetensors.safe_open(_shard_file(path, name), framework="pt")
+            file = _shard_file(path, name)
+            _regular_file(file).close()  # safetensors says of any file that it cannot open that there is none
+            handle = safetensors.safe_open(file, framework="pt")
             keys = list(handle.keys())
             if shard.tensors is not None and len(keys) != shard.tensors:
                 raise CheckpointError(f"{path / name} has {len(keys)} tensors instead of {shard.tensors}")
@@ -313,4 +319,6 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
             where |= dict.fromkeys(keys, handle)
         yield list(where), lambda name: where[name].get_tensor(name)
     except (OSError, safetensors.SafetensorError) as error:
+        if is_out_of_files(error):
+            raise
         raise CheckpointError(f"{path} cannot be read: {error}") from error

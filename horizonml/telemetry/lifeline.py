@@ -109,8 +109,9 @@ class Lifeline:
             killed_anywhere=killed_on_machine(),
         )
         self._write(self._trace)
-        self._thread = threading.Thread(target=self._keep, name="lifeline", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._keep, name="lifeline", daemon=True)
+        thread.start()
+        self._thread = thread  # only now, since `end` cannot wait for one that could not be started
 
     def expected(self, memory: float | None) -> None:
         """Note the bytes of memory that the plan expects this process to need, if it says so."""

@@ -197,8 +197,12 @@ class WebServer:
         if sum(one.waits for one in self._clients) >= self._limits.later:
             return Reply.text(503, "too many requests are waiting; try again in a moment\n", {"Retry-After": "2"})
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"{self._name}, slow", daemon=True)
-            self._worker.start()
+            worker = threading.Thread(target=self._work, name=f"{self._name}, slow", daemon=True)
+            try:
+                worker.start()
+            except (RuntimeError, MemoryError):
+                return Reply.text(503, "not enough memory is left; try again later\n", {"Retry-After": "10"})
+            self._worker = worker
         client.waits = True
         client.deadline = max(client.deadline, time.monotonic() + reply.seconds)
         self._to_do.put(_Work(client, reply))

@@ -126,6 +126,18 @@ def test_a_killed_rank_ends_all_and_is_named(folder: Path, start: Callable[..., 
     assert "Traceback" not in output
 
 
+def test_a_rank_that_hangs_ends_all_and_is_named_with_its_line(folder: Path) -> None:
+    (folder / "job.yaml").write_text(
+        "{name: test, epochs: 2, batch_size: 16, model: {name: tests.tasks:perceptron}, parallel: {workers: 2}, "
+        "data: {name: tests.datasets:Stuck, options: {rank: 1}, workers: 0}, rendezvous: {step_timeout: 2}}"
+    )
+    result = horizonml(folder, "train", "job.yaml", "--set", "parallel.strategy=ddp")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "error: rank 1: its main thread has made no progress for" in result.stderr
+    assert "tests/datasets.py:" in result.stderr
+    assert "(in __getitem__)" in result.stderr
+
+
 def test_a_killed_launcher_leaves_no_process_behind(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("train", "job.yaml", *ENDLESS)
     wait_for(lambda: steps(folder) > 5, "the first steps")
@@ -260,7 +272,7 @@ def test_a_rank_that_is_asked_to_end_makes_all_save_and_leave(
 def test_ranks_stay_light(folder: Path) -> None:
     """The compiler would cost every rank 70 MB and a second; --help must not load torch at all."""
     code = (
-        "import sys; from horizonml.cli.main import app\n"
+        "import sys; from horizonml.cli.app import app\n"
         "try: app(ARGS)\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
     )
     helped = subprocess.run(

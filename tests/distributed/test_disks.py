@@ -40,8 +40,11 @@ def test_a_copy_lies_on_another_machine_where_there_is_one(pool: Pool, tmp_path:
     assert pool.run(1, keepers_of, tmp_path / "c", pods[:1]) == [[[0]]]
 
 
-def copied(rank: int, world_size: int, store: Store, folder: Path, size: int) -> bool:
-    """Rank 0 sends a file around a ring; one rank's disk is full. Whether this rank has the file's content."""
+def copied(rank: int, world_size: int, store: Store, folder: Path, size: int, broken: str) -> tuple[bool, list[str]]:
+    """Rank 0 sends a file to the others; one rank's disk is full, or rank 0 cannot read.
+
+    Whether this rank has the file's content, and what went wrong.
+    """
     group = Group(store, rank, world_size, 30.0)
     try:
         disks = Disks(folder / str(rank), group)
@@ -49,18 +52,28 @@ def copied(rank: int, world_size: int, store: Store, folder: Path, size: int) ->
         paths = [folder / str(other) / "file" for other in range(world_size)]
         if rank == 0:
             paths[0].write_bytes(content[:size])
-        if rank == 1:
+        if rank == 0 and broken == "source":
+            paths[0].unlink()
+            paths[0].mkdir()
+        if rank == 1 and broken == "target":
             paths[1].symlink_to("/dev/full")
         # The name is the same on all disks; here each has a folder of its own.
-        disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)], group)
-        return rank != 1 and paths[rank].read_bytes() == content[:size]
+        problems = disks.copy([Copy(paths[rank], size, 0, other) for other in range(1, world_size)], group)
+        return paths[rank].is_file() and paths[rank].read_bytes() == content[:size], problems
     finally:
         group.close()
 
 
 @pytest.mark.parametrize("size", [1, 3000, (1 << 20) + 1000, 3 << 20])
 def test_a_disk_that_fills_up_ends_nobody(pool: Pool, tmp_path: Path, size: int) -> None:
-    assert pool.run(3, copied, tmp_path, size) == [True, False, True]
+    problem = f"rank 1: {tmp_path / '1' / 'file'} cannot be written: No space left on device"
+    results = pool.run(3, copied, tmp_path, size, "target")
+    assert results == [(True, [problem]), (False, [problem]), (True, [problem])]
+
+
+def test_who_receives_a_file_that_its_sender_cannot_read_learns_why(pool: Pool, tmp_path: Path) -> None:
+    problem = f"rank 0: {tmp_path / '0' / 'file'} cannot be read: Is a directory"
+    assert pool.run(2, copied, tmp_path, 3000, "source") == [(False, [problem])] * 2
 
 
 BOARDS = ["boot1/10.0.0.1", "boot2/10.0.0.2", "boot3/10.0.0.3"]

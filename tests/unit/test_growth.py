@@ -75,6 +75,31 @@ def test_a_process_without_a_rank_is_given_the_lowest_that_nobody_living_holds()
     assert [roster.give_number(question(n, pid=n), 0.0) for n in (1, 2, 3)] == [Given(rank, 5) for rank in (0, 1, 2)]
 
 
+def test_the_number_of_a_rank_that_restarts_is_given_last() -> None:
+    roster = Roster()
+    formed(roster, *(rank(number, 3, max_world_size=5) for number in range(3)))
+    alive(roster, 1, 2, start=0.0, end=5.5)
+    assert [str(lost.rank) for lost in roster.endings()[1].lost] == ["2"]
+    for number in (1, 2):
+        roster.leave(number, LOST_PEER, 5.5)
+    come_back(roster, 0, 1, generation=1, size=3, at=5.5, first=11, max_world_size=5)
+    (verdict,) = alive(roster, 11, 12, start=5.75, end=5.75)
+    assert isinstance(verdict, Formed)
+    asked = [roster.give_number(question(n, pid=n, most=5), 6.0) for n in (21, 22, 23)]
+    assert asked == [Given(3, 3), Given(4, 3), Given(2, 3)]
+    # Numbers that the service has given are free again: who held them asks anew. Rank 2 is still the last one.
+    asked = [roster.give_number(question(n, pid=n, most=5), 70.0) for n in (24, 25, 26)]
+    assert asked == [Given(3, 3), Given(4, 3), Given(2, 3)]
+
+
+def test_the_number_of_a_rank_that_does_not_report_to_a_new_service_is_given_last() -> None:
+    roster = Roster(settled=4.0)
+    for number, one in ((11, 0), (12, 1)):
+        roster.resume(number, survivor(one, generation=2), [0, 1, 2], 1.0)
+    alive(roster, 11, 12, start=1.0, end=21.0)
+    assert roster.give_number(question(1), 21.5) == Given(3, 3)
+
+
 def test_no_number_is_given_as_long_as_members_of_an_older_group_may_report() -> None:
     roster = Roster(settled=4.0)
     assert roster.give_number(question(1), 3.0) is None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from horizonml.cli.main import app
+from horizonml.cli.app import app
 from horizonml.errors import SecurityError
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import TOKEN, TOKEN_FILE, find_token, make_token, parse_token, save_token

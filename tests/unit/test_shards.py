@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from horizonml.errors import CheckpointError
-from horizonml.state.shards import check, find, is_folder_name, read_metadata, steps
+from horizonml.errors import CheckpointError, is_out_of_files
+from horizonml.state.fence import Fence
+from horizonml.state.shards import (
+    METADATA,
+    check,
+    describe,
+    find,
+    is_folder_name,
+    opened,
+    read_metadata,
+    steps,
+    verify_shard,
+)
 from tests.checkpoints import checkpoint
 
 PATH = Path("somewhere/step-00000003")
@@ -114,3 +127,32 @@ def test_only_names_of_checkpoints_are_names(tmp_path: Path) -> None:
     assert [path.name for path in steps(tmp_path)] == ["step-123456789", "step-00000010"]
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         find(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("what", ["metadata", "verify", "open", "fence"])
+def test_a_process_without_descriptors_takes_no_checkpoint_for_damaged(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "stage-0.safetensors"
+    save_file({"a": torch.ones(2)}, path)
+    (tmp_path / METADATA).write_text("{}")
+    shard = describe(path, 1)
+
+    def tries() -> None:
+        match what:
+            case "metadata":
+                read_metadata(tmp_path)
+            case "verify":
+                verify_shard(path, shard)
+            case "open":
+                with opened(tmp_path, {path.name: shard}):
+                    pass
+            case _:
+                Fence(tmp_path, "word")
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as found:
+            tries()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert is_out_of_files(found.value)
