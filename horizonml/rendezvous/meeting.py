@@ -80,7 +80,8 @@ def meet(
     JobComplete if the others have trained the job to the end, and Cancelled when `cancelled` says so, unless the group
     has formed already, which needs all its members to begin.
     """
-    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, time.monotonic() + settings.timeout)
+    deadline = time.monotonic() + settings.timeout
+    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, deadline, before is not None)
     while True:
         try:
             return meeting.join()
@@ -143,7 +144,7 @@ class _Reminder:
             self._told = time.monotonic()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Meeting:
     """A rank's attempts to join a group, until a deadline in `monotonic` time."""
 
@@ -154,10 +155,13 @@ class _Meeting:
     before: Membership | None
     cancelled: Callable[[], bool]
     deadline: float
+    admitted: bool  # whether a service of this job has let this process in, so that its token is the right one
 
     def join(self) -> Membership:
         """Join through the service that is there now. Raises RendezvousError, JobComplete, Cancelled."""
-        client = connect(self.endpoint, self.settings.timeout, self.deadline, self.observer, self.cancelled)
+        timeout, admitted = self.settings.timeout, self.admitted
+        client = connect(self.endpoint, timeout, self.deadline, self.observer, self.cancelled, admitted)
+        self.admitted = True
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(Join(number, own).to_json(), _ANSWER_SECONDS)
@@ -238,19 +242,25 @@ class _Meeting:
 
 
 def connect(
-    endpoint: Endpoint, timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
+    endpoint: Endpoint,
+    timeout: float,
+    deadline: float,
+    observer: Observer,
+    cancelled: Callable[[], bool],
+    admitted: bool = False,
 ) -> Client:
     """Return a connection to the service as soon as it answers, until a deadline in `monotonic` time.
 
-    Raises RendezvousError, Cancelled.
+    A service that will not talk to this process ends the wait, unless an earlier one has `admitted` it: while a service
+    is replaced, something else may have its address for a moment. Raises RendezvousError, Cancelled.
     """
     reminder = _Reminder(observer)
     while True:
         try:
             return endpoint.connect(min(_CONNECT_SECONDS, max(0.1, deadline - time.monotonic())))
-        except Unwanted as error:
-            raise RendezvousError(str(error)) from error
         except ServiceError as error:
+            if isinstance(error, Unwanted) and not admitted:
+                raise RendezvousError(str(error)) from error
             problem = str(error)
         if cancelled():
             raise Cancelled
