@@ -202,7 +202,8 @@ class Worker:
                 membership.on_end(lambda ended: abort())
             self._metrics.formed(generation, group.world_size)
             life.lifeline.begin(generation)
-            return Generation(life, group, generation, names, started_as, newcomers, self.say).run()
+            meets_again = rejoin and membership is not None
+            return Generation(life, group, generation, names, started_as, newcomers, meets_again, self.say).run()
         except BaseException as error:
             self._broke_at = time.monotonic()
             if membership is not None:  # before the connections close, so that the others find the reason
