@@ -21,7 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
 from horizonml.comm.log import MessageLog
-from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Work, lost
+from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Moves, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
 from horizonml.tunnel.links import Links
 
@@ -68,17 +68,20 @@ class Group:
         hosts: Sequence[str] | None = None,
         over: threading.Event | None = None,
         links: Links | None = None,
+        moves: Moves | None = None,
     ) -> None:
         """Connect to the other ranks through `store`, within `timeout` seconds; give up when `over` is set.
 
         `hosts[r]`, if known, is the machine of rank r. If all ranks are on this one, nobody else can connect to them.
         Else `links` connect the machines, through tunnels; without links, gloo connects them by the network interface
-        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. Raises PeerLost.
+        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. `moves` counts messages and sums. Raises
+        PeerLost.
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
+        self._moves = moves or Moves()
         self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
@@ -149,6 +152,7 @@ class Group:
             return Done()
         if self.log is not None:
             self.log.add(tensor, peer, tag)
+        self._moves.count += 1
         try:
             work: Work = self._world.send([tensor], peer, tag)
         except GLOO_ERRORS as error:
@@ -159,6 +163,7 @@ class Group:
         """Begin to receive into a contiguous tensor of the size that was sent."""
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
+        self._moves.count += 1
         try:
             work: Work = self._world.recv([into], peer, tag)
         except GLOO_ERRORS as error:
@@ -197,6 +202,7 @@ class Group:
 
         Stages with the same members have one each, for their sums do not come in the same order on all members.
         """
+        self._moves.count += 1
         if (ranks, stage) not in self._subgroups:
             name = f"stage-{stage}-ranks-" + "-".join(map(str, ranks))
             self._subgroups[ranks, stage] = self._connections.connect(name, ranks)
@@ -208,6 +214,7 @@ class Group:
             work.wait()
         except GLOO_ERRORS as error:
             raise lost(peer, error) from error
+        self._moves.count += 1
 
     def gather_json(self, value: Any, read: Reader[Any] = anything) -> list[Any]:
         """Return every rank's `value`, in the order of ranks, on every rank.
@@ -234,6 +241,7 @@ class Group:
         return [self._read(rank, self._parse(rank, content[:size]), read) for rank, (content, size) in parts]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
+        self._moves.count += 1
         try:
             Collective(self._world.allgather([into], [own]), self._over).wait()
         except GLOO_ERRORS as error:
@@ -267,6 +275,7 @@ class Group:
         return self._read(source, self._parse(source, content), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
+        self._moves.count += 1
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         try:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,10 @@ from horizonml import __version__
 from horizonml.errors import RendezvousError
 from horizonml.machine.host import machine_id
 from horizonml.machine.network import route_to, use_interface
+from horizonml.machine.reach import Probe
 from horizonml.machine.signals import Cancelled
 from horizonml.machine.usage import seconds_up
-from horizonml.rendezvous.answers import Complete, Refused, Status, read_status, read_verdict
+from horizonml.rendezvous.answers import Complete, HeldBack, Refused, Status, read_status, read_verdict
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
@@ -177,11 +179,16 @@ class _Meeting:
 
     def _wait(self, client: Client, number: int, own: Fingerprint) -> Membership:
         """Wait for the verdict on this rank's join. Raises RendezvousError, JobComplete, Cancelled, ServiceError."""
+        with closing(_Links()) as links:
+            return self._wait_with(links, client, number, own)
+
+    def _wait_with(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
+        """Wait for the verdict, and say to the service when links work again; see `_wait`."""
         reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
         withdrawn, asked = None, False
         while True:
             beats += 1
-            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS}
+            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS, "reached": links.work()}
             answer = client.ask(beat, _ANSWER_SECONDS)
             if "verdict" in answer:
                 verdict = read_verdict(answer["verdict"])
@@ -203,6 +210,7 @@ class _Meeting:
             if withdrawn is None:
                 status = read_status(answer.get("status"))
                 waiting_for = _in_words(status)
+                links.are_asked(status)
                 if status.missing != missing:
                     missing = status.missing
                     self.observer.waiting(missing)
@@ -241,6 +249,33 @@ class _Meeting:
         )
 
 
+class _Links:
+    """Tries the links for which this rank is left out, as long as the service says that it is."""
+
+    def __init__(self) -> None:
+        self._probe: Probe | None = None
+
+    def are_asked(self, status: Status) -> None:
+        """Try those that the service names, and no others."""
+        addresses = {address for one in status.held if one.own for address in one.probe}
+        if self._probe is None or self._probe.addresses != addresses or not self._probe.silent:
+            self.close()
+            self._probe = Probe(addresses) if addresses else None
+
+    def work(self) -> bool:
+        """Return whether all of them have answered."""
+        if self._probe is None:
+            return False
+        self._probe.look()
+        return not self._probe.silent
+
+    def close(self) -> None:
+        """Try no more."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
 def connect(
     endpoint: Endpoint,
     timeout: float,
@@ -273,11 +308,16 @@ def connect(
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
+def _held_in_words(held: HeldBack) -> str:
+    """Return why a rank is not taken in for now."""
+    return f"{held.reason}; {held.left:.0f} s are left" if held.left else held.reason
+
+
 def _in_words(status: Status) -> str:
     """Return what a rank waits for, for people."""
     own = next((one for one in status.held if one.own), None)
     if own is not None:
-        return f"{own.reason}; {own.left:.0f} s are left"
+        return _held_in_words(own)
     words = status.short or "waiting for the group to form"
-    words += "".join(f" ({one.reason}; {one.left:.0f} s are left)" for one in status.held[:1])
+    words += "".join(f" ({_held_in_words(one)})" for one in status.held[:1])
     return words + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)

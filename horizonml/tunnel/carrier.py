@@ -183,6 +183,8 @@ class Carrier:
                     yield from far.leave_tls()
                 self._carry(near, far)
                 connection = near = None
+        except (ssl.SSLEOFError, ConnectionResetError):  # as when a rank looks whether it reaches this machine
+            pass
         except (OSError, ValueError):
             self.refused += 1
         finally:
