@@ -183,10 +183,9 @@ class Carrier:
                     yield from far.leave_tls()
                 self._carry(near, far)
                 connection = near = None
-        except (ssl.SSLEOFError, ConnectionResetError):  # as when a rank looks whether it reaches this machine
-            pass
-        except (OSError, ValueError):
-            self.refused += 1
+        except (OSError, ValueError) as error:
+            # A rank that only looks whether it reaches this machine says nothing, and is no stranger.
+            self.refused += not isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
         finally:
             del self._arriving[arrival]
             for left in (connection, near):
