@@ -21,7 +21,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
 from horizonml.comm.log import MessageLog
-from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Work, lost
+from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Moves, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
 from horizonml.tunnel.links import Links
 
@@ -68,19 +68,21 @@ class Group:
         hosts: Sequence[str] | None = None,
         over: threading.Event | None = None,
         links: Links | None = None,
+        moves: Moves | None = None,
     ) -> None:
         """Connect to the other ranks through `store`, within `timeout` seconds; give up when `over` is set.
 
         `hosts[r]`, if known, is the machine of rank r. If all ranks are on this one, nobody else can connect to them.
         Else `links` connect the machines, through tunnels; without links, gloo connects them by the network interface
-        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. Raises PeerLost.
+        that GLOO_SOCKET_IFNAME names, readable for everyone on the way. `moves` counts messages and sums. Raises
+        PeerLost.
         """
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
         self._store = store
+        self._moves = moves or Moves()
         self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
-        self.calls = 0  # to and from the others: they show that this rank's main thread moves on
         self._outbox: dict[int, Tensor] = {}  # messages of this rank to itself
         self.log: MessageLog | None = None  # which takes note of what is sent
         self._over = over or threading.Event()  # set once the group has been broken off
@@ -121,6 +123,11 @@ class Group:
         return self._store
 
     @property
+    def calls(self) -> int:
+        """Return how often this rank has turned to the others: a number that grows while its main thread moves on."""
+        return self._moves.count
+
+    @property
     def timeout(self) -> float:
         """Return the seconds that the group waits for a message."""
         return self._timeout
@@ -145,12 +152,13 @@ class Group:
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send a contiguous tensor; it must not change until the work is done."""
-        self.calls += 1
+        self._moves.count += 1
         if peer == self.rank:
             self._outbox[tag] = tensor
             return Done()
         if self.log is not None:
             self.log.add(tensor, peer, tag)
+        self._moves.count += 1
         try:
             work: Work = self._world.send([tensor], peer, tag)
         except GLOO_ERRORS as error:
@@ -159,7 +167,7 @@ class Group:
 
     def receive(self, into: Tensor, peer: int, tag: int) -> Work:
         """Begin to receive into a contiguous tensor of the size that was sent."""
-        self.calls += 1
+        self._moves.count += 1
         if peer == self.rank:
             return FromItself(self._outbox, tag, into)
         try:
@@ -200,7 +208,7 @@ class Group:
 
         Stages with the same members have one each, for their sums do not come in the same order on all members.
         """
-        self.calls += 1
+        self._moves.count += 1
         if (ranks, stage) not in self._subgroups:
             name = f"stage-{stage}-ranks-" + "-".join(map(str, ranks))
             self._subgroups[ranks, stage] = self._connections.connect(name, ranks)
@@ -208,12 +216,12 @@ class Group:
 
     def wait(self, work: Work, peer: int | None = None) -> None:
         """Wait for a message from or to `peer`, or for a sum. Raises PeerLost."""
-        self.calls += 1
+        self._moves.count += 1
         try:
             work.wait()
         except GLOO_ERRORS as error:
             raise lost(peer, error) from error
-        self.calls += 1
+        self._moves.count += 1
 
     def gather_json(self, value: Any, read: Reader[Any] = anything) -> list[Any]:
         """Return every rank's `value`, in the order of ranks, on every rank.
@@ -240,12 +248,12 @@ class Group:
         return [self._read(rank, self._parse(rank, content[:size]), read) for rank, (content, size) in parts]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
-        self.calls += 1
+        self._moves.count += 1
         try:
             Collective(self._world.allgather([into], [own]), self._over).wait()
         except GLOO_ERRORS as error:
             raise lost(None, error) from error
-        self.calls += 1
+        self._moves.count += 1
 
     @staticmethod
     def _read(rank: int, value: Any, read: Reader[T]) -> T:
@@ -275,14 +283,14 @@ class Group:
         return self._read(source, self._parse(source, content), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        self.calls += 1
+        self._moves.count += 1
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
         try:
             Collective(self._world.broadcast([tensor], options), self._over).wait()
         except GLOO_ERRORS as error:
             raise lost(source, error) from error
-        self.calls += 1
+        self._moves.count += 1
 
     def agree(self, action: Callable[[], Any], read: Reader[Any] = anything) -> list[Any]:
         """Run `action` on every rank; return the results, which are JSON values, in the order of ranks.

@@ -21,7 +21,7 @@ class Within(Group):
         self.rank, self.world_size, self._timeout = self.ranks.index(group.rank), len(ranks), group.timeout
         self._store, self.links, self.log = None, group.links, None
         self._outbox: dict[int, Tensor] = {}
-        self.calls = 0
+        self._moves = group._moves
         self._over = group._over
         self._subgroups = {}
         self._closing = []

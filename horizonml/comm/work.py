@@ -18,6 +18,13 @@ _WAIT = timedelta(seconds=WAIT_SECONDS)
 GLOO_ERRORS = (RuntimeError, ValueError)
 
 
+@dataclass
+class Moves:
+    """Counts the messages and sums of a group, so that a thread can see whether it makes progress."""
+
+    count: int = 0
+
+
 class Work(Protocol):
     """Stands for a message or a sum that is under way."""
 

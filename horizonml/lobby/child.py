@@ -26,8 +26,12 @@ _UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HORIZONML_JOIN")  # of a launcher
 class Child:
     """The process of this device's rank."""
 
-    def __init__(self, job: Path, fresh: bool) -> None:
-        """Start it, so that it loads what it needs and waits."""
+    def __init__(self, job: Path, fresh: bool = False, joins: bool = False) -> None:
+        """Start it, so that it loads what it needs and waits.
+
+        `fresh` says that the run starts over on all devices. A device that `joins` another one's run learns only at
+        the start of the training whether its folder holds a part of that run, so it does not look there before.
+        """
         self._ready, ready = os.pipe()  # says that it has loaded everything
         env = {name: value for name, value in os.environ.items() if name not in _UNSET}
         self._process = subprocess.Popen(
@@ -43,7 +47,7 @@ class Child:
         self._said: deque[str] = deque(maxlen=20)
         self._reader = threading.Thread(target=self._pass_on, name="output", daemon=True)
         self._reader.start()
-        self._order({"job": str(job), "fresh": fresh, "ready": ready})
+        self._order({"job": str(job), "fresh": fresh, "joins": joins, "ready": ready})
 
     def begin(self, env: Mapping[str, str]) -> None:
         """Let it train, as the environment says."""

@@ -105,9 +105,10 @@ def is_of(folder: Path, lineage: str) -> bool:
     try:
         return (folder / _LINEAGE).read_text().strip() == lineage
     except OSError:
-        return not _has_records(folder)
+        return not has_records(folder)
 
 
-def _has_records(folder: Path) -> bool:
+def has_records(folder: Path) -> bool:
+    """Return whether a folder holds what a run has left there."""
     patterns: Sequence[str] = ("rank-*.jsonl", "checkpoints/step-*")
     return any(any(folder.glob(pattern)) for pattern in patterns)

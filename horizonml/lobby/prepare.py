@@ -10,7 +10,7 @@ from horizonml.job.schema import Job
 from horizonml.lobby.accept import Needed, accept, is_offered, named_files, named_urls, needed, with_data
 from horizonml.lobby.fetching import check_space, fetch, listing
 from horizonml.lobby.messages import MOST_JOB, Standing, identifier
-from horizonml.lobby.offer import is_of, note_lineage
+from horizonml.lobby.offer import has_records, is_of, note_lineage
 from horizonml.lobby.settings import JoinSettings
 from horizonml.lobby.voice import Voice
 from horizonml.machine.signals import StopRequest
@@ -133,17 +133,20 @@ class Preparation:
 
 
 def take_folder(job: Job, lineage: str) -> None:
-    """Move away what an earlier training has left in a run's folder. Raises HorizonError."""
+    """Move away what another training has left in a run's folder, and delete nothing. Raises HorizonError."""
     folder = job.run_folder
     try:
         if not is_of(folder, lineage):
             if (problem := foreign(folder)) is not None:
                 raise JobError(f"{problem.replace('--fresh', 'joining')} (--run-folder)")
+            moved = has_records(folder)
             place = RunFolder(folder, 0, job.name, False)
-            problem = place.set_aside()
+            problem = place.set_aside(keep_earlier=True)
             place.leave()
             if problem is not None:
                 raise JobError(problem)
+            if moved:
+                print(f"{folder} held another training of this name, which is kept in {folder}.previous", flush=True)
         make_run_folder(folder)
         note_lineage(folder, lineage)
     except OSError as error:

@@ -30,7 +30,7 @@ def main() -> None:
     import horizonml.telemetry.server  # noqa: F401  (what takes time is loaded now)
     from horizonml.state.shards import completed
 
-    if not first["fresh"] and completed(job.run_folder / "checkpoints", job):
+    if not (first["fresh"] or first["joins"]) and completed(job.run_folder / "checkpoints", job):
         print(f"{job.run_folder} is trained to the end already; --fresh starts over", flush=True)
         return
     with os.fdopen(first["ready"], "wb") as ready:

@@ -200,12 +200,11 @@ class Up:
 
     def _start(self, shown: View) -> None:
         """Give everybody a rank. Raises JobError if this device's own folder cannot be written."""
-        if self._settings.take_part:
-            try:
-                make_run_folder(self._folder)
-                note_lineage(self._folder, self._lineage)
-            except OSError as error:
-                raise JobError(f"cannot write to {self._folder.absolute()}: {error.strerror or error}") from error
+        try:  # also if this device does not train: the devices know by the lineage that the next run continues this one
+            make_run_folder(self._folder)
+            note_lineage(self._folder, self._lineage)
+        except OSError as error:
+            raise JobError(f"cannot write to {self._folder.absolute()}: {error.strerror or error}") from error
         size = self._lobby.start()
         self._began = time.time()
         ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)

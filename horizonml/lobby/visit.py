@@ -60,7 +60,7 @@ class Visit:
                 job = preparation.with_data(job)
                 file = scratch / "job.yaml"
                 file.write_text(job_text(job))
-                self._child = Child(file, True)
+                self._child = Child(file, joins=True)
                 self._voice.say(Standing.PREPARING, "loads PyTorch", link=echo.measure(self._voice.ask))
                 return self._stay(job, lineage)
             except CalledAway as away:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 
 from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, seconds, shown, text, whole
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.text import printable
 
 _MOST_REASON = 2000  # characters
+_MOST_PROBED = 64  # addresses
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class HeldBack:
     reason: str
     left: float  # seconds
     own: bool = False  # whether it is the reader
+    probe: tuple[tuple[str, int], ...] = ()  # addresses that the reader is to reach before it is taken in
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,11 @@ class Status:
             "newcomers": list(self.newcomers),
             "refused": list(self.refused),
             "short": self.short,
-            "held": [{"reason": one.reason, "left": one.left, "own": one.number == number} for one in self.held],
+            "held": [
+                {"reason": one.reason, "left": one.left, "own": one.number == number}
+                | ({"probe": one.probe} if one.probe and one.number == number else {})
+                for one in self.held
+            ],
         }
 
 
@@ -191,5 +198,18 @@ def _held_among(value: object) -> list[HeldBack]:
         with suppress(ValueError):
             if isinstance(one, dict):
                 left, own = seconds(one, "left"), one.get("own") is True
-                found.append(HeldBack(0, printable(str(one.get("reason", ""))), left, own))
+                found.append(
+                    HeldBack(0, printable(str(one.get("reason", ""))), left, own, _addresses(one.get("probe")))
+                )
     return found
+
+
+def _addresses(value: object) -> tuple[tuple[str, int], ...]:
+    """Return the addresses in a list, and leave out whatever else it holds."""
+    found = []
+    for one in value[:_MOST_PROBED] if isinstance(value, list) else []:
+        with suppress(ValueError):
+            match one:
+                case [str(host), int(port)] if 0 < port < 65536:
+                    found.append((str(ip_address(host)), port))
+    return tuple(found)

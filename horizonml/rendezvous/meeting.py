@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,10 @@ from horizonml import __version__
 from horizonml.errors import RendezvousError
 from horizonml.machine.host import machine_id
 from horizonml.machine.network import route_to, use_interface
+from horizonml.machine.reach import Probe
 from horizonml.machine.signals import Cancelled
 from horizonml.machine.usage import seconds_up
-from horizonml.rendezvous.answers import Complete, Refused, Status, read_status, read_verdict
+from horizonml.rendezvous.answers import Complete, HeldBack, Refused, Status, read_status, read_verdict
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
@@ -80,7 +82,8 @@ def meet(
     JobComplete if the others have trained the job to the end, and Cancelled when `cancelled` says so, unless the group
     has formed already, which needs all its members to begin.
     """
-    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, time.monotonic() + settings.timeout)
+    deadline = time.monotonic() + settings.timeout
+    meeting = _Meeting(identity, settings, endpoint, observer, before, cancelled, deadline, before is not None)
     while True:
         try:
             return meeting.join()
@@ -143,7 +146,7 @@ class _Reminder:
             self._told = time.monotonic()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Meeting:
     """A rank's attempts to join a group, until a deadline in `monotonic` time."""
 
@@ -154,10 +157,13 @@ class _Meeting:
     before: Membership | None
     cancelled: Callable[[], bool]
     deadline: float
+    admitted: bool  # whether a service of this job has let this process in, so that its token is the right one
 
     def join(self) -> Membership:
         """Join through the service that is there now. Raises RendezvousError, JobComplete, Cancelled."""
-        client = connect(self.endpoint, self.settings.timeout, self.deadline, self.observer, self.cancelled)
+        timeout, admitted = self.settings.timeout, self.admitted
+        client = connect(self.endpoint, timeout, self.deadline, self.observer, self.cancelled, admitted)
+        self.admitted = True
         number, own, membership = secrets.randbits(62), self._fingerprint(), None
         try:
             client.ask(Join(number, own).to_json(), _ANSWER_SECONDS)
@@ -173,11 +179,16 @@ class _Meeting:
 
     def _wait(self, client: Client, number: int, own: Fingerprint) -> Membership:
         """Wait for the verdict on this rank's join. Raises RendezvousError, JobComplete, Cancelled, ServiceError."""
+        with closing(_Links()) as links:
+            return self._wait_with(links, client, number, own)
+
+    def _wait_with(self, links: _Links, client: Client, number: int, own: Fingerprint) -> Membership:
+        """Wait for the verdict, and say to the service when links work again; see `_wait`."""
         reminder, missing, waiting_for, beats = _Reminder(self.observer), None, "", 0
         withdrawn, asked = None, False
         while True:
             beats += 1
-            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS}
+            beat = {"do": "beat", "count": beats, "verdict": True, "seconds": _HOLD_SECONDS, "reached": links.work()}
             answer = client.ask(beat, _ANSWER_SECONDS)
             if "verdict" in answer:
                 verdict = read_verdict(answer["verdict"])
@@ -199,6 +210,7 @@ class _Meeting:
             if withdrawn is None:
                 status = read_status(answer.get("status"))
                 waiting_for = _in_words(status)
+                links.are_asked(status)
                 if status.missing != missing:
                     missing = status.missing
                     self.observer.waiting(missing)
@@ -237,20 +249,53 @@ class _Meeting:
         )
 
 
+class _Links:
+    """Tries the links for which this rank is left out, as long as the service says that it is."""
+
+    def __init__(self) -> None:
+        self._probe: Probe | None = None
+
+    def are_asked(self, status: Status) -> None:
+        """Try those that the service names, and no others."""
+        addresses = {address for one in status.held if one.own for address in one.probe}
+        if self._probe is None or self._probe.addresses != addresses or not self._probe.silent:
+            self.close()
+            self._probe = Probe(addresses) if addresses else None
+
+    def work(self) -> bool:
+        """Return whether all of them have answered."""
+        if self._probe is None:
+            return False
+        self._probe.look()
+        return not self._probe.silent
+
+    def close(self) -> None:
+        """Try no more."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
 def connect(
-    endpoint: Endpoint, timeout: float, deadline: float, observer: Observer, cancelled: Callable[[], bool]
+    endpoint: Endpoint,
+    timeout: float,
+    deadline: float,
+    observer: Observer,
+    cancelled: Callable[[], bool],
+    admitted: bool = False,
 ) -> Client:
     """Return a connection to the service as soon as it answers, until a deadline in `monotonic` time.
 
-    Raises RendezvousError, Cancelled.
+    A service that will not talk to this process ends the wait, unless an earlier one has `admitted` it: while a service
+    is replaced, something else may have its address for a moment. Raises RendezvousError, Cancelled.
     """
     reminder = _Reminder(observer)
     while True:
         try:
             return endpoint.connect(min(_CONNECT_SECONDS, max(0.1, deadline - time.monotonic())))
-        except Unwanted as error:
-            raise RendezvousError(str(error)) from error
         except ServiceError as error:
+            if isinstance(error, Unwanted) and not admitted:
+                raise RendezvousError(str(error)) from error
             problem = str(error)
         if cancelled():
             raise Cancelled
@@ -263,11 +308,16 @@ def connect(
         time.sleep(min(0.5, max(0.0, deadline - time.monotonic())))
 
 
+def _held_in_words(held: HeldBack) -> str:
+    """Return why a rank is not taken in for now."""
+    return f"{held.reason}; {held.left:.0f} s are left" if held.left else held.reason
+
+
 def _in_words(status: Status) -> str:
     """Return what a rank waits for, for people."""
     own = next((one for one in status.held if one.own), None)
     if own is not None:
-        return f"{own.reason}; {own.left:.0f} s are left"
+        return _held_in_words(own)
     words = status.short or "waiting for the group to form"
-    words += "".join(f" ({one.reason}; {one.left:.0f} s are left)" for one in status.held[:1])
+    words += "".join(f" ({_held_in_words(one)})" for one in status.held[:1])
     return words + "".join(f" (refused meanwhile: {reason})" for reason in status.refused)

@@ -103,7 +103,8 @@ class Membership:
         self.lost = ended.lost if ended is not None else ()
         evicted = self.ended is not None and self.ended.evicted
         own = self.members[self.rank].rank
-        if evicted or own in [one.rank for one in self.lost]:
+        named = [one for one in self.lost if one.rank == own]
+        if evicted or any(one.silent for one in named):
             return ["this rank gave no sign of life for too long, and its group goes on without it"], False
         known = {one.rank: str(one) for one in self.lost}
         ends_job, gone = False, self._gone(answer)
@@ -123,6 +124,13 @@ class Membership:
     def _beats(self, answer: Fields) -> dict[int, object]:
         """Return where the heartbeats stand, by the rank as it was started."""
         return _by_rank(answer, "beats")
+
+    def report_unreached(self, ranks: Sequence[int]) -> None:
+        """Tell the service which members this rank does not reach; the service decides what follows from that."""
+        try:
+            self._contact.ask({"do": "unreached", "ranks": list(ranks)})
+        except ServiceError as error:
+            _log.warning("rank %s is not reached, and neither is the rendezvous service (%s)", ranks, first_line(error))
 
     def leave(self, reason: str, departure: Departure = Departure.OTHER) -> None:
         """Tell the service that this rank leaves, and why."""

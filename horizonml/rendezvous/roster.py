@@ -10,9 +10,10 @@ members are back, without the lost ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from horizonml.rendezvous.answers import Ended, Formed, HeldBack, Lost, Refused, Verdict
+from horizonml.rendezvous.broken_links import BrokenLinks, left_out, link_words
 from horizonml.rendezvous.checks import MOST_RANKS
 from horizonml.rendezvous.completion import Completion
 from horizonml.rendezvous.crashes import KILLED, Crashes
@@ -50,6 +51,8 @@ class Roster:
         self._completion = Completion(self._members)
         self._numbers = Numbers()
         self._crashes = Crashes()
+        self._links = BrokenLinks()
+        self._since: dict[tuple[str, int, int], int] = {}  # the first generation that a process was a member of
         self._formed: set[tuple[str, int, int]] = set()  # the processes of the newest group that was formed here
         self._fenced: dict[int, None] = {}  # joins that were declared lost
         self._farewells: dict[int, Farewell] = {}  # which the service has not published yet
@@ -141,6 +144,21 @@ class Roster:
         world_size = next((one.world_size for one in members if one.digest == ask.digest), ask.world_size)
         return Given(rank, world_size)
 
+    def unreached(self, number: int, ranks: Iterable[int], now: float) -> None:
+        """Take note that a member does not reach other members of its group."""
+        running = {self._members[other].fingerprint.rank: self._members[other] for other in self.running()}
+        one = self._members.get(number)
+        for rank in set(ranks) & set(running):
+            other = running[rank]
+            # Who gives no sign of life itself is about to be lost, and no link is to blame.
+            if one is not None and one.formed and other.silent(now) < _BEAT_SECONDS:
+                self._links.report(one.fingerprint, other.fingerprint, now)
+
+    def reached(self, number: int) -> None:
+        """Take note that a rank that was left out reaches all others again."""
+        if number in waiting(self._members):
+            self._links.works(self._members[number].fingerprint)
+
     def withdraw(self, number: int) -> bool:
         """Let a rank go if it still waits, and return whether it does; a member of a formed group stays one."""
         waits = number in waiting(self._members)
@@ -162,6 +180,7 @@ class Roster:
     def decide(self, now: float) -> list[Verdict]:
         """Return what has become clear since the last call."""
         self._forget(now)
+        self._end_if_a_link_is_broken(now)
         for member in formed(self._members).values():
             self._crashes.ran(member.fingerprint, now)
         verdicts: list[Verdict] = [
@@ -208,21 +227,28 @@ class Roster:
 
     def held_back(self, now: float) -> list[HeldBack]:
         """Return who has come but is not taken in yet, because the processes before it died too soon."""
-        return [
+        crashed = [
             HeldBack(number, words, left)
             for number, member in waiting(self._members).items()
             if (left := self._crashes.left(member.fingerprint, now))
             for words in [self._crashes.words(member.fingerprint)]
-        ][:_MOST_HELD_SHOWN]
+        ]
+        cut_off = []
+        for number, others in self._left_out(now).items():
+            one = self._members[number].fingerprint
+            words = f"rank {one.rank} on {one.hostname} {link_words(one, others[0])}"
+            cut_off.append(HeldBack(number, words, 0.0, probe=tuple((two.address, two.link_port) for two in others)))
+        return [*crashed, *cut_off][:_MOST_HELD_SHOWN]
 
     def newcomers(self, now: float) -> list[int]:
         """Return the ranks that wait and could take part in the group that runs without them."""
-        running = [self._members[number] for number in self.running()]
+        running, cut_off = [self._members[number] for number in self.running()], self._left_out(now)
         inside = {member.fingerprint.rank for member in running}.union(*(member.beside for member in running))
         return sorted(
             member.fingerprint.rank
-            for member in waiting(self._members).values()
+            for number, member in waiting(self._members).items()
             if running
+            and number not in cut_off
             and member.fingerprint.rank not in inside
             and not self._crashes.left(member.fingerprint, now)
             and member.fingerprint.group_key == running[0].fingerprint.group_key
@@ -276,12 +302,41 @@ class Roster:
         def survivors(party: Members) -> bool:
             return any(member.fingerprint.generation == self.generation > 0 for member in party.values())
 
+        cut_off = self._left_out(now)
         ready = {
             number: one
             for number, one in self._members.items()
-            if one.silent(now) <= _DOUBT_SECONDS and not self._crashes.left(one.fingerprint, now)
+            if one.silent(now) <= _DOUBT_SECONDS
+            and number not in cut_off
+            and not self._crashes.left(one.fingerprint, now)
         }
         return sorted(parties(ready), key=lambda party: not survivors(party))
+
+    def _left_out(self, now: float) -> Mapping[int, list[Fingerprint]]:
+        """Return the joins that wait and are left out for their links, and whom each of them does not reach."""
+        broken, found = self._links.broken(now), dict[int, list[Fingerprint]]()
+        alive = {number: one for number, one in self._members.items() if one.silent(now) <= _DOUBT_SECONDS}
+        running = {number: self._members[number] for number in self.running()}
+        for party in parties(alive) if broken else ():
+            found |= left_out({**running, **party}, broken, self._member_since, running)
+        return found
+
+    def _member_since(self, one: Fingerprint) -> int:
+        """Return the first generation that a process was a member of, or the next one if it was of none."""
+        return self._since.get((one.machine, one.pid, one.rank), self.generation + 1)
+
+    def _end_if_a_link_is_broken(self, now: float) -> None:
+        """Declare the newest generation over without those whose links to other members are broken."""
+        if not self._links.is_due(now):
+            return
+        running = {number: self._members[number] for number in self.running()}
+        found = left_out(running, self._links.broken(now), self._member_since)
+        lost = []
+        for number, others in found.items():
+            one = running[number].fingerprint
+            lost.append(Lost(one.rank, one.hostname, link_words(one, others[0]), 0.0))
+        if lost:
+            self._end("; ".join(map(str, lost)), lost, now)
 
     def _supersede(self, older: int, newer: Fingerprint, now: float) -> None:
         """Let a member go whose process joins again, by itself or started anew under the same number of process."""
@@ -349,6 +404,7 @@ class Roster:
         generation = 1 + max(self.generation, *(member.fingerprint.generation for member in party.values()))
         self._newest.begin(generation, ranks_of(party), here=True)
         self._formed = {(one.machine, one.pid, one.rank) for one in (member.fingerprint for member in party.values())}
+        self._since = {process: self._since.get(process, generation) for process in self._formed}
         self._completion.forget()
         ranked = {member.fingerprint.rank: number for number, member in party.items()}
         joins = [ranked[rank] for rank in sorted(ranked)]

@@ -7,9 +7,10 @@ that it draws at random and that nobody else learns, and a connection speaks for
 
     join      {id, join: a fingerprint}    a rank asks to take part
     resume    {id, resume, beside}         a member of a group that runs reports on a new connection
-    beat      {count}                      a sign of life; answered by the status, the verdict, and how the group ended
+    beat      {count, reached}             a sign of life; answered by the status, the verdict, and how the group ended
     withdraw  {}                           a rank that waits takes its join back
     leave     {leave: a farewell}          a member leaves its group, and says why
+    unreached {ranks}                      a member does not reach these members of its group
     peers     {}                           what has become of the other members
     set, get  {key, value}, {keys}         the ranks of one generation exchange their addresses
     ask       {id, ask}                    a process without a rank number asks for one
@@ -29,7 +30,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from horizonml.rendezvous.answers import Complete, Ended, Formed, Refused, Status, Verdict
-from horizonml.rendezvous.checks import Fields, seconds, whole
+from horizonml.rendezvous.checks import Fields, ranks, seconds, whole
 from horizonml.rendezvous.keys import Keys
 from horizonml.rendezvous.messages import Ask, Farewell, Join, Resume
 from horizonml.rendezvous.roster import Over, Roster
@@ -77,19 +78,20 @@ class Service:
         self._beats: dict[int, int] = {}
         self._endings: dict[int, Ended] = {}
         self._keys: dict[int, Keys] = {}
-        ranks: dict[str, Handler] = {
+        of_ranks: dict[str, Handler] = {
             "join": self._join,
             "resume": self._resume,
             "beat": self._beat,
             "withdraw": self._withdraw,
             "leave": self._leave,
+            "unreached": self._unreached,
             "peers": self._peers,
             "set": self._set,
             "get": self._get,
             "ask": self._ask,
             "status": lambda peer, fields: self._status.to_json(None, False),
         }
-        self._handlers = {**(handlers or {}), **ranks}
+        self._handlers = {**(handlers or {}), **of_ranks}
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Serve until `stop` says so."""
@@ -155,6 +157,8 @@ class Service:
         number, count = _own(peer), whole(fields, "count", 0, _MOST_COUNT)
         self._beats[number] = count
         self._roster.beat(number, count, time.monotonic())
+        if fields.get("reached") is True:
+            self._roster.reached(number)
         verdict, ended = self._verdicts.get(number), self._ended(number)
         held = seconds(fields, "seconds") if fields.get("verdict") is True else 0.0
         if verdict is None and time.monotonic() - peer.asked < min(_LONGEST_WAIT, held):
@@ -182,6 +186,10 @@ class Service:
         if self._roster.leave(number, farewell, time.monotonic()):
             self._farewells[number] = farewell
         self._changed = True
+        return {}
+
+    def _unreached(self, peer: Peer, fields: Fields) -> Fields:
+        self._roster.unreached(_own(peer), ranks(fields, "ranks"), time.monotonic())
         return {}
 
     def _peers(self, peer: Peer, fields: Fields) -> Fields:

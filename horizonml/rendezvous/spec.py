@@ -18,7 +18,12 @@ class RendezvousSpec(Spec):
         description="host:port of `horizonml rendezvous`. Default: $HORIZONML_RENDEZVOUS; alone on one machine "
         "it is started for you.",
     )
-    timeout: float = Field(120.0, gt=0, description="Seconds to wait for the service and for all ranks.")
+    timeout: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds to wait for the service, for all ranks, and for the machines that keep missing shards of "
+        "a checkpoint.",
+    )
     step_timeout: float = Field(
         300.0, gt=0, description="Seconds to wait for a peer within a step before it counts as lost."
     )

@@ -54,12 +54,14 @@ from horizonml.state.disks import Disks
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
+from horizonml.state.resume import ShardsAway
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import human_bytes, human_seconds
 
 _MOST_THREADS = 4096
+_LOOK_SECONDS = 0.25  # between two looks at who has come
 
 
 @dataclass
@@ -72,10 +74,20 @@ class Generation:
     names: list[str]  # of the ranks' machines
     started_as: list[int]  # the rank that each member was started as
     newcomers: Callable[[], bool]  # whether ranks wait that can be taken in
+    meets_again: bool  # whether the ranks can meet again with others
     say: Callable[[str], None]  # tells the user, on rank 0
 
     def run(self) -> Outcome:
         """Train as a member of the group. Raises HorizonError."""
+        try:
+            return self._run()
+        except ShardsAway as error:  # on all ranks
+            if not self.meets_again:
+                raise
+            return self._wait_for_machines(error)
+
+    def _run(self) -> Outcome:
+        """Train as a member of the group; see `run`."""
         life, job, group = self.life, self.life.job, self.group
         if group.world_size < life.world_size:
             self.say(f"going on with {group.world_size} of {life.world_size} ranks")
@@ -151,6 +163,27 @@ class Generation:
             assert detector is not None
             plan, moved = self._move(life.state, plan, detector, model)
             plan, followers = guard.allowed(plan), frozenset()
+
+    def _wait_for_machines(self, error: ShardsAway) -> Outcome:
+        """Wait until further ranks come, which may be on the machines that keep missing shards, and meet them.
+
+        All ranks of the group call this. Raises the error once that has taken `rendezvous.timeout`.
+        """
+        life, spec = self.life, self.life.job.rendezvous
+        life.awaited = life.awaited or time.monotonic()
+        patience = max(spec.timeout, spec.replace_timeout)
+        until = life.awaited + patience
+        machines, left = " and ".join(error.machines), until - time.monotonic()
+        self.say(f"{error}; waiting for {machines} to come back, for {left:.0f} s at most (rendezvous.timeout)")
+        while True:
+            own = [life.stop.wanted, self.newcomers(), time.monotonic() >= until]
+            told = self.group.gather_json(own, fields(boolean, boolean, boolean))
+            stopping, coming, late = (any(one) for one in zip(*told, strict=True))
+            if stopping or coming:
+                return Outcome.STOPPED if life.stop.wanted else Outcome.RE_FORM
+            if late:
+                raise error
+            time.sleep(_LOOK_SECONDS)
 
     def _tell_local_steps(self, plan: Plan, info: DataInfo) -> None:
         """Say how replicas that take local steps agree, when the run starts here."""

@@ -66,6 +66,7 @@ class Life:
     executions: tuple[Execution, ...] | None = None  # how each layer runs here
     last: Last | None = None  # the group before
     outage: Outage | None = None  # since a loss, until the first step after it
+    awaited: float | None = None  # since when disks of other machines are waited for, by `monotonic`
     # Set once all ranks have agreed on it: an earlier run is moved away, and this one begins, only once.
     moved_away: bool = False
     begun: bool = False

@@ -1,10 +1,16 @@
-"""Opens this process's tunnel to other machines, once it is in a group that has ranks on several of them."""
+"""Links this process to ranks on other machines: through its tunnel, and with a watch on whom it does not reach."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 
+from horizonml.comm.work import Moves
 from horizonml.errors import PeerLost, RendezvousError
+from horizonml.machine.reach import Probe
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.security.spec import SecuritySpec
 from horizonml.security.token import Token
@@ -12,6 +18,10 @@ from horizonml.tunnel.client import Tunnel, TunnelGone
 from horizonml.tunnel.links import Links, Peer
 
 _END_SECONDS = 1.0  # for a tunnel to end, which may have other ranks' connections to carry
+_STILL_SECONDS = 0.5  # without a message, after which a rank looks whether it reaches the others
+_PROBE_SECONDS = 3.5  # for their answers: longer than a link that flaps, or has a long queue, takes
+_LOOK_SECONDS = 0.05
+_EACH_SECONDS = 0.02  # for each other machine, which the looks at it are apart
 
 
 class Linking:
@@ -75,3 +85,68 @@ class Linking:
         if self._tunnel is not None:
             self._tunnel.close(_END_SECONDS)
             self._tunnel = None
+
+
+def _packed(one: Fingerprint) -> bytes:
+    """Return a rank's address as gloo compares them, or nothing if it has stated something else."""
+    with suppress(ValueError):
+        return ip_address(one.address).packed
+    return b""
+
+
+class LinkWatch(threading.Thread):
+    """Reports which ranks on other machines this one does not reach while it waits for a message.
+
+    A link that is cut closes no connection: without this, ranks would wait as long as a step may take.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Fingerprint],
+        rank: int,
+        tunnelled: bool,
+        moves: Moves,
+        report: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Watch the links of the member `rank` to the others; `report` gets ranks as they were started.
+
+        A link is watched from the end that connects, because a firewall may close the other direction: through tunnels
+        that is the higher rank, and else gloo lets the higher address connect.
+        """
+        super().__init__(name="links", daemon=True)
+        own = members[rank]
+        lower = members[:rank] if tunnelled else [one for one in members if _packed(one) < _packed(own)]
+        far = [one for one in lower if one.host_id != own.host_id and _packed(one)]
+        self._ranks = {one.rank: (one.address, one.link_port) for one in far}
+        self._moves, self._report, self._over = moves, report, threading.Event()
+        if far:
+            self.start()
+
+    def end(self) -> None:
+        """Report nothing more."""
+        self._over.set()
+
+    def run(self) -> None:
+        """Look until the group is over."""
+        pause = max(_STILL_SECONDS, _EACH_SECONDS * len(self._ranks))
+        seen, since = self._moves.count, time.monotonic()
+        while not self._over.wait(_LOOK_SECONDS):
+            if self._moves.count != seen:
+                seen, since = self._moves.count, time.monotonic()
+            elif time.monotonic() - since >= pause:
+                silent = self._silent(seen)
+                if silent and not self._over.is_set():
+                    self._report(silent)
+                since = time.monotonic()
+
+    def _silent(self, seen: int) -> list[int]:
+        """Return the ranks that do not answer, as long as no message comes."""
+        probe, until = Probe(self._ranks.values()), time.monotonic() + _PROBE_SECONDS
+        try:
+            while probe.silent and self._moves.count == seen and not self._over.wait(_LOOK_SECONDS):
+                if time.monotonic() >= until:
+                    return [rank for rank, address in self._ranks.items() if address in probe.silent]
+                probe.look()
+        finally:
+            probe.close()
+        return []

@@ -69,7 +69,7 @@ def take_up(
     if source is None:
         found = _from_disk(life, session, checkpoints, first, say)
         source = None if first else Source.DISK if found else Source.START
-    life.begun = True
+    life.begun, life.awaited = True, None
     # All members of a stage that do not follow begin with the same state, bit for bit.
     for rank, name in share_state(state, session.plan.without(followers), group):
         say(

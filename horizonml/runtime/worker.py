@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from horizonml.comm.group import Group
+from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
@@ -28,7 +29,7 @@ from horizonml.runtime.agreement import prepare
 from horizonml.runtime.capacity import use_device
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
-from horizonml.runtime.linking import Linking
+from horizonml.runtime.linking import Linking, LinkWatch
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.watchdog import Watchdog
 from horizonml.state.runfolder import RunFolder
@@ -194,18 +195,22 @@ class Worker:
         def newcomers() -> bool:
             return rejoin and membership is not None and bool(membership.newcomers)
 
-        group, over = None, threading.Event()
+        group, over, watch, moves = None, threading.Event(), None, Moves()
         try:
             if membership is not None:  # so that not even connecting waits for a rank that is lost
                 membership.on_end(lambda ended: over.set())
             links = self._linking.between(membership.members, rank) if membership is not None else None
-            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over, links)
+            if membership is not None:
+                tunnelled = links is not None
+                watch = LinkWatch(membership.members, rank, tunnelled, moves, membership.report_unreached)
+            group = Group(store, rank, len(nodes), self._job.rendezvous.step_timeout, nodes, over, links, moves)
             if membership is not None:
                 abort = group.abort
                 membership.on_end(lambda ended: abort())
             self._metrics.formed(generation, group.world_size)
             life.lifeline.begin(generation)
-            own = Generation(life, group, generation, names, started_as, newcomers, self.say)
+            meets_again = rejoin and membership is not None
+            own = Generation(life, group, generation, names, started_as, newcomers, meets_again, self.say)
             if membership is None:
                 return own.run()
             with Watchdog(group, group.timeout, rejoin, membership.leave, life.lifeline.end):
@@ -216,6 +221,8 @@ class Worker:
                 membership.leave(*_farewell(error))
             raise
         finally:
+            if watch is not None:
+                watch.end()
             if group is not None:
                 group.close()
 

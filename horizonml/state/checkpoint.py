@@ -75,8 +75,9 @@ class Checkpoints:
         reports = group.gather_json(newest.to_json() if newest is not None else None)
         self._term = Term.after(map(Term.of, reports), generation)
         self._begin()
-        self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, _places(group, names))
-        self._resumption = Resumption(folder, group, self._disks, compatible)
+        places = _places(group, names)
+        self._saver = Saver(folder, group, self._disks, self._fence, keep, compatible, places)
+        self._resumption = Resumption(folder, group, self._disks, compatible, places)
         self._background = Background(group, "checkpoints", _SLOWEST_DISK)
         self._results: SimpleQueue[Saved] = SimpleQueue()
         self._drift_told = self._broken_told = self._crowded_told = False
@@ -233,7 +234,7 @@ class Checkpoints:
 
         `state` must hold the layers that this rank has in the plan. Damaged checkpoints are skipped, and a message
         names them. Raises CheckpointError if all are damaged, or if the one to resume belongs to another model or other
-        data.
+        data, and ShardsAway, on all ranks, if machines that are not in the group keep what is missing.
         """
         metadata = self._resumption.resume(state, plan)
         if metadata is not None:

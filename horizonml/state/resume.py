@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,26 @@ _log = logging.getLogger(__name__)
 _FIRST = Term(0, 0)
 
 
+class ShardsAway(CheckpointError):
+    """Reports that no checkpoint can be resumed until machines are back that are not in the group."""
+
+    def __init__(self, message: str, machines: Sequence[str]) -> None:
+        super().__init__(message)
+        self.machines = machines
+
+
 @dataclass(frozen=True)
 class _Problem:
     """Describes why a checkpoint cannot be resumed; `final` if an older one could not be resumed either."""
 
     text: str
     final: bool = False
+    away: tuple[str, ...] = ()  # the machines that keep what is missing and are not in the group
 
     @classmethod
     def of(cls, report: dict[str, Any]) -> _Problem:
         """Return what a peer reports."""
-        return cls(str(report["text"]), report["final"] is True)
+        return cls(str(report["text"]), report["final"] is True, tuple(map(str, report["away"])))
 
 
 @dataclass(frozen=True)
@@ -90,10 +99,12 @@ class Resumption:
     group: Group
     disks: Disks
     compatible: Mapping[str, Any]  # what a checkpoint must agree with
+    places: Sequence[str]  # where the ranks' machines are, as shards name them
 
     def resume(self, state: TrainState, plan: Plan) -> Metadata | None:
         """Load the newest checkpoint that is intact; see `Checkpoints.resume`."""
         problems: list[str] = []
+        away: list[str] = []
         for name in self._names():
             seen = self._look_around(name)
             damaged = [problem for there in seen for problem in there.problems]
@@ -109,12 +120,13 @@ class Resumption:
                 if refused.final:
                     raise CheckpointError(refused.text)
                 damaged.append(refused.text)
+                away += refused.away
                 _log.warning("%s; trying the one before", refused.text)
             problems += damaged
         if problems:
-            raise CheckpointError(
-                "no checkpoint can be resumed (--fresh, or fresh=True in Python, starts over): " + "; ".join(problems)
-            )
+            message = "no checkpoint can be resumed (--fresh, or fresh=True in Python, starts over): "
+            message += "; ".join(problems)
+            raise ShardsAway(message, list(dict.fromkeys(away))) if away else CheckpointError(message)
         return None
 
     def newer_than(self, step: int) -> int | None:
@@ -229,7 +241,8 @@ class Resumption:
         if lost:
             kept = sorted({machine for file in lost for machine in metadata.shards[file].machines})
             where_kept = f" (kept by {', '.join(kept)})" if kept else ""
-            return _Problem(f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}")
+            words = f"{path}: {', '.join(lost)} {'is' if len(lost) == 1 else 'are'} missing{where_kept}"
+            return _Problem(words, away=tuple(machine for machine in kept if machine not in self.places))
         return _Located(metadata, where)
 
     def _foreign(self, metadata: Metadata) -> str | None:

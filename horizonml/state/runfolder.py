@@ -15,6 +15,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from errno import ENOLCK, ENOSPC, ENOSYS, EOPNOTSUPP
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -146,11 +147,11 @@ class RunFolder:
         """Give this rank's place up before the process ends."""
         self._lock.release()
 
-    def set_aside(self) -> str | None:
+    def set_aside(self, keep_earlier: bool = False) -> str | None:
         """Move the folder's content to NAME.previous; return why this cannot be done, or None.
 
-        Earlier content under that name is deleted, unless there is nothing to move in its place. Neither folder is
-        touched unless it belongs to a run.
+        Earlier content under that name is deleted, or with `keep_earlier` moved on to NAME.previous-2 and so on, unless
+        there is nothing to move in its place. Neither folder is touched unless it belongs to a run.
         """
         problem = foreign(self.path)
         if problem is not None:
@@ -161,7 +162,9 @@ class RunFolder:
             return None  # an attempt that never trained must not cost the run before it
         previous = _previous(self.path)
         try:
-            if previous.exists():
+            if previous.exists() and keep_earlier:
+                previous.rename(_free_name(previous))
+            elif previous.exists():
                 _delete(previous)
             previous.mkdir()
             (previous / MARK).write_text(_TEXT)
@@ -170,6 +173,12 @@ class RunFolder:
         except OSError as error:
             return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
         return None
+
+
+def _free_name(previous: Path) -> Path:
+    """Return a path beside an earlier run that does not exist yet: NAME.previous-2, or the next number that is free."""
+    numbered = (previous.with_name(f"{previous.name}-{number}") for number in count(2))
+    return next(path for path in numbered if not os.path.lexists(path))
 
 
 def _delete(previous: Path) -> None:

@@ -187,8 +187,9 @@ class Carrier:
                     yield from far.leave_tls()
                 self._carry(near, far)
                 connection = near = None
-        except (OSError, ValueError):
-            self.refused += 1
+        except (OSError, ValueError) as error:
+            # A rank that only looks whether it reaches this machine says nothing, and is no stranger.
+            self.refused += not isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
         finally:
             del self._arriving[arrival]
             for left in (connection, near):

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +25,15 @@ from horizonml.machine.network import interface_of, listen, route_to, split_addr
 from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.answers import Ended
 from horizonml.rendezvous.checks import Fields
-from horizonml.rendezvous.client import Client, Endpoint
+from horizonml.rendezvous.client import Client, Endpoint, Unwanted
 from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
 from horizonml.rendezvous.messages import Departure, Join
 from horizonml.rendezvous.roster import LOST_SECONDS
 from horizonml.rendezvous.service import Service
+from horizonml.security.tls import server_context
+from horizonml.security.token import make_token
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
 
@@ -189,6 +192,11 @@ def test_a_rank_that_waits_joins_the_service_that_is_started_anew(pool: Pool, mo
     wait_for(lambda: watching.ask({"do": "status"})["missing"] == [1], "rank 0 waiting for rank 1")
     watching.close()
     first.end()
+    imposter = Running(first.port, server_context(make_token()))  # what has the service's address for a moment
+    with pytest.raises(Unwanted):
+        Endpoint("127.0.0.1", first.port).connect()
+    time.sleep(2.0)  # in which the rank tries it, too
+    imposter.end()
     second = Running(first.port)
     assert join(1, 2, HashStore(), first.port)["ranks"] == [0, 1]
     waiting.join()
@@ -199,8 +207,8 @@ def test_a_rank_that_waits_joins_the_service_that_is_started_anew(pool: Pool, mo
 class Running:
     """A service in a thread, which can be ended."""
 
-    def __init__(self, port: int) -> None:
-        service = Service(listen("127.0.0.1", port))
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
+        service = Service(listen("127.0.0.1", port), tls)
         self.port, self._stop = service.port, threading.Event()
         self._thread = threading.Thread(target=service.run, args=(self._stop.is_set,))
         self._thread.start()

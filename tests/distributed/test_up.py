@@ -146,7 +146,28 @@ def test_data_travels_to_who_accepts_it_and_a_stop_ends_the_run_for_all(devices:
     assert joiner.ends() == 0, joiner.text
     assert "the run is over: it was stopped on the device that started it" in joiner.text
     assert "a checkpoint is saved" in host.text
-    again = devices.start(0, "up", "job.yaml", "--workers", "1")
-    again.says("resumed")
-    again.process.send_signal(signal.SIGINT)
-    again.ends()
+
+
+@pytest.mark.parametrize("devices", [3], indirect=True)
+def test_the_same_commands_go_on_with_the_run_in_any_order_and_with_fewer_devices(devices: Devices) -> None:
+    settings = ("--set", "epochs=100000", "--set", "batch_size=16", "--set", "parallel.strategy=pipeline")
+    reached = 0
+    for joiners in ([1, 2], [2, 1], [2]):  # on three evenings, in the order in which they come
+        host = devices.start(0, "up", "digits", "--workers", str(len(joiners) + 1), *settings)
+        outputs = []
+        for place, device in enumerate(joiners, 1):
+            outputs.append(devices.start(device, "join"))
+            outputs[-1].says("this device is rank" if place == len(joiners) else f"joins as the {place + 1}")
+        if reached:
+            host.says("resumed")
+        before = reached
+        wait_for(
+            lambda last=before: any(step["step"] > last + 5 for step in devices.records(0, 0, "step")), "further steps"
+        )
+        host.process.send_signal(signal.SIGINT)
+        assert host.ends() == 130, host.text
+        assert [output.ends() for output in outputs] == [0] * len(outputs), "\n".join(one.text for one in outputs)
+        steps = [step["step"] for step in devices.records(0, 0, "step")]
+        assert steps == sorted(steps), "no step was done twice"
+        reached = steps[-1]
+    assert not list(devices.lab.homes[0].parent.glob("*/runs/*.previous*")), "nothing was set aside"

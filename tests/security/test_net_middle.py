@@ -99,6 +99,24 @@ def test_a_bit_that_is_flipped_on_the_way_breaks_the_connection_and_nothing_else
         raise AssertionError("nobody noticed")
 
 
+def test_a_handshake_that_is_cut_off_is_not_taken_for_one_with_another_token(target: Target) -> None:
+    """A service that ends just then may have sent any part of its answers."""
+
+    def answer(client: socket.socket) -> None:
+        with socket.create_connection((LOCAL, target.port), timeout=5.0) as service:
+            service.sendall(client.recv(1 << 16))
+            left = cut
+            while left and (content := service.recv(left)):
+                client.sendall(content)
+                left -= len(content)
+
+    with listening(answer) as port:
+        for cut in range(0, 600, 30):
+            with pytest.raises(ServiceError) as caught:
+                Client((LOCAL, port), client_context(TOKEN), 3.0)
+            assert not isinstance(caught.value, Unwanted), f"{cut} bytes: {caught.value}"
+
+
 def wait(connection: socket.socket) -> None:
     while connection.recv(1 << 16):
         pass

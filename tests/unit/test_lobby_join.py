@@ -26,6 +26,7 @@ from horizonml.lobby.prepare import take_folder
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.reach import own_address
 from horizonml.lobby.settings import JoinSettings, Place
+from horizonml.lobby.up import Settings, Up
 from horizonml.lobby.view import Lines, rows
 from horizonml.lobby.visit import Ending
 from horizonml.machine.network import listen, metrics_address
@@ -143,16 +144,34 @@ def test_another_token_is_told_from_a_port_that_nothing_listens_on(tmp_path: Pat
         visit(place, make_token(), tmp_path)
 
 
-def test_the_folder_of_another_training_is_moved_away_and_that_of_this_one_is_not(tmp_path: Path) -> None:
+def test_the_folder_of_another_training_is_moved_away_and_that_of_this_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "test"
     job = JOB.model_copy(update={"folder": str(folder)})
     take_folder(job, LINEAGE)
     (folder / "rank-0.jsonl").write_text("{}\n")
     take_folder(job, LINEAGE)
     assert (folder / "rank-0.jsonl").exists()
-    take_folder(job, RUN)
-    assert not (folder / "rank-0.jsonl").exists()
-    assert (tmp_path / "test.previous" / "rank-0.jsonl").exists()
+    capsys.readouterr()
+    for number, lineage in enumerate([RUN, LINEAGE, RUN]):
+        (folder / "rank-0.jsonl").write_text(f"{number}\n")
+        take_folder(job, lineage)
+        assert not (folder / "rank-0.jsonl").exists()
+        assert f"is kept in {folder}.previous" in capsys.readouterr().out
+    names = ["test.previous-2", "test.previous-3", "test.previous"]  # nothing that is moved away is deleted later
+    assert [(tmp_path / name / "rank-0.jsonl").read_text() for name in names] == ["0\n", "1\n", "2\n"]
+
+
+def test_a_run_without_rank_0_on_this_device_goes_on_when_it_is_offered_again(tmp_path: Path) -> None:
+    job = JOB.model_copy(update={"folder": str(tmp_path / "test")})
+
+    def lineage() -> str:
+        up = Up(Settings(job, None, wanted=1, take_part=False))
+        up._start(Lines())
+        return up._lineage
+
+    assert lineage() == lineage()
 
 
 def test_a_folder_that_is_no_run_is_not_touched(tmp_path: Path) -> None:
@@ -183,7 +202,7 @@ def test_progress_is_read_from_the_records_of_this_run_alone(tmp_path: Path) -> 
 
 
 def test_a_rank_that_died_before_its_orders_is_ended_all_the_same(tmp_path: Path) -> None:
-    child = Child(tmp_path / "job.yaml", True)
+    child = Child(tmp_path / "job.yaml")
     child._process.kill()
     child._process.wait(10)
     child.begin({"RANK": "0"})
@@ -232,7 +251,7 @@ def test_metrics_are_served_where_the_environment_says(tmp_path: Path, monkeypat
     assert metrics_address("0.0.0.0:9400") == ("0.0.0.0", 9400)
     assert metrics_address("[::1]:9400") == ("::1", 9400)
     monkeypatch.setenv("HORIZONML_METRICS", "9400x")
-    child = Child(tmp_path / "job.yaml", True)
+    child = Child(tmp_path / "job.yaml")
     wait_for(lambda: child.poll() is not None, "the end of a rank that cannot tell where to serve its metrics", 30)
     child.end()
     assert child.error().startswith("--metrics ($HORIZONML_METRICS): '9400x' is not [HOST:]PORT")
