@@ -24,9 +24,9 @@ class Preparation:
         """Return the steps as the cell of a table."""
         colours = "average the colours" if self.channels == 1 else "keep the colours red, green, blue"
         return (
-            "turn a picture as its EXIF orientation says, scale grey values of 16 bits to 8, lay transparency over white, "
-            f"crop the middle and resize it to {self.width} by {self.height} pixels, {colours}, divide by 255, subtract "
-            f"{self.mean:g}, divide by {self.std:g}"
+            "turn a picture as its EXIF orientation says, scale grey values of 16 bits to 8, lay transparency over "
+            f"white, crop the middle and resize it to {self.width} by {self.height} pixels, {colours}, divide by 255, "
+            f"subtract {self.mean:g}, divide by {self.std:g}"
         )
 
     def lines(self, file: str) -> list[str]:

@@ -185,7 +185,7 @@ def test_grey_values_of_more_than_8_bits_are_scaled(tmp_path: Path, kind: str) -
 
 def test_grey_values_without_a_known_white_are_refused(tmp_path: Path) -> None:
     Image.fromarray(SHADES.float().numpy()).save(tmp_path / "0.tiff")
-    with pytest.raises(DataError, match=r"0\.tiff is not .* its grey values are 0 to 255, where 0 .* to 1 \(white\) can"):
+    with pytest.raises(DataError, match=r"0\.tiff is .* its grey values are 0 to 255, where .* 1 \(white\) can"):
         FolderSource([(tmp_path / "0.tiff", 0)], [], 16).images(torch.tensor([0]))
 
 
