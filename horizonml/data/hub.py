@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.data.columns import check_precision
 from horizonml.data.own import Opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of
 from horizonml.data.spec import DataSpec
@@ -16,6 +17,8 @@ from horizonml.errors import DataError
 from horizonml.machine.extras import require
 from horizonml.text import nearest
 
+_WIDE = ("int32", "int64", "uint32", "uint64", "float64")  # dtypes of columns that float32 may not hold exactly
+_CHECKED = 1000  # rows at the beginning, in which such a column is looked at
 _HELD_OUT = ("test", "validation", "valid", "val")
 
 
@@ -74,6 +77,12 @@ class Columns:
         found = words or {name: sorted(word for word in rows.unique(name) if word is not None) for name in texts}
         self.words = {name: list(some) for name, some in found.items()}
         self._numbers = {name: {word: place for place, word in enumerate(found)} for name, found in self.words.items()}
+        for field, names in (("inputs", self._inputs), ("targets", () if spec.classes is not None else self._targets)):
+            for name in names:
+                if getattr(self._features[name], "dtype", "") in _WIDE and not hasattr(self._features[name], "names"):
+                    some = [number for number in self._rows[:_CHECKED][name] if number is not None]
+                    advice = "subtract a number from the column before the data set is saved"
+                    check_precision(name, torch.tensor(some, dtype=torch.float64), field, advice)
 
     @property
     def classes(self) -> Sequence[str] | None:
