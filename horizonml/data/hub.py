@@ -77,12 +77,13 @@ class Columns:
         found = words or {name: sorted(word for word in rows.unique(name) if word is not None) for name in texts}
         self.words = {name: list(some) for name, some in found.items()}
         self._numbers = {name: {word: place for place, word in enumerate(found)} for name, found in self.words.items()}
-        for field, names in (("inputs", self._inputs), ("targets", () if spec.classes is not None else self._targets)):
-            for name in names:
-                if getattr(self._features[name], "dtype", "") in _WIDE and not hasattr(self._features[name], "names"):
-                    some = [number for number in self._rows[:_CHECKED][name] if number is not None]
-                    advice = "subtract a number from the column before the data set is saved"
-                    check_precision(name, torch.tensor(some, dtype=torch.float64), field, advice)
+        numbers = self._inputs if spec.classes is not None else [*self._inputs, *self._targets]
+        for name in numbers:
+            if getattr(self._features[name], "dtype", "") in _WIDE and not hasattr(self._features[name], "names"):
+                some = [number for number in self._rows[:_CHECKED][name] if number is not None]
+                advice = "subtract a number from the column before the data set is saved"
+                field = "inputs" if name in self._inputs else "targets"
+                check_precision(name, torch.tensor(some, dtype=torch.float64), field, advice)
 
     @property
     def classes(self) -> Sequence[str] | None:
