@@ -15,11 +15,14 @@
     ├── StateDiffers             1   members of a stage do not hold the same state
     ├── MissingPackage           1   a command needs a package that is not installed
     ├── OutOfMemory              1   this machine has not enough memory left
+    ├── DataOutOfMemory          1   likewise, while data was read
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
 message says what is wrong, where (field, file or rank), and what to do about it.
 """
+
+from __future__ import annotations
 
 
 class HorizonError(Exception):
@@ -118,6 +121,18 @@ class OutOfMemory(HorizonError):
             "out of memory: this machine has not enough left for its part of the model and the batch. Lower "
             "batch_size, raise parallel.micro_batches, or let more workers share the layers (parallel.strategy: "
             "pipeline or auto); `horizonml plan JOB` shows what every rank needs and has"
+        )
+
+
+class DataOutOfMemory(HorizonError):
+    """Memory ran out while data was read, and not while the model computed."""
+
+    @classmethod
+    def at(cls, what: str) -> DataOutOfMemory:
+        """Return the error for what was read."""
+        return cls(
+            f"{what}: memory ran out while it was read. Let the data set read less at a time, or lower data.workers, "
+            "data.prefetch or data.memory; if model and batch leave too little, lower batch_size"
         )
 
 
