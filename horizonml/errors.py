@@ -16,6 +16,7 @@
     ├── MissingPackage           1   a command needs a package that is not installed
     ├── OutOfMemory              1   this machine has not enough memory left
     ├── TooManyFiles             1   this process may not open more files and connections
+    ├── DataOutOfMemory          1   likewise, while data was read
     └── Diverged                 1   the loss or a gradient is no longer a finite number
 
 The command line prints the message of any of these without a traceback and ends with the exit code. Every
@@ -139,6 +140,18 @@ class TooManyFiles(HorizonError):
         super().__init__(
             f"{what}; raise the limit of files and connections that a process may have open (ulimit -n, LimitNOFILE of "
             "systemd, or nofile of the container)"
+        )
+
+
+class DataOutOfMemory(HorizonError):
+    """Memory ran out while data was read, and not while the model computed."""
+
+    @classmethod
+    def at(cls, what: str) -> DataOutOfMemory:
+        """Return the error for what was read."""
+        return cls(
+            f"{what}: memory ran out while it was read. Let the data set read less at a time, or lower data.workers, "
+            "data.prefetch or data.memory; if model and batch leave too little, lower batch_size"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,21 @@ class Points(Dataset[Any]):
             raise ValueError(f"the disk lost point {index}")
         point = self.points[index]
         return point + self.noise * torch.randn(5) if self.noise else point, self.values[index]
+
+
+class Fatal(Points):
+    """Points of which all but the first end the process that loads them, or ask it for too much memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.how == "memory" and index:
+            raise MemoryError
+        if multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().__getitem__(index)
 
 
 class Named(Dataset[Any]):

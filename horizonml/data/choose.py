@@ -12,7 +12,7 @@ from horizonml.data import hub, images, own, stream, table, text
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.holdout import check_divided
 from horizonml.data.spec import IMAGES, DataSpec
-from horizonml.errors import DataError
+from horizonml.errors import DataError, DataOutOfMemory, is_out_of_memory
 
 
 def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
@@ -34,6 +34,15 @@ def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str,
 
 def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
     """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError."""
+    try:
+        return _load(spec, info, cache, inputs, targets)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise DataOutOfMemory.at(f"data.name: {spec.name}") from error
+        raise
+
+
+def _load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
     if spec.name in IMAGES:
         return images.load(spec, info, cache, inputs, targets)
     if spec.name == "table":

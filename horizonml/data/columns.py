@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,10 @@ from torch.nn import functional
 
 from horizonml.errors import DataError
 
+_log = logging.getLogger(__name__)
 _SHOWN = 5  # words of a column that an error lists
+_MANY = 10  # words of a column, from which on it is worth a look whether most of them are numbers
+_MOST_ROUNDED = 0.01  # of a column's standard deviation, by which 32-bit numbers may differ from what the table has
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,10 @@ class Column:
         )
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Return float32 numbers, scaled if the scale is known."""
+        """Return float32 numbers, scaled before they are rounded to that if the scale is known."""
         if self.mean is None or self.deviation is None:
-            return values
-        return ((values.double() - self.mean) / self.deviation).to(values.dtype)
+            return values.float()
+        return ((values.double() - self.mean) / self.deviation).float()
 
 
 Problems = dict[int, str]  # what is wrong with rows, by row
@@ -64,9 +69,12 @@ Problems = dict[int, str]  # what is wrong with rows, by row
 def as_input(known: Column | str, column: Any, problems: Problems, place: str) -> tuple[Tensor, Column]:
     """Return a column of inputs as `[rows, values]` that are not scaled yet; text has a value for each word.
 
-    `known` is the column's name, or how it was turned into numbers before. Raises DataError.
+    Numbers are float64, since they may be large and differ by little. `known` is the column's name, or how it was
+    turned into numbers before. Raises DataError.
     """
     how = known if isinstance(known, Column) else Column(known, _words(column) if _is_text(column) else None)
+    if how.words is not None and how is not known:
+        _warn_of_numbers(how, column, place)
     if how.words is not None:
         return functional.one_hot(_places(how, column, problems, place), max(1, len(how.words))).float(), how
     return _numbers(how.name, column, problems, place)[:, None], how
@@ -75,7 +83,7 @@ def as_input(known: Column | str, column: Any, problems: Problems, place: str) -
 def as_target(
     known: Column | str, column: Any, alone: bool, classes: int | None, problems: Problems, place: str
 ) -> tuple[Tensor, Column]:
-    """Return a column of targets: classes, int64 `[rows]`, or numbers, float32 `[rows]`; and how it became them.
+    """Return a column of targets: classes, int64 `[rows]`, or numbers, float64 `[rows]`; and how it became them.
 
     A column that is `alone` has classes if it holds text or truth values, or whole numbers if `classes` is given.
     Raises DataError.
@@ -85,7 +93,7 @@ def as_target(
     if isinstance(known, Column):
         how = known
     elif alone and _is_text(column):
-        how = Column(known, tuple(word for word in _words(column) if word))
+        how = Column(known, _words(column))
     elif alone and types.is_boolean(column.type):
         how = Column(known, classes=2)
     else:
@@ -96,9 +104,9 @@ def as_target(
     if not how.classes:
         return values, how
     numbers = values.nan_to_num().long()
-    least, most = int(numbers.min()), int(numbers.max())
-    if least < 0 or most >= how.classes or not torch.equal(numbers.float(), values.nan_to_num()):
-        what = f"the classes {least} to {most}" if torch.equal(numbers.float(), values.nan_to_num()) else "fractions"
+    least, most, are_whole = int(numbers.min()), int(numbers.max()), torch.equal(numbers.double(), values.nan_to_num())
+    if least < 0 or most >= how.classes or not are_whole:
+        what = f"the classes {least} to {most}" if are_whole else "fractions"
         raise DataError(f"data.classes: {how.classes}, but the column {how.name!r} has {what}")
     return numbers, how
 
@@ -112,6 +120,19 @@ def with_scale(how: Column, values: Tensor) -> Column:
     mean = _sum(numbers) / len(numbers)
     deviation = (_sum((numbers - mean).square()) / len(numbers)).sqrt()
     return replace(how, mean=float(mean), deviation=float(deviation) if deviation > 0 else 1.0)
+
+
+def check_precision(name: str, values: Tensor, field: str, advice: str) -> None:
+    """Raise DataError for a column whose numbers vary by less than float32, in which networks compute, tells apart."""
+    numbers = values.double()
+    rounded = float((numbers.float().double() - numbers).abs().max()) if len(numbers) else 0.0
+    deviation = float(numbers.std(unbiased=False)) if rounded else 0.0
+    if math.isinf(rounded) or rounded > _MOST_ROUNDED * deviation > 0:
+        raise DataError(
+            f"data.{field}: the column {name!r} holds numbers such as {float(numbers[0]):.15g}, whose standard "
+            f"deviation is {deviation:.3g}, and 32-bit numbers, in which networks compute, are wrong there by up to "
+            f"{rounded:.3g}; {advice}"
+        )
 
 
 def _sum(values: Tensor) -> Tensor:
@@ -129,7 +150,33 @@ def _is_text(column: Any) -> bool:
 
 
 def _words(column: Any) -> tuple[str, ...]:
-    return tuple(sorted(word for word in column.unique().to_pylist() if word is not None))
+    """Return the different words of a column; a cell that is empty, or holds nothing but spaces, has none."""
+    return tuple(sorted(word for word in column.unique().to_pylist() if word is not None and word.strip()))
+
+
+def _warn_of_numbers(how: Column, column: Any, place: str) -> None:
+    """Warn of a column that was probably meant to hold numbers, and is text because of a few of its cells."""
+    words = how.words or ()
+    others = {word for word in words if not _is_number(word)}
+    if len(words) > _MANY and others and len(others) * _MANY <= len(words):
+        row = next(row for row, word in enumerate(column.to_pylist()) if word in others)
+        _log.warning(
+            "%s: the column %r is text, because row %d of it holds %r: each of its %d different cells becomes a "
+            "category. If it is to hold numbers, correct that cell, or leave it empty",
+            place,
+            how.name,
+            row + 1,
+            column[row].as_py(),
+            len(words),
+        )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _places(how: Column, column: Any, problems: Problems, place: str) -> Tensor:
@@ -143,7 +190,7 @@ def _places(how: Column, column: Any, problems: Problems, place: str) -> Tensor:
     numbers = {word: number for number, word in enumerate(words)}
     found = column.to_pylist()
     for row, word in enumerate(found):
-        if word is None or (not word and word not in numbers):
+        if word is None or (not word.strip() and word not in numbers):
             problems.setdefault(row, f"no value in the column {how.name!r}")
         elif word not in numbers:
             known = ", ".join(words[:_SHOWN]) + (", ..." if len(words) > _SHOWN else "")
@@ -155,7 +202,7 @@ def _places(how: Column, column: Any, problems: Problems, place: str) -> Tensor:
 
 
 def _numbers(name: str, column: Any, problems: Problems, place: str) -> Tensor:
-    """Return a column of numbers as float32; missing values are NaN. Raises DataError."""
+    """Return a column of numbers as float64; missing values are NaN. Raises DataError."""
     from pyarrow import types
 
     kind = column.type
@@ -169,10 +216,10 @@ def _numbers(name: str, column: Any, problems: Problems, place: str) -> Tensor:
     if column.null_count:
         for row in _missing(column):
             problems.setdefault(row, f"no value in the column {name!r}")
-    values = torch.from_numpy(column.cast("float64").to_numpy(zero_copy_only=False).copy())
+    values = torch.from_numpy(column.cast("float64", safe=False).to_numpy(zero_copy_only=False).copy())
     for row in (~torch.isfinite(values)).nonzero().flatten().tolist():
         problems.setdefault(row, f"no finite number in the column {name!r}")
-    return values.float()
+    return values
 
 
 def _missing(column: Any) -> Sequence[int]:

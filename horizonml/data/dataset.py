@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from horizonml.data.tensors import TensorSpec, whole
+from horizonml.errors import DataOutOfMemory, is_out_of_memory
 
 MOST_SAMPLES = 1 << 40
 MOST_OUTPUTS = 1 << 31
@@ -229,7 +230,15 @@ class DataBatch:
         return targets
 
     def rows(self, start: int, stop: int, inputs: bool, targets: bool) -> Rows:
-        """Return the wanted parts of rows `start` to `stop - 1`."""
+        """Return the wanted parts of rows `start` to `stop - 1`. Raises DataError and DataOutOfMemory."""
+        try:
+            return self._rows(start, stop, inputs, targets)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise DataOutOfMemory.at("data: the samples of a batch") from error
+            raise
+
+    def _rows(self, start: int, stop: int, inputs: bool, targets: bool) -> Rows:
         indices = self.indices[start:stop]
         if isinstance(self.split, WholeSamples):
             return self.split.read(indices, self.augment_seed or 0, inputs, targets)

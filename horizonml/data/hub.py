@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horizonml.data.columns import check_precision
 from horizonml.data.own import Opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.spec import DataSpec
@@ -25,6 +26,8 @@ from horizonml.files import inside
 from horizonml.machine.extras import require
 from horizonml.text import nearest
 
+_WIDE = ("int32", "int64", "uint32", "uint64", "float64")  # dtypes of columns that float32 may not hold exactly
+_CHECKED = 1000  # rows at the beginning, in which such a column is looked at
 _HELD_OUT = ("test", "validation", "valid", "val")
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # What reads files of an ending, and with which options: no builder that runs code, or follows what a file names.
@@ -155,6 +158,13 @@ class Columns:
         found = words or {name: sorted(word for word in rows.unique(name) if word is not None) for name in texts}
         self.words = {name: list(some) for name, some in found.items()}
         self._numbers = {name: {word: place for place, word in enumerate(found)} for name, found in self.words.items()}
+        numbers = self._inputs if spec.classes is not None else [*self._inputs, *self._targets]
+        for name in numbers:
+            if getattr(self._features[name], "dtype", "") in _WIDE and not hasattr(self._features[name], "names"):
+                some = [number for number in self._rows[:_CHECKED][name] if number is not None]
+                advice = "subtract a number from the column before the data set is saved"
+                field = "inputs" if name in self._inputs else "targets"
+                check_precision(name, torch.tensor(some, dtype=torch.float64), field, advice)
 
     @property
     def classes(self) -> Sequence[str] | None:

@@ -22,7 +22,7 @@ from horizonml.data.samples import Sample, as_inputs, inputs_of, random_state, s
 from horizonml.data.seeds import name_seed
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
-from horizonml.errors import DataError, HorizonError, is_out_of_files, is_out_of_memory
+from horizonml.errors import DataError, DataOutOfMemory, HorizonError, is_out_of_files, is_out_of_memory
 from horizonml.machine.code import find, where
 
 
@@ -112,8 +112,10 @@ def open_own(spec: DataSpec) -> Opened:
     except (FileNotFoundError, HorizonError):
         raise
     except (Exception, SystemExit) as error:
-        if is_out_of_memory(error) or is_out_of_files(error):
+        if is_out_of_files(error):
             raise
+        if is_out_of_memory(error):
+            raise DataOutOfMemory.at(f"data.name: {spec.name}: {where(error)}") from error
         given = f" with data.options {spec.options}" if spec.options else ""
         raise DataError(f"data.name: {spec.name}{given} failed: {where(error)}") from error
     try:
@@ -161,8 +163,10 @@ def _get(dataset: Any, index: int, title: str, seed: int | None, method: str = "
     except HorizonError:
         raise
     except (Exception, SystemExit) as error:
-        if is_out_of_memory(error) or is_out_of_files(error):
+        if is_out_of_files(error):
             raise
+        if is_out_of_memory(error):
+            raise DataOutOfMemory.at(f"{title}: sample {index}: {where(error)}") from error
         raise DataError(f"{title}: sample {index} cannot be read: {where(error)}") from error
 
 

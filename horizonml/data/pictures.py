@@ -43,11 +43,49 @@ def read_picture(file: Any, decode: Callable[[Any], Tensor]) -> Tensor:
         raise DataError(f"it is damaged, or not a picture: {str(error) or type(error).__name__}") from error
 
 
+def rgb_of(image: Any) -> Any:
+    """Return a Pillow image as RGB, upright as its EXIF orientation says, and with transparency laid over white.
+
+    Grey values of more than 8 bits are scaled: those of 16 bits by 255 / 65535. Raises DataError for numbers of which
+    it is unknown which are black and white.
+    """
+    from PIL import Image, ImageOps
+
+    upright: Any = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I") or upright.mode == "F":  # convert("RGB") would clip these
+        upright = _narrowed(upright)
+    if upright.mode == "La":  # which converts to nothing else
+        upright = upright.convert("LA")
+    if upright.has_transparency_data:
+        over = upright.convert("RGBA")
+        upright = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+    return upright.convert("RGB")
+
+
+def _narrowed(image: Any) -> Any:
+    """Return an image of 16-bit or 32-bit grey values with 8 bits. Raises DataError."""
+    import numpy
+    from PIL import Image
+
+    white = 1.0 if image.mode == "F" else 65535.0
+    values = numpy.array(image, dtype=numpy.float64)
+    least, most = values.min(), values.max()
+    if not (least >= 0 and most <= white):  # which holds for no NaN
+        raise DataError(
+            f"its grey values are {least:g} to {most:g}, where 0 (black) to {white:g} (white) can be used; convert it "
+            "to 8 or 16 bits"
+        )
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        values[values == transparent] = white
+    return Image.fromarray((values * (255 / white)).round().astype(numpy.uint8))
+
+
 def pixels_of(image: Any, size: int) -> Tensor:
     """Return a Pillow image, cropped and resized to a square, as uint8 pixels `[3, size, size]`."""
     from PIL import ImageOps  # only those who read pictures need it
 
-    fitted = ImageOps.fit(image.convert("RGB"), (size, size))
+    fitted = ImageOps.fit(rgb_of(image), (size, size))
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return pixels.reshape(size, size, 3).permute(2, 0, 1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.data.columns import Column, Problems, as_input, as_target, with_scale
+from horizonml.data.columns import Column, Problems, as_input, as_target, check_precision, with_scale
 from horizonml.data.dataset import Data, DataInfo, Inputs
 from horizonml.data.holdout import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
@@ -25,15 +25,23 @@ _ENDINGS = (".csv", ".parquet")
 
 @dataclass(frozen=True)
 class _Content:
-    """Holds the columns of a table: inputs `[rows, values]`, targets, and what is wrong with either, by row."""
+    """Holds the columns of a table: inputs `[rows, values]`, targets, and what is wrong with either, by row.
 
-    inputs: Tensor  # not scaled yet
+    Numbers are float64, until they are scaled.
+    """
+
+    inputs: tuple[Tensor, ...]  # of each column, not scaled yet
     targets: Tensor | None  # None in a table for predictions, which need none
     input_columns: tuple[Column, ...]
     target_columns: tuple[Column, ...]
     input_problems: Problems
     target_problems: Problems
     known: bool = False  # whether the columns are those of an earlier table, and not learned from this one
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return len(self.inputs[0])
 
     @property
     def classes(self) -> int:
@@ -44,14 +52,18 @@ class _Content:
     def encoding(self, rows: Tensor, scaled: bool) -> dict[str, Any]:
         """Return how content becomes numbers, with a scale that is learned from the complete rows among these."""
         complete = [row for row in rows.tolist() if row not in self.input_problems and row not in self.target_problems]
-        columns, place = [], 0
-        for how in self.input_columns:
+        if scaled and not complete:
+            raise DataError(f"data.path: no row to train on is complete; {_first(self)}")
+        used, columns = torch.tensor(complete, dtype=torch.int64), []
+        for how, values in zip(self.input_columns, self.inputs, strict=True):
             if how.words is None and scaled:
-                if not complete:
-                    raise DataError(f"data.path: no row to train on is complete; {_first(self)}")
-                how = with_scale(how, self.inputs[torch.tensor(complete), place])
+                how = with_scale(how, values[used, 0])
+            elif how.words is None:
+                check_precision(how.name, values[used, 0], "inputs", "leave data.normalize at true")
             columns.append(how.to_json())
-            place += _width(how)
+        if self.targets is not None and not self.classes:
+            for how, values in zip(self.target_columns, self.targets[used].T, strict=True):
+                check_precision(how.name, values, "targets", "subtract a number from the column, or learn differences")
         return {"inputs": columns, "targets": [how.to_json() for how in self.target_columns]}
 
 
@@ -59,11 +71,6 @@ def _first(content: _Content) -> str:
     problems = content.input_problems or content.target_problems
     row = min(problems)
     return f"row {row + 1} has {problems[row]}"
-
-
-def _width(how: Column) -> int:
-    """Return how many values a column has."""
-    return max(1, len(how.words)) if how.words is not None else 1
 
 
 _kept: dict[str, _Content] = {}  # what was read to be described, until it is loaded
@@ -80,14 +87,14 @@ def describe(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataI
     content = _read(spec, encoding)
     _kept.clear()
     _kept[spec.model_dump_json()] = content
-    train, held_out = divide(spec, len(content.inputs), 0)
+    train, held_out = divide(spec, content.rows, 0)
     if encoding is None:
-        encoding = content.encoding(hold_out(len(content.inputs), train, held_out)[0], spec.normalize)
-    inputs = TensorSpec(tuple(content.inputs.shape[1:]), content.inputs.dtype)
+        encoding = content.encoding(hold_out(content.rows, train, held_out)[0], spec.normalize)
+    inputs = TensorSpec((sum(values.shape[1] for values in content.inputs),))
     found = DataInfo(train, held_out, (inputs,), encoding=encoding)
     if content.targets is None:
         return found
-    target = TensorSpec(tuple(content.targets.shape[1:]), content.targets.dtype)
+    target = TensorSpec((), torch.int64) if content.classes else TensorSpec(tuple(content.targets.shape[1:]))
     task = "classification" if content.classes else "regression"
     words = content.target_columns[0].words or ()
     labels = words if len(words) == content.classes else ()
@@ -104,25 +111,22 @@ def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
         if not Path(spec.path or "").exists():
             raise DataError(f"data.path: {spec.path} is not there, but this rank's stage reads it")
         content = replace(_read(spec, info.encoding), known=False)
-    members = hold_out(len(content.inputs), info.train, info.held_out)
+    members = hold_out(content.rows, info.train, info.held_out)
     encoding = info.encoding or content.encoding(members[0], spec.normalize)  # an old checkpoint has none
-    values = _scaled(content.inputs, encoding) if inputs else content.inputs
+    values = _scaled(content.inputs, encoding) if inputs else torch.empty(content.rows, 0)
+    goals = content.targets if content.targets is None or content.classes else content.targets.float()
     problems = content.target_problems | content.input_problems
     own = content.input_problems if content.known else problems
     train, held_out, whole = (
-        TableSplit(values, content.targets, own, problems, rows, spec, content.known)
-        for rows in (*members, in_order(*members))
+        TableSplit(values, goals, own, problems, rows, spec, content.known) for rows in (*members, in_order(*members))
     )
     return Data(info, train, held_out, whole=whole)
 
 
-def _scaled(values: Tensor, encoding: Mapping[str, Any]) -> Tensor:
-    """Return the inputs, with each column of numbers scaled as all ranks have agreed."""
-    parts, place = [], 0
-    for how in map(Column.from_json, encoding["inputs"]):
-        parts.append(how.scaled(values[:, place : place + _width(how)]))
-        place += _width(how)
-    return torch.cat(parts, 1)
+def _scaled(values: Sequence[Tensor], encoding: Mapping[str, Any]) -> Tensor:
+    """Return the inputs as float32, with each column of numbers scaled as all ranks have agreed."""
+    ways = map(Column.from_json, encoding["inputs"])
+    return torch.cat([how.scaled(column) for how, column in zip(ways, values, strict=True)], 1)
 
 
 class TableSplit:
@@ -189,7 +193,7 @@ def _read(spec: DataSpec, encoding: Mapping[str, Any] | None) -> _Content:
     input_problems: Problems = {}
     target_problems: Problems = {}
     parts = [as_input(how, table.column(_name(how)).combine_chunks(), input_problems, place) for how in inputs]
-    values = torch.cat([part for part, _ in parts], 1)
+    values = tuple(part for part, _ in parts)
     ways = tuple(how for _, how in parts)
     if absent:
         found = tuple(how for how in targets if isinstance(how, Column))

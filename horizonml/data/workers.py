@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +31,7 @@ from horizonml.machine.resources import available_cores
 
 _MOST_WORKERS = 4  # that `auto` takes
 _CLOSE_SECONDS = 5.0  # for workers to finish what they read
+_OTHERS = (None, -signal.SIGTERM)  # exit codes of processes that run, or that the executor ended after another one
 _PATIENCE = 30.0  # seconds without samples after which the log says so
 
 _log = logging.getLogger(__name__)
@@ -123,8 +127,8 @@ class _Later:
 class _Executed:
     """Stands for rows that an executor reads."""
 
-    def __init__(self, future: Future[Any], unpack: Callable[[Any], Rows]) -> None:
-        self._future, self._unpack = future, unpack
+    def __init__(self, future: Future[Any], unpack: Callable[[Any], Rows], how_ended: Callable[[], str]) -> None:
+        self._future, self._unpack, self._how_ended = future, unpack, how_ended
         self._found: Rows | None = None
 
     def rows(self) -> Rows:
@@ -132,10 +136,7 @@ class _Executed:
             try:
                 self._found = self._unpack(self._patient_result())
             except BrokenExecutor as error:
-                raise DataError(
-                    "data.workers: a process that loads samples was ended from outside; the machine may be out of "
-                    "memory (see dmesg). Lower data.workers, data.prefetch or data.memory"
-                ) from error
+                raise DataError(f"data.workers: a process that loads samples {self._how_ended()}") from error
         return self._found
 
     def _patient_result(self) -> Any:
@@ -168,7 +169,11 @@ class _Executor:
             future = Future()
             future.set_exception(error)
         self._begun = {one for one in self._begun if not one.done()} | {future}
-        return _Executed(future, unpack)
+        return _Executed(future, unpack, self._how_ended)
+
+    def _how_ended(self) -> str:
+        """Return, as a part of a sentence, how a worker has ended that should not have, and what to do."""
+        return "has ended"  # which threads do not
 
     def close(self) -> None:
         """End the workers; each of them finishes the rows that it is reading."""
@@ -200,12 +205,36 @@ class Processes(_Executor):
         context = multiprocessing.get_context("spawn")
         end, self._end = context.Pipe(duplex=False)
         given = (end, inheritance(), spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
-        super().__init__(ProcessPoolExecutor(count, context, _open, given), count)
+        self._pool = ProcessPoolExecutor(count, context, _open, given)
+        self._processes: dict[int, BaseProcess] = {}  # all that have been started
+        super().__init__(self._pool, count)
 
     def read(self, batch: DataBatch, start: int, stop: int, inputs: bool, targets: bool) -> Pending:
         """Hand the rows to a process."""
         part = batch.split is self._data.train, batch.indices.tolist(), batch.augment_seed
-        return self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
+        pending = self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
+        self._processes |= self._pool._processes or {}
+        return pending
+
+    def _how_ended(self) -> str:
+        """Return how the first worker ended; the executor has sent SIGTERM to the others."""
+        until = time.monotonic() + _CLOSE_SECONDS
+        while not (codes := [one.exitcode for one in self._processes.values() if one.exitcode not in _OTHERS]):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        code = codes[0] if codes else None
+        if code == -signal.SIGKILL:
+            return (
+                "was killed (SIGKILL), as the kernel does when memory runs out (see dmesg); lower data.workers, "
+                "data.prefetch or data.memory if it did"
+            )
+        if code is not None and code < 0:
+            return (
+                f"has crashed ({signal.Signals(-code).name}) in code that the data set calls, whose lines are above; "
+                "with data.workers: 0, the rank itself crashes there"
+            )
+        return f"has ended by itself (exit code {code}); a data set must not end its process"
 
     def close(self) -> None:
         """End the workers; one that is stuck, or whose fellow was killed, is ended as it is."""
@@ -250,6 +279,7 @@ def _open(
 
     threading.Thread(target=leave, name="leave-with-parent", daemon=True).start()
     torch.set_num_threads(1)
+    faulthandler.enable()  # a library that crashes says where
     try:
         for receive in inherited:
             receive()

@@ -153,9 +153,8 @@ class GradientCheck:
         """Raise Diverged on all ranks if the loss of an evaluation after `step` steps is not finite."""
         if not math.isfinite(loss):
             raise Diverged(
-                f"after step {step}: the loss on held-out data is {loss}{self._where(own)}. The newest checkpoint is "
-                "older than this; lower optimizer.lr, clip gradients (optimizer.clip_norm), or look at the held-out "
-                "data"
+                f"after step {step}: the loss on held-out data is {loss}{self._where(own)}. Lower optimizer.lr, clip "
+                "gradients (optimizer.clip_norm), or look at the held-out data"
             )
 
     def _where(self, own: float) -> str:

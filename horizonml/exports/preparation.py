@@ -24,15 +24,19 @@ class Preparation:
         """Return the steps as the cell of a table."""
         colours = "average the colours" if self.channels == 1 else "keep the colours red, green, blue"
         return (
-            f"crop the middle of a picture and resize it to {self.width} by {self.height} pixels, {colours}, divide by "
-            f"255, subtract {self.mean:g}, divide by {self.std:g}"
+            "turn a picture as its EXIF orientation says, scale grey values of 16 bits to 8, lay transparency over "
+            f"white, crop the middle and resize it to {self.width} by {self.height} pixels, {colours}, divide by 255, "
+            f"subtract {self.mean:g}, divide by {self.std:g}"
         )
 
     def lines(self, file: str) -> list[str]:
         """Return lines of Python that make the array `input` of a picture's file."""
         arranged = "pixels.mean(2)[None, None]" if self.channels == 1 else "pixels.transpose(2, 0, 1)[None]"
         return [
-            f'picture = ImageOps.fit(Image.open("{file}").convert("RGB"), ({self.width}, {self.height}))',
+            f'picture = ImageOps.exif_transpose(Image.open("{file}")).convert("RGBA")',
+            'white = Image.new("RGBA", picture.size, "white")',
+            'picture = Image.alpha_composite(white, picture).convert("RGB")',
+            f"picture = ImageOps.fit(picture, ({self.width}, {self.height}))",
             f"pixels = (numpy.asarray(picture, dtype=numpy.float32) / 255 - {self.mean:g}) / {self.std:g}",
             f"input = {arranged}  # [batch, channels, height, width]",
         ]

@@ -55,6 +55,7 @@ from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
 from horizonml.state.recover import agree_on_state
 from horizonml.state.resume import ShardsAway
+from horizonml.state.runfolder import foreign
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.telemetry.recorder import Recorder
@@ -94,7 +95,7 @@ class Generation:
         if life.taken is None:
             life.taken = rss_bytes()
         hosts = find_hosts(group, life.taken)
-        first = self._agree_on_begin()
+        first, anew = self._agree_on_begin()
         info = describe_data(job, group, life.info)
         known = life.state.model if life.state is not None and info == life.info else None
         model, notes = agree_on_model(job, info, group, known)
@@ -117,7 +118,7 @@ class Generation:
         self._tell_local_steps(agreed.plan, info)
         source, followers = None, frozenset[int]()
         checkpoints = checkpoints_for(life, group, self.number, self.names, info, model)
-        if found is not None and not is_older_than_disk(life, found.step, checkpoints, self.say):
+        if found is not None and (anew or not is_older_than_disk(life, found.step, checkpoints, self.say)):
             source, followers = recover(life, info, found, agreed.plan, self._place())
         meters = group.hosts.index(group.hosts[group.rank]) == group.rank  # one rank of each machine
         energy = EnergyMeter() if meters else None
@@ -126,7 +127,7 @@ class Generation:
         if guard.applies(plan):
             with closing(self._session(plan, guard.executions())) as session:
                 data = self._load(session)
-                source, taken = take_up(life, session, checkpoints, first, source, followers, self.say), True
+                source, taken = take_up(life, session, checkpoints, first, anew, source, followers, self.say), True
             plan = guard.settle(plan, data, bool(followers))
             agreed = self._plan_again(agreed, plan, guard, model, following=bool(followers))
             plan = agreed.plan
@@ -140,7 +141,10 @@ class Generation:
                 if moved:
                     self.say(moved)
                 elif not taken:
-                    source = take_up(life, session, checkpoints, first, source, followers, self.say)
+                    source = take_up(life, session, checkpoints, first, anew, source, followers, self.say)
+                if anew:
+                    self._set_aside(checkpoints)
+                    anew = False
                 if group.rank == 0:
                     self._record_plan(plan, agreed, detector, info, model, hosts, devices)
                 recorder = recorder_for(life, about, session, detector, energy, "on" if moved else "resumed")
@@ -243,24 +247,50 @@ class Generation:
     def _place(self) -> Place:
         return Place(self.group, self.started_as, self.say)
 
-    def _agree_on_begin(self) -> bool:
-        """Return whether no rank of this group has trained this run before; move an earlier run away, if that is asked.
+    def _agree_on_begin(self) -> tuple[bool, bool]:
+        """Return whether no rank of this group has trained this run before, and whether it starts over.
 
-        Raises JobError on all ranks.
+        An earlier run is moved away only when the first step is about to be taken (see `_set_aside`). Raises JobError
+        on all ranks if it must not be.
         """
         life, group = self.life, self.group
         begun = group.gather_json([life.moved_away, life.begun], fields(boolean, boolean))
-        if any(group.gather_json(life.fresh, boolean)) and not any(moved for moved, _ in begun):
-            leads = Disks(life.job.run_folder, group).leads
+        anew = any(group.gather_json(life.fresh, boolean)) and not any(moved for moved, _ in begun)
+        if anew:
+            life.fresh = True  # also for the next group, if this one ends before its first step
 
-            def set_aside() -> None:
-                problem = life.folder.set_aside() if leads[group.rank] == group.rank else None
+            def check() -> None:
+                problem = foreign(life.job.run_folder)
                 if problem is not None:
                     raise JobError(problem)
 
-            group.agree(set_aside)
+            group.agree(check)
+        life.moved_away = not anew
+        return not any(begun for _, begun in begun), anew
+
+    def _set_aside(self, checkpoints: Checkpoints | None) -> None:
+        """Move an earlier run away, now that data, model and plan are known to work. Raises JobError on all ranks."""
+        life, group = self.life, self.group
+        leads = Disks(life.job.run_folder, group).leads
+
+        def move() -> str | None:
+            problem = life.folder.set_aside() if leads[group.rank] == group.rank else None
+            if problem is not None:
+                raise JobError(problem)
+            return str(life.folder.previous) if life.folder.previous is not None else None
+
+        kept = group.agree(move, optional(text))
         life.moved_away = True
-        return not any(begun for _, begun in begun)
+        if checkpoints is not None:
+            checkpoints.begin_again()
+        places = sorted({self.names[rank] for rank in set(leads) if kept[rank] is not None})
+        if places:
+            path, previous = life.job.run_folder, next(one for one in kept if one is not None)
+            where = f" on {', '.join(places)}" if len(set(leads)) > 1 else ""
+            self.say(
+                f"the earlier run is kept in {previous}{where}, until the next --fresh. To go back to it: mv {path} "
+                f"{path}.new && mv {previous} {path}"
+            )
 
     def _use_threads(self, model: Model, hosts: list[Host], here: Host) -> None:
         """Choose how many threads this rank computes with; results depend on it, so a rank keeps its number."""

@@ -53,21 +53,22 @@ def take_up(
     session: Session,
     checkpoints: Checkpoints | None,
     first: bool,
+    anew: bool,
     source: Source | None,
     followers: frozenset[int],
     say: Say,
 ) -> Source | None:
     """Bring the state to where training goes on: to a checkpoint, or to the beginning. Raises HorizonError.
 
-    `source` says where it has been taken from already, if it has. Return where it was taken from, None if the run
-    begins with this group.
+    `source` says where it has been taken from already, if it has. A run that starts `anew` takes no checkpoint of the
+    earlier run. Return where it was taken from, None if the run begins with this group.
     """
     state, group = session.state, session.group
     if source is not None and checkpoints is not None:
         known_steps = group.gather_json(life.newest_checkpoint, optional(whole()))
         checkpoints.newest = max((step for step in known_steps if step is not None), default=None)
     if source is None:
-        found = _from_disk(life, session, checkpoints, first, say)
+        found = _from_disk(life, session, checkpoints, first, anew, say)
         source = None if first else Source.DISK if found else Source.START
     life.begun, life.awaited = True, None
     # All members of a stage that do not follow begin with the same state, bit for bit.
@@ -79,7 +80,9 @@ def take_up(
     return source
 
 
-def _from_disk(life: Life, session: Session, checkpoints: Checkpoints | None, first: bool, say: Say) -> bool:
+def _from_disk(
+    life: Life, session: Session, checkpoints: Checkpoints | None, first: bool, anew: bool, say: Say
+) -> bool:
     """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
     state, found = session.state, None
     if checkpoints is None:
@@ -89,6 +92,8 @@ def _from_disk(life: Life, session: Session, checkpoints: Checkpoints | None, fi
                 "(checkpoint.enabled: true) the others would go on from the newest one",
                 ends_job=True,
             )
+    elif anew:
+        pass  # those that there are belong to the earlier run, which is moved away before the first step
     elif first and not life.job.checkpoint.resume:
         checkpoints.set_aside()
     else:

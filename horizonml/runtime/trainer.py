@@ -19,7 +19,7 @@ from horizonml.data.seeds import name_seed
 from horizonml.data.workers import workers_for
 from horizonml.engine.session import Session
 from horizonml.engine.step import Step
-from horizonml.errors import CheckpointError
+from horizonml.errors import CheckpointError, Diverged, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
@@ -51,10 +51,20 @@ def train(
 
     If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
     has a better plan, return that training must go on with it. `mirror` makes what mirrors the ranks' state, once all
-    of them have it. Raises CheckpointError if the run ends and its last checkpoint could not be saved.
+    of them have it. Raises CheckpointError if the run ends and its last checkpoint could not be saved. If training
+    fails, the checkpoint that is being written is completed first.
     """
     with closing(_Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror)) as loop:
-        return loop.run()
+        try:
+            return loop.run()
+        except PeerLost:  # without that rank nothing can be written
+            raise
+        except Diverged as error:
+            kept = loop.finish_checkpoint(together=session.plan.local is None)
+            raise Diverged(f"{error}{kept}") from None
+        except Exception:
+            loop.finish_checkpoint(together=False)
+            raise
 
 
 @dataclass
@@ -322,6 +332,17 @@ class _Loop:
             raise (CheckpointError if complete else LeavesUnsaved)(
                 f"the last checkpoint, after step {done}, could not be saved ({'; '.join(problems)}); {kept}"
             )
+
+    def finish_checkpoint(self, together: bool) -> str:
+        """Wait for the checkpoint that is being written; return a sentence about the newest one."""
+        if self.checkpoints is None:
+            return ""
+        self.checkpoints.finish(together)
+        self._note_saved(self.checkpoints)
+        newest = self.checkpoints.newest
+        return ". " + (
+            f"The newest checkpoint is that of step {newest}" if newest is not None else "No checkpoint is there"
+        )
 
     def _note_saved(self, checkpoints: Checkpoints | None) -> None:
         """Record what became of checkpoints that were written until now."""

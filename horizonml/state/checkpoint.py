@@ -14,6 +14,7 @@ import logging
 import re
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -36,6 +37,7 @@ from horizonml.state.snapshot import Snapshot, fingerprints, take, unequal
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+_LAST_SECONDS = 300.0  # that the end of a training which fails waits for the checkpoint that is being written
 _SLOWEST_DISK = 3600.0  # seconds that the threads wait for one another's disks, while training goes on
 
 
@@ -93,6 +95,10 @@ class Checkpoints:
             except OSError as error:
                 _log.warning("cannot clean %s: %s", self._folder, error.strerror or error)
 
+    def begin_again(self) -> None:
+        """Announce this group in the folder once more, since the earlier run's was moved away; all ranks call this."""
+        self._begin()
+
     def save(self, state: TrainState, plan: Plan, details: dict[str, Any]) -> list[str]:
         """Write a checkpoint of the state, while training waits; all ranks call this after the same step.
 
@@ -138,6 +144,24 @@ class Checkpoints:
             snapshot = take(state, plan, self._group, self._disks, details, copy=True)
             pause = time.perf_counter() - started
             self._background.start(lambda: self._write(snapshot, pause))
+
+    def finish(self, together: bool) -> None:
+        """Wait for the checkpoint that is being written, since training fails now; say so if it is given up.
+
+        With `together`, all ranks of the group call this. Otherwise the others wait for this one meanwhile, and not for
+        longer than the group's timeout.
+        """
+        seconds = _LAST_SECONDS if together else self._group.timeout / 2
+        self._background.wait(seconds)
+        if self._background.busy:
+            _log.warning(
+                "the checkpoint that was being written when training failed is given up: it is not complete after "
+                "%.0f s",
+                seconds,
+            )
+        if together:  # or the first to end would break the connections in which the others agree that it is complete
+            with suppress(PeerLost):
+                self._group.barrier()
 
     def _has_room(self, state: TrainState) -> bool:
         """Tell whether a copy of this rank's state fits into the memory that is left for it."""

@@ -27,6 +27,7 @@ MARK = ".horizonml-run"
 _TEXT = "This folder is a run of HorizonML.\n"
 _PLACES = ".places"  # a lock for each rank, and who holds it
 _NO_LOCKS = (ENOLCK, ENOSYS, EOPNOTSUPP)  # how file systems report that they have no locks
+_MEASURED = ("cluster.yaml", "profile-*.yaml")  # what is known of the devices, which holds for the next run as well
 _LOCK_SECONDS = 5.0  # a process that was killed a moment ago may still be exiting
 
 
@@ -94,6 +95,21 @@ def _holds_files(path: Path) -> bool:
     return path.is_file() or any(inner.is_file() for inner in path.rglob("*"))
 
 
+def _never_trained(folder: Path) -> bool:
+    """Return whether the records in a run's folder show that it ended before its first step."""
+    if any((folder / "checkpoints").glob("step-*")):
+        return False
+    found = set()
+    for file in folder.glob("rank-*.jsonl"):
+        with file.open("rb") as lines:
+            for line in lines:
+                with suppress(ValueError, TypeError, KeyError):
+                    found.add(json.loads(line)["kind"])
+                if "step" in found:
+                    return False
+    return "run" in found
+
+
 def _previous(path: Path) -> Path:
     path = path.resolve() if path.name in ("", "..") else path.absolute()  # "." has no name
     return path.with_name(path.name + ".previous")
@@ -147,6 +163,12 @@ class RunFolder:
         """Give this rank's place up before the process ends."""
         self._lock.release()
 
+    @property
+    def previous(self) -> Path | None:
+        """Return the folder in which the run before this one is kept, or None if there is none."""
+        previous = _previous(self.path)
+        return previous if previous.is_dir() else None
+
     def set_aside(self, keep_earlier: bool = False) -> str | None:
         """Move the folder's content to NAME.previous; return why this cannot be done, or None.
 
@@ -162,6 +184,10 @@ class RunFolder:
             return None  # an attempt that never trained must not cost the run before it
         previous = _previous(self.path)
         try:
+            if previous.exists() and _never_trained(self.path):  # it must not cost the run before it either
+                for path in earlier:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                return None
             if previous.exists() and keep_earlier:
                 previous.rename(_free_name(previous))
             elif previous.exists():
@@ -169,7 +195,10 @@ class RunFolder:
             previous.mkdir()
             (previous / MARK).write_text(_TEXT)
             for path in earlier:
-                path.rename(previous / path.name)
+                if any(path.match(pattern) for pattern in _MEASURED):
+                    shutil.copy2(path, previous / path.name)
+                else:
+                    path.rename(previous / path.name)
         except OSError as error:
             return f"{self.path} cannot be moved to {previous}: {error.strerror or error}"
         return None

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data
+from horizonml.data.files import FolderSource
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
@@ -160,6 +161,47 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     data = loaded(DataSpec(name="folder", folder=str(tmp_path), image_size=8), tmp_path)
     with pytest.raises(DataError, match=r"\.png is not a readable image"):
         data.train.inputs(torch.arange(1))
+
+
+SHADES = torch.arange(256).reshape(16, 16)  # a picture with every shade of grey
+SIDEWAYS = Image.Exif()
+SIDEWAYS[ExifTags.Base.Orientation] = 6  # it is to be turned clockwise before it is shown
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "16 bits, transparent", "32 bits", "fractions"])
+def test_grey_values_of_more_than_8_bits_are_scaled(tmp_path: Path, kind: str) -> None:
+    values, path = SHADES.float().numpy() / 255, tmp_path / "picture.tiff"
+    expected = SHADES.to(torch.uint8).clone()
+    if kind == "fractions":
+        Image.fromarray(values).save(path)
+    elif kind == "32 bits":
+        Image.fromarray((values * 65535).astype("int32")).save(path)
+    else:
+        path, see_through = tmp_path / "picture.png", 7 * 257 if kind == "16 bits, transparent" else None
+        Image.fromarray((values * 65535).astype("uint16")).save(path, transparency=see_through)
+        expected[0, 7] = 255 if see_through is not None else 7
+    assert torch.equal(FolderSource([(path, 0)], [], 16).images(torch.tensor([0]))[0], expected.expand(3, 16, 16))
+
+
+def test_grey_values_without_a_known_white_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(SHADES.float().numpy()).save(tmp_path / "0.tiff")
+    with pytest.raises(DataError, match=r"0\.tiff is .* its grey values are 0 to 255, where .* 1 \(white\) can"):
+        FolderSource([(tmp_path / "0.tiff", 0)], [], 16).images(torch.tensor([0]))
+
+
+def test_pictures_are_turned_as_their_orientation_says(tmp_path: Path) -> None:
+    Image.fromarray(SHADES.numpy().astype("uint8")).save(tmp_path / "picture.png", exif=SIDEWAYS)
+    found = FolderSource([(tmp_path / "picture.png", 0)], [], 16).images(torch.tensor([0]))
+    assert torch.equal(found[0, 0], SHADES.rot90(-1).to(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparency_is_laid_over_white(tmp_path: Path, mode: str) -> None:
+    half = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    half.paste((0, 0, 0, 255), (0, 0, 2, 4))
+    (half.quantize(4) if mode == "P" else half.convert(mode)).save(tmp_path / "picture.png")
+    found = FolderSource([(tmp_path / "picture.png", 0)], [], 4).images(torch.tensor([0]))
+    assert found[0, 0].tolist() == [[0, 0, 255, 255]] * 4
 
 
 def test_folders_that_hold_no_classes(tmp_path: Path) -> None:

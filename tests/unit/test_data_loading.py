@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from horizonml.data.needs import Needs
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.data.workers import Processes, Threads, Workers, workers_for
-from horizonml.errors import DataError
+from horizonml.errors import DataError, DataOutOfMemory, is_out_of_memory
 
 KINDS: dict[str, dict[str, Any]] = {
     "here": {"workers": 0},
@@ -190,11 +191,28 @@ def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     killed.kill()
     batch = data.batch(True, torch.arange(8))
     rows = (workers.read(batch, 0, 8, True, True).rows() for _ in range(10_000))
-    with pytest.raises(DataError, match="a process that loads samples was ended from outside"):
+    with pytest.raises(DataError, match=r"a process that loads samples was killed \(SIGKILL\), as the kernel does"):
         deque(rows, maxlen=0)
     batches.close()
     workers.close()
     assert own_workers() == before
+
+
+def test_a_worker_process_that_crashes_is_not_said_to_lack_memory() -> None:
+    spec, data = opened(name="tests.datasets:Fatal", options={"how": "segfault"}, workers=1, worker_kind="processes")
+    workers = workers_for(spec, data, Path("unused"), True, True)
+    with pytest.raises(DataError, match=r"has crashed \(SIGSEGV\) in code that the data set calls"):
+        workers.read(data.batch(True, torch.arange(1, 3)), 0, 2, True, True).rows()
+    workers.close()
+
+
+def test_lack_of_memory_in_the_data_set_is_told_as_such() -> None:
+    _, data = opened(name="tests.datasets:Fatal", options={"how": "memory"})
+    words = r"sample \d+: .*datasets\.py:\d+: MemoryError: .*: memory ran out while"
+    with pytest.raises(DataOutOfMemory, match=words) as told:
+        data.batch(True, torch.arange(8)).rows(0, 8, True, True)
+    assert not is_out_of_memory(told.value)  # which would blame the batch
+    assert str(pickle.loads(pickle.dumps(told.value))) == str(told.value)  # as it comes from a worker process
 
 
 def test_samples_that_do_not_come_are_told_of_while_a_step_waits(

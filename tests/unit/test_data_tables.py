@@ -106,6 +106,67 @@ def test_a_row_without_a_value_is_named_and_does_not_count_for_the_scale(tmp_pat
     assert bool(torch.isfinite(data.train.inputs(good)).all())
 
 
+TIMES = [1_700_000_000 + 10 * n for n in range(ROWS)]  # of Unix, which float32 rounds to multiples of 128
+
+
+@pytest.mark.parametrize("unit", [1, 10**9], ids=["seconds", "nanoseconds"])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_large_numbers_that_differ_by_little_stay_apart(tmp_path: Path, kind: str, unit: int) -> None:
+    need_package("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    path = write(tmp_path / "a.csv", "x,y", [f"{time * unit},{time - TIMES[0]}" for time in TIMES])
+    if kind == "parquet":
+        path = tmp_path / "a.parquet"
+        parquet.write_table(pyarrow.table({"x": [time * unit for time in TIMES], "y": range(ROWS)}), path)
+    data = loaded(spec(path))
+    assert read_all(data).unique().numel() == ROWS
+    assert read_all(data).dtype == torch.float32
+    known = describe(spec(path), encoding=data.info.encoding)  # as predictions are read
+    assert known is not None
+    assert torch.equal(read_all(load(spec(path), known, Path("unused"))), read_all(data))
+
+
+def test_numbers_that_float32_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+    need_package("pyarrow")
+    path = write(tmp_path / "a.csv", "x,y,z", [f"{time},{n},1700000001" for n, time in enumerate(TIMES)])
+    assert describe(spec(path, normalize=False, inputs=["z"])) is not None  # which is the same everywhere
+    with pytest.raises(DataError, match=r"data.inputs: the column 'x' holds numbers such as 17.*normalize at true"):
+        describe(spec(path, normalize=False))
+    with pytest.raises(DataError, match=r"data.targets: the column 'x' holds .* wrong there by up to 6\d; subtract"):
+        describe(spec(path, targets=["x"]))
+    huge = write(tmp_path / "b.csv", "x,y", [f"{n}e60,{n}" for n in range(ROWS)])
+    assert bool(read_all(loaded(spec(huge))).isfinite().all())
+    with pytest.raises(DataError, match=r"data.inputs: the column 'x' holds numbers such as"):
+        describe(spec(huge, normalize=False))
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_cell_of_text_is_no_category(tmp_path: Path, empty: str) -> None:
+    need_package("pyarrow")
+    path = write(tmp_path / "a.csv", "x,y", [f"{empty if n == 7 else 'ab'[n % 2]},{n}" for n in range(ROWS)])
+    data = loaded(spec(path))
+    assert data.info.inputs == (TensorSpec((2,)),)
+    with pytest.raises(DataError, match=r"row 8 has no value in the column 'x'.*data.corrupt: skip"):
+        read_all(data)
+    # A run of an earlier version may have learned it as a category, which it keeps.
+    earlier = {"inputs": [{"column": "x", "words": [empty, "a", "b"]}], "targets": [{"column": "y"}]}
+    known = describe(spec(path), encoding=earlier)
+    assert known is not None
+    assert read_all(load(spec(path), known, Path("unused"))).sum(0).tolist() == [1, 20, 19]
+
+
+def test_a_column_that_a_few_cells_make_text_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    need_package("pyarrow")
+    info = describe(spec(write(tmp_path / "a.csv", "x,y", [f"{'?' if n == 7 else n},{n}" for n in range(ROWS)])))
+    assert info is not None
+    assert "the column 'x' is text, because row 8 of it holds '?': each of its 40 different cells" in caplog.text
+    caplog.clear()
+    describe(spec(write(tmp_path / "b.csv", "x,y", [f"{n if n % 2 else 'n'}{n},{n}" for n in range(ROWS)])))
+    assert not caplog.text
+
+
 def test_mistakes_in_columns_and_files(tmp_path: Path, houses: Path) -> None:
     with pytest.raises(DataError, match=r"data.inputs: .*houses.csv has no column 'are'; did you mean 'area'"):
         describe(spec(houses, inputs=["are"]))
@@ -252,6 +313,14 @@ def test_images_and_class_labels_of_a_hugging_face_data_set(tmp_path: Path) -> N
     shades = (data.train.inputs(every)[:, 0].mean((1, 2)) * 0.226 + 0.449) * 255 / 20
     assert torch.equal(shades.round().long() % 3, data.train.targets(every))
     assert loaded(of, inputs=False).held_out.targets(torch.arange(2)).shape == (2,)
+
+
+def test_large_numbers_of_a_hugging_face_data_set_are_refused(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "d", {"x": TIMES, "y": list(range(ROWS))})
+    with pytest.raises(DataError, match=r"data.inputs: the column 'x' holds .* are wrong there by up to 6\d; subtract"):
+        describe(spec(folder, "huggingface"))
+    with pytest.raises(DataError, match=r"data.targets: the column 'x' holds"):
+        describe(spec(folder, "huggingface", inputs=["y"], targets=["x"]))
 
 
 def test_numbers_text_and_lists_of_a_hugging_face_data_set(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import onnxruntime
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from horizonml.data.choose import describe
 from horizonml.data.files import FolderSource
@@ -43,12 +43,18 @@ def test_what_the_card_does_with_a_picture_is_what_predictions_do(
     done = export(path, tmp_path / "model.onnx")
     assert done.card is not None
     found = rows(done.card.read_text())
-    assert found["preparation"].startswith("crop the middle of a picture and resize it to 12 by 12 pixels, ")
+    assert found["preparation"].startswith("turn a picture as its EXIF orientation says, scale grey values of 16 bits ")
+    assert "lay transparency over white, crop the middle and resize it to 12 by 12 pixels, " in found["preparation"]
     assert found["preparation"].endswith("divide by 255, subtract 0.449, divide by 0.226")
     assert found["classes"] == "0: a&#124;b, 1: moth"
 
     monkeypatch.chdir(tmp_path)
     picture(tmp_path / "picture.png", (25, 14), 3)
+    with Image.open(tmp_path / "picture.png") as noise:
+        exif = noise.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        noise.putalpha(noise.convert("L"))
+        noise.save(tmp_path / "picture.png", exif=exif)
     names: dict[str, object] = {}
     exec(code_of(done.card), names)
     source = FolderSource([(tmp_path / "picture.png", 0)], [], 12)

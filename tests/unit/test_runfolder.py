@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import errno
+import gc
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 
-from horizonml.errors import CheckpointError, JobError
+from horizonml.errors import CheckpointError, HorizonError, JobError
+from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.identity import Identity
+from horizonml.runtime.worker import Worker
 from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
+from horizonml.state.shards import steps
+from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.metrics import Metrics
 
 HOLD = """
 import sys
@@ -66,6 +75,67 @@ def test_only_runs_are_moved_away_and_deleted(tmp_path: Path) -> None:
     (tmp_path / "run.previous" / MARK).unlink()
     assert "run.previous is none" in str(place.set_aside())
     assert (tmp_path / "run.previous" / "rank-0.jsonl").read_text() == "second"
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_cost_the_one_before(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    place = RunFolder(run, 0, "digits", True)
+    (run / "rank-0.jsonl").write_text('{"kind": "run"}\n{"kind": "step"}\n')
+    (run / "cluster.yaml").write_text("devices: []")
+    assert place.previous is None
+    assert place.set_aside() is None
+    assert place.previous == tmp_path / "run.previous"
+    assert (run / "cluster.yaml").read_text() == (tmp_path / "run.previous" / "cluster.yaml").read_text()
+    (run / "rank-0.jsonl").write_text('{"kind": "run"}\n{"kind": "end", "outcome": "failed"}\n')
+    (run / "checkpoints").mkdir()
+    assert place.set_aside() is None
+    assert '"step"' in (tmp_path / "run.previous" / "rank-0.jsonl").read_text()
+    assert not (run / "rank-0.jsonl").exists()
+
+
+def train(folder: Path, fresh: bool, **more: Any) -> None:
+    """Train a small job with one rank in this process."""
+    values = {
+        "name": "test", "folder": str(folder), "steps": 2, "data": {"name": "digits", "samples": 100},
+        "batch_size": 32, "parallel": {"strategy": "single"}, **more,
+    }  # fmt: skip
+    worker = Worker(Job.model_validate(values), Identity(0, 1, "a test"), None, Metrics(0), StopRequest())
+    try:
+        worker.run(fresh=fresh, rejoin=False)
+    finally:
+        del worker
+        gc.collect()  # which gives the folder back
+
+
+def test_a_run_that_cannot_start_over_leaves_the_earlier_one_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, kept = tmp_path / "run", tmp_path / "run.previous"
+    train(run, False)
+    before = (run / "rank-0.jsonl").read_text()
+    mistakes = [
+        {"data": {"name": "folder", "folder": str(tmp_path / "nowhere")}},
+        {"model": {"name": "no_such:model"}},
+        {"parallel": {"stages": [{"ranks": [0], "layers": [0, 99]}]}},
+    ]
+    for mistake in mistakes:
+        with pytest.raises(HorizonError):
+            train(run, True, **mistake)
+        assert (run / "rank-0.jsonl").read_text() == before
+        assert len(steps(run / "checkpoints")) == 1
+        assert not kept.exists()
+    assert "kept in" not in capsys.readouterr().out
+    train(run, True, seed=5)  # which would not go on with the earlier run's checkpoints
+    assert f"the earlier run is kept in {kept}, until the next --fresh. To go back to it: mv {run} " in (
+        capsys.readouterr().out
+    )
+    assert (kept / "rank-0.jsonl").read_text() == before
+    assert [len(steps(folder / "checkpoints")) for folder in (run, kept)] == [1, 1]
+    assert [line["kind"] for line in read_lines(run / "rank-0.jsonl")].count("step") == 2
+    run.rename(tmp_path / "run.new")
+    kept.rename(run)  # as the message says
+    train(run, False, steps=3)
+    assert [line["step"] for line in read_lines(run / "rank-0.jsonl") if line["kind"] == "step"] == [1, 2, 3]
 
 
 def test_a_file_system_without_locks_is_told_and_used(
