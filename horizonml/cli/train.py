@@ -80,6 +80,10 @@ def train(
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
     metrics_at = metrics_address(metrics)
+    if identity is None:
+        from horizonml.runtime.launch import for_this_machine
+
+        job = for_this_machine(job, lambda text: print(text, flush=True))
     if seeds is not None:
         from horizonml.cli.seeds import parse_seeds, train_seeds
         from horizonml.errors import JobError

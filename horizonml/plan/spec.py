@@ -142,7 +142,8 @@ class Parallel(Spec):
         None,
         ge=1,
         le=MOST_WORKERS,
-        description="World size. Default: what the environment says, else 5 (1 for `single`).",
+        description="World size. Default: what the environment says, else 5. On one machine, the default is 1 for "
+        "`single`, `ddp` and `auto`, because one process uses all of its cores (or one for each CUDA device).",
     )
     min_workers: int | None = Field(
         None,

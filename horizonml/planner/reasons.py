@@ -22,6 +22,7 @@ from horizonml.planner.traffic import boundary_bytes, summed_bytes
 from horizonml.text import count, human_bytes, human_seconds
 
 _MOST_NAMED = 5  # devices
+_NOTHING = 0.02  # of a step
 _WORTH_TELLING = 0.05  # of a step: what an exact plan could save by a choice that it may not make
 _WHAT = {
     "bf16": ("16-bit floats", "each is off by at most 1/256 of itself"),
@@ -203,6 +204,10 @@ def why_left_out(problem: Problem, found: Candidate) -> str:
         return "No plan for all devices is possible: memory is short, or a batch has too few samples."
     if found.everyone_seconds is not None:
         more = found.everyone_seconds / found.prediction.seconds - 1
+        if more < _NOTHING:
+            return "Together with them, a step would take about as long."
+        if len(found.plan.spare) == problem.ranks - 1:
+            return f"One rank trains alone: divided among all, a step would take {more:.0%} longer."
         return f"If {who} took part, a step would take {more:.0%} longer, because the others would wait for {whom}."
     if problem.objective.kind == "time":
         return f"{who.capitalize()} would slow the others down."
