@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import Device, JobFile, Overrides, Workers, load_job
+from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, Workers, load_job
 
 
 def train(
@@ -17,6 +17,7 @@ def train(
     overrides: Overrides = None,
     workers: Workers = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,

@@ -38,6 +38,7 @@ from horizonml.runtime.recording import (
     assumed_problem,
     describe_planning,
     device_facts,
+    doubt_profile,
     record_planning,
     recorder_for,
     run_info,
@@ -312,6 +313,7 @@ class Generation:
                 life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
+            doubt_profile(life, session, recorder)
             return outcome
         finally:
             life.steps += recorder.steps
