@@ -9,6 +9,7 @@ accelerator of a machine counts as a machine.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -27,6 +28,9 @@ _MOST_MACHINES = 32  # up to which plans without some of them are tried
 _MOST_TRIED = 8  # numbers of machines, for each order of them
 _MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones are not tried
 _ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving ranks out must save
+# Ranks that outnumber the cores gain nothing that fewer cannot do, and wait for one another in more ways than are
+# predicted: a plan without them may take so much longer on paper.
+_A_CROWD_COSTS = 0.1
 _SEVERAL_ARE_WORTH = 0.02  # of a step's time: the least that several ranks must save against a single one
 _MOST_ALONE = 4  # ranks whose plans are compared to find the one that is fastest alone
 
@@ -93,7 +97,8 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
     if not problem.constraints.is_exact:
         found = planned(problem, evaluator, kept)
         best = found if found is not None and found.usable else exact
-    if best.prediction.seconds >= (1 - _ALL_ARE_WORTH) * seconds:
+    crowded = _outnumbers_cores(problem, everyone.plan) and not _outnumbers_cores(problem, best.plan)
+    if best.prediction.seconds >= (1 + _A_CROWD_COSTS if crowded else 1 - _ALL_ARE_WORTH) * seconds:
         return everyone
     return replace(best, everyone_seconds=seconds)
 
@@ -140,6 +145,16 @@ def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
         tuple(sorted(rank for own in machines for rank in own[:size])) for size in sorted(sizes, reverse=True) if size
     )
     return [kept for kept in sets if 1 < len(kept) < problem.ranks]
+
+
+def _outnumbers_cores(problem: Problem, plan: Plan) -> bool:
+    """Return whether more ranks work on a machine than it has cores for, as far as no quota holds them back."""
+    wanted, there = Counter[str](), dict[str, float]()
+    for number, host in enumerate(problem.hosts):
+        name = host.machine or f" {number}"
+        wanted[name] += host.demand * len(set(host.ranks) - set(plan.spare))
+        there[name] = max(1.0, host.machine_cores or host.cores)
+    return any(wanted[name] > cores for name, cores in there.items())
 
 
 def _machines(problem: Problem) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from horizonml.planner.devices import load_cluster, write_cluster
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import compare, drawback, why
 from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network, slowdown
+from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.subset import fastest_plan
@@ -112,6 +113,16 @@ def test_auto_leaves_out_ranks_that_only_share_a_core_down_to_one_and_says_so() 
     # What the job insists on is not changed, but its drawbacks are told.
     assert drawback(problem, found, names) is None
     assert str(drawback(problem, ddp, names)).endswith("a step: do not distribute this job")
+
+
+def test_ranks_that_outnumber_the_cores_are_left_out_though_nothing_is_predicted_to_be_lost_by_them() -> None:
+    """Five ranks on two cores took eleven times as long as predicted: they wait for one another to be scheduled."""
+    problem = Problem(
+        [profile(*[1e-3] * 4)] * 4, [Host((0, 1, 2, 3), 2.0, 1e12)], LOCAL_NETWORK, 16, 1,
+        constraints=Constraints(micro_batches=(1, 4)),
+    )  # fmt: skip
+    assert best_plan(problem).prediction.seconds < 1.02 * fastest_plan(problem, Evaluator(problem)).prediction.seconds
+    assert len(fastest_plan(problem, Evaluator(problem)).plan.spare) == 2
 
 
 def test_auto_keeps_as_many_ranks_of_a_machine_as_it_has_cores_for() -> None:
