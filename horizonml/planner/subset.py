@@ -9,7 +9,6 @@ accelerator of a machine counts as a machine.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -30,7 +29,7 @@ _MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones ar
 _ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving ranks out must save
 # Ranks that outnumber the cores gain nothing that fewer cannot do, and wait for one another in more ways than are
 # predicted: a plan without them may take so much longer on paper.
-_A_CROWD_COSTS = 0.1
+_A_CROWD_COSTS = 0.5
 _SEVERAL_ARE_WORTH = 0.02  # of a step's time: the least that several ranks must save against a single one
 _MOST_ALONE = 4  # ranks whose plans are compared to find the one that is fastest alone
 
@@ -149,10 +148,10 @@ def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
 
 def _outnumbers_cores(problem: Problem, plan: Plan) -> bool:
     """Return whether more ranks work on a machine than it has cores for, as far as no quota holds them back."""
-    wanted, there = Counter[str](), dict[str, float]()
+    wanted, there = dict[str, float](), dict[str, float]()
     for number, host in enumerate(problem.hosts):
         name = host.machine or f" {number}"
-        wanted[name] += host.demand * len(set(host.ranks) - set(plan.spare))
+        wanted[name] = wanted.get(name, 0.0) + host.demand * len(set(host.ranks) - set(plan.spare))
         there[name] = max(1.0, host.machine_cores or host.cores)
     return any(wanted[name] > cores for name, cores in there.items())
 

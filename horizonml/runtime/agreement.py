@@ -310,19 +310,21 @@ def _say_crowded(
 ) -> None:
     """Report that one process would be faster than the plan, whose ranks share a machine, if that can be told.
 
-    A plan that needs no measurements is compared if the model was measured here before.
+    Ranks that outnumber the cores are too many, whatever a prediction says. Others are compared if the model was
+    measured here before.
     """
     ranks = len(host.ranks)
-    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
-    if profile is not None and not any(stage.splits_channels for stage in plan.stages):
-        problem = describe_problem(job, model, info, [profile] * ranks, [host], LOCAL_NETWORK)
-        _say_drawback(problem, judge(problem, plan), [f"rank {rank}" for rank in range(ranks)], say)
-    elif ranks > host.cores:
+    if ranks > host.cores:
         cores = f"{host.cores:.3g} core{'' if host.cores == 1 else 's'}"
         say(
             f"warning: {ranks} ranks share the {cores} of this machine, which one process would use by itself: it "
             "would most likely train faster (--workers 1, with parallel.strategy ddp or single)"
         )
+        return
+    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
+    if profile is not None and not any(stage.splits_channels for stage in plan.stages):
+        problem = describe_problem(job, model, info, [profile] * ranks, [host], LOCAL_NETWORK)
+        _say_drawback(problem, judge(problem, plan), [f"rank {rank}" for rank in range(ranks)], say)
 
 
 def _say_drawback(problem: Problem, found: Candidate, names: Sequence[str], say: Callable[[str], None]) -> None:

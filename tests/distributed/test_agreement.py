@@ -25,7 +25,7 @@ def agree(rank: int, world_size: int, store: Store) -> list[str]:
         said.append(str(error))
     finally:
         group.close()
-    return [line for line in said if "measuring" not in line]
+    return [line for line in said if "measur" not in line]  # which may also say that the device was busy
 
 
 def test_a_module_used_twice_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
@@ -59,5 +59,5 @@ def agree_on_ddp(rank: int, world_size: int, store: Store, cores: float) -> list
 def test_ranks_that_only_share_a_core_are_told_that_one_would_train_faster(pool: Pool) -> None:
     (told,), others = pool.run(2, agree_on_ddp, 1.0)
     assert told.startswith("warning: ")
-    assert "share the 1 core of this machine" in told or "slower than " in told
+    assert "share the 1 core of this machine" in told
     assert others == []
