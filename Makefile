@@ -48,7 +48,7 @@ demo: setup ## Train by four strategies with 5 local ranks and compare them; pla
 	@echo
 	@echo "So much for ranks that share one machine. HorizonML is made for machines that are unequal and links that are"
 	@echo "slow. This is its plan for ResNet-18 on a laptop, two mini-PCs and two Raspberry Pis on Wi-Fi, as"
-	@echo "examples/devices.yaml describes them:"
+	@echo "examples/devices.yaml describes them. Devices that would slow the others down are left out:"
 	@echo
 	@"$(BIN)/horizonml" plan jobs/cifar10.yaml --devices examples/devices.yaml --picture runs/demo/plan.png
 	@echo

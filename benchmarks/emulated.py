@@ -82,20 +82,27 @@ class EmulatedCluster:
             container = self._run("ps", "--quiet", f"worker-{worker}").strip()
             _checked([*root, str(ROOT / "scripts" / "shape"), container, rate], 60)
 
-    def train(self, name: str, job: Job, steps: int, timeout: float, unlike: int = 0) -> Measured:
-        """Train for so many steps, after some that are `unlike` them, and read what the ranks recorded."""
+    def train(
+        self, name: str, job: Job, steps: int, timeout: float, unlike: int = 0, alone: int | None = None
+    ) -> Measured:
+        """Train for so many steps, after some that are `unlike` them, and read what the ranks recorded.
+
+        All workers train, or one `alone`.
+        """
+        workers = range(WORKERS) if alone is None else range(alone, alone + 1)
+        own = [] if alone is None else ["--env", "WORLD_SIZE=1", "--env", "RANK=0"]
         samples = (unlike + steps) * job.batch_size
         job = changed(job, {"name": name, "data.samples": samples} if job.data.samples is None else {"name": name})
         (self._jobs / f"{name}.yaml").write_text(yaml.safe_dump(job.model_dump(exclude_none=True)))
-        command = ["horizonml", "train", f"/jobs/{name}.yaml", "--fresh", "-n", str(WORKERS)]
+        command = ["horizonml", "train", f"/jobs/{name}.yaml", "--fresh", "-n", str(len(workers))]
         ranks = [
             subprocess.Popen(
-                [*self._compose, "exec", "-T", f"worker-{worker}", *command],
+                [*self._compose, "exec", "-T", *own, f"worker-{worker}", *command],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for worker in range(WORKERS)
+            for worker in workers
         ]
         deadline = time.monotonic() + _START_SECONDS + timeout
         try:
@@ -105,7 +112,7 @@ class EmulatedCluster:
         finally:
             for rank in ranks:
                 rank.kill()
-        for worker, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
+        for worker, rank, output in zip(workers, ranks, outputs, strict=True):
             if rank.returncode != 0:
                 raise SystemExit(f"{name}: worker {worker} ended with {rank.returncode}:\n{output[-2000:]}")
         return Measured.of(load_run(name, self._fetch(name)), unlike)

@@ -33,9 +33,10 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.candidates import candidates, data_parallel, equal_split
 from horizonml.planner.devices import Cluster
-from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
+from horizonml.planner.subset import fastest_alone
 from horizonml.report.charts import draw_ranking
 from horizonml.report.lines import StepLine
 from horizonml.report.records import Run, load_run
@@ -84,15 +85,15 @@ class Trial:
         )
         self.auto = first.plan
 
-    def run(self, name: str, job: Job, predicted: float | None) -> Measured:
-        """Train, and add what was measured to the row of this name."""
+    def run(self, name: str, job: Job, predicted: float | None, alone: int | None = None) -> Measured:
+        """Train on all devices, or on one `alone`, and add what was measured to the row of this name."""
         whole = WHOLE_STEPS if job.parallel.gradient_compression == "powersgd" else 0
         steps = int(min(self._most, max(_FEWEST, _MEASURED_SECONDS / (predicted or 2))))
         if job.parallel.strategy == "auto" and not job.parallel.is_exact:
             steps = max(steps, _MOST_EVERY + _FEWEST)
         print(f"{self._label} {name}: {steps} steps ...", flush=True)
         run = f"{self._label}-{name}".replace(",", "").replace(" ", "-")
-        found = self._cluster.train(run, job, steps, 1200, whole)
+        found = self._cluster.train(run, job, steps, 1200, whole, alone)
         times = self._times.setdefault(name, [])
         times.append(found.seconds)
         seconds = statistics.median(times)
@@ -182,7 +183,8 @@ def compare(out: Path, rounds: int, links: Sequence[str], most: int) -> list[Row
             "equal split": best_equal_split(trial.problem),
             "ddp": data_parallel(trial.problem),
         }
-        _interleave(trial, ways, rounds)
+        alone = fastest_alone(trial.problem, Evaluator(trial.problem))
+        _interleave(trial, ways, rounds, alone)
     run = load_run("auto", out / "runs" / f"{label}-auto")
     all_links = [*links, *[links[-1]] * WORKERS][:WORKERS]
     draw(list(trial.rows.values()), run, all_links, base_job(), out / "compare.png")
@@ -243,14 +245,19 @@ def accuracies(out: Path) -> dict[str, list[float]]:
     return found
 
 
-def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int) -> None:
-    """All plans in turn, and the automatic one among them, round by round."""
+def _interleave(trial: Trial, plans: dict[str, Plan], rounds: int, alone: Candidate | None = None) -> None:
+    """All plans in turn, the automatic one and the device that trains `alone` among them, round by round."""
     auto = automatic(trial.job)
     for round_ in range(rounds):
         if round_:
             trial.run("auto", auto, trial.rows["auto"]["predicted"])
         for name, plan in plans.items():
             trial.run_plan(name, plan)
+        if alone is not None:
+            (device,) = alone.plan.stages[0].ranks
+            fields = {"strategy": "single", "workers": 1, "micro_batches": alone.plan.micro_batches}
+            job = changed(trial.job, {f"parallel.{key}": value for key, value in fields.items()})
+            trial.run(f"device {device} alone", job, alone.prediction.seconds, device)
 
 
 def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Path) -> None:
@@ -265,19 +272,24 @@ def draw(rows: Sequence[Row], run: Run, links: Sequence[str], job: Job, path: Pa
     title = f"Time of a step: {job.model.name}, {job.batch_size} samples, five unequal devices with slow links"
     draw_ranking(top, times, title=title, own="auto", text=_seconds)
     by_rank = {rank.run.rank: rank for rank in run.ranks}
-    order = [rank for stage in run.stages for rank in stage.ranks]
-    labels = []
-    for stage in run.stages:
-        layers = f"layers {stage.start} to {stage.stop - 1}"
-        layers = layers if stage.stop - stage.start > 1 else f"layer {stage.start}"
-        for rank in stage.ranks:
-            rate = links[rank].replace("mbit", " Mbit/s")
-            labels.append(f"device {rank}: {layers}\n{by_rank[rank].run.cores:g} cores, {rate}")
-    work = draw_timeline(bottom, replace(run, ranks=[by_rank[rank] for rank in order]), number, labels)
+    by_device = replace(run, ranks=[by_rank[rank] for rank in sorted(by_rank)])
+    work = draw_timeline(bottom, by_device, number, device_labels(by_device, links))
     bottom.set_title("One step of auto, as measured; numbers are micro-batches")
     handles = legend(work)
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     save(figure, path)
+
+
+def device_labels(run: Run, links: Sequence[str]) -> list[str]:
+    """What each device does and is, for those of a run in their order."""
+    labels = []
+    for rank in run.ranks:
+        number = rank.run.rank
+        own = [stage for stage in run.stages if number in stage.ranks]
+        layers = ", ".join(f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else f"{s.start}" for s in own)
+        does = f"layers {layers}" if own else "left out"
+        labels.append(f"device {number}: {does}\n{rank.run.cores:g} cores, {links[number].replace('mbit', ' Mbit/s')}")
+    return labels
 
 
 def _seconds(value: float) -> str:

@@ -24,7 +24,7 @@ from horizonml.api.run import Run
 from horizonml.api.transfer import NOTHING_DONE, packed
 from horizonml.errors import JobError
 from horizonml.rendezvous.identity import identify
-from horizonml.runtime.launch import run_ranks
+from horizonml.runtime.launch import for_this_machine, run_ranks
 
 _LAST_SECONDS = 5.0  # for the streams to end, which a process that a rank has started may hold open
 
@@ -77,6 +77,7 @@ def train(
             "its ranks itself: run the script without that launcher, or let the launcher run `horizonml train JOB`"
         )
     given.install()
+    made = for_this_machine(made, print if progress else lambda text: None)
     folder = made.run_folder.absolute()
     with ExitStack() as stack:
         objects = stack.enter_context(packed(made, given, fresh))

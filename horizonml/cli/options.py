@@ -65,6 +65,26 @@ Device = Annotated[
 ]
 
 
+def _note_measure_again(again: bool) -> bool:
+    """Let this command, and the ranks that it starts, use nothing that was measured before."""
+    if again:
+        from horizonml.profiling.kept import measure_again
+
+        measure_again()
+    return again
+
+
+MeasureAgain = Annotated[
+    bool,
+    typer.Option(
+        "--measure-again",
+        help="Measure this device anew, instead of using what earlier commands have measured and kept: layers, "
+        "threads, ways to run layers, and how much ranks of one machine slow one another down.",
+        callback=_note_measure_again,
+    ),
+]
+
+
 def load_job(path: Path, overrides: list[str] | None, workers: int | None = None) -> Job:
     """Return the job of a file with the options that override its fields. Raises JobError."""
     from horizonml.job.jobfile import load

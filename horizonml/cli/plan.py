@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import Device, JobFile, Overrides, Workers, load_job
+from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, Workers, load_job
 
 
 def plan(
@@ -43,6 +43,7 @@ def plan(
         ),
     ] = False,
     device: Device = None,
+    measure_again: MeasureAgain = False,
 ) -> None:
     """Show the plan for a job, and explain it.
 
@@ -71,6 +72,7 @@ def simulate(
     ] = None,
     overrides: Overrides = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
 ) -> None:
     """Predict the time and memory of a given plan.
 
@@ -88,6 +90,7 @@ def profile(
     job_file: JobFile,
     overrides: Overrides = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -102,7 +105,7 @@ def profile(
     """Measure a model's layers on this device.
 
     Shows the time of each layer's forward and backward pass, and the size of its parameters and outputs. Times are
-    measured once for a model, a device and a version of torch, and kept.
+    measured once for a model, a device and a version of torch, and kept; --measure-again measures them anew.
     """
     from horizonml.cli.planning import show_profile
 

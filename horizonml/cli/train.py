@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from horizonml.cli.options import Device, JobFile, Overrides, Workers, load_job
+from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, Workers, load_job
 
 
 def train(
@@ -17,6 +17,7 @@ def train(
     overrides: Overrides = None,
     workers: Workers = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start over; the earlier run is kept beside the new one as NAME.previous.")
     ] = False,
@@ -80,6 +81,10 @@ def train(
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)
     metrics_at = metrics_address(metrics)
+    if identity is None:
+        from horizonml.runtime.launch import for_this_machine
+
+        job = for_this_machine(job, lambda text: print(text, flush=True))
     if seeds is not None:
         from horizonml.cli.seeds import parse_seeds, train_seeds
         from horizonml.errors import JobError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.cli.options import Device, JobFile, Overrides, load_job
+from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, load_job
 
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
@@ -36,6 +36,7 @@ def up(
     job_file: JobFile,
     overrides: Overrides = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -118,6 +119,7 @@ def join(
         ),
     ] = None,
     device: Device = None,
+    measure_again: MeasureAgain = False,
     forever: Annotated[
         bool, typer.Option("--forever", help="Join one run after the other, until this command is stopped.")
     ] = False,

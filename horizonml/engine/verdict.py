@@ -23,7 +23,7 @@ from horizonml.engine.stage import StageRuntime
 from horizonml.engine.staging import Staging
 from horizonml.engine.tied import Ties
 from horizonml.errors import Diverged
-from horizonml.plan.plan import Plan, Sync
+from horizonml.plan.plan import SYNCS, Plan, Sync
 
 UNCHANGED = (
     "Parameters are as they were before this step; lower optimizer.lr, add lr_schedule.warmup_steps, clip gradients "
@@ -136,8 +136,7 @@ class GradientCheck:
         everyone = self._group.gather_json(own[:1], items(fields(whole(), text)))
         nowhere = (self._group.rank, (0, "a rank that does not say which"))
         rank, (number, name) = next(((rank, found[0]) for rank, found in enumerate(everyone) if found), nowhere)
-        compressed = {Sync.FP16, Sync.POWERSGD, Sync.INT4, Sync.HOROVOD_FP16}
-        lossy = any(stage.sync in compressed for stage in self._plan.stages)
+        lossy = any(not SYNCS[stage.sync].exact and stage.sync is not Sync.LOCAL for stage in self._plan.stages)
         hint = ", or set parallel.gradient_compression: none" if lossy else ""
         where = f"stage {number}, rank {self._group.origin(rank)}"
         raise Diverged(f"step {step}: the gradient of {name} ({where}) is not finite. {UNCHANGED}{hint}")

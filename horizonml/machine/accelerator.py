@@ -136,6 +136,11 @@ def check_there(wish: str, source: str) -> None:
         raise JobError(f"{source}: {wish}, but the GPUs here have the numbers 0 to {count - 1}; choose one of them")
 
 
+def cuda_devices() -> int:
+    """Return how many CUDA devices this process can compute on."""
+    return 0 if _without_cuda() is not None else torch.cuda.device_count()
+
+
 def _without_cuda() -> str | None:
     """Return why no NVIDIA GPU can be used here, or None if there is one."""
     if torch.version.cuda is None and torch.version.hip is None:

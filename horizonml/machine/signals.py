@@ -23,9 +23,8 @@ _SAVE_SECONDS = 5.0  # for a rank whose launcher is gone, to finish its step and
 _CAUSES = {
     signal.SIGKILL: "the machine may be out of memory (see dmesg)",
     signal.SIGABRT: "a library gave up, most often for lack of memory; the log says which",
-    signal.SIGILL: "its processor lacks an instruction that this build of PyTorch uses. Arm boards with Armv8.2 "
-    "(Raspberry Pi 5, Jetson Xavier and Orin) have what the releases need; older ones (Raspberry Pi 3 and 4, Jetson "
-    "Nano) do not have it all, and PyTorch 2.10.0 for one does not run there: install another release",
+    signal.SIGILL: "its processor lacks an instruction that this build of PyTorch uses. PyTorch 2.10 ends so on "
+    "Arm boards with Armv8.0 (Raspberry Pi 3 and 4, Jetson Nano), and 2.11 and later run there: install one of those",
 }
 
 

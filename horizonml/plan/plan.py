@@ -40,11 +40,33 @@ class Sync(StrEnum):
     LOCAL = "local"  # members take local steps, and agree on parameters from time to time (see `Plan.local`)
 
 
-# The ways in which only the members of a plan's only stage can agree, and what they do.
-ALONE = {
-    Sync.CHANNELS: "splits channels",
-    Sync.HOROVOD: "sums its gradients by Horovod",
-    Sync.HOROVOD_FP16: "sums its gradients by Horovod",
+@dataclass(frozen=True)
+class SyncFacts:
+    """States what is known of a way to agree on gradients, whatever the plan."""
+
+    exact: bool = True  # whether the result is that of float32, apart from the order of additions
+    bytes: float = 1.0  # that members sum, relative to those of float32, where that depends on nothing else
+    alone: str = ""  # what a stage does that agrees so, if it must be the only stage of its plan
+    sums: str = ""  # what the members sum, where that is not exact
+    error: str = ""  # and by how much each number is off
+    exactly: Sync = Sync.ALL_REDUCE  # the exact way that would take its place
+
+
+_HALVES = ("16-bit floats", "each is off by at most 1/2048 of itself")
+# Whether a plan is exact is decided here and nowhere else. Members that take local steps sum nothing in a usual step.
+SYNCS = {
+    Sync.ALL_REDUCE: SyncFacts(),
+    Sync.FP16: SyncFacts(False, 0.5, "", *_HALVES),
+    Sync.POWERSGD: SyncFacts(
+        False, 1.0, "", "thin matrices (PowerSGD)", "what they leave out is added to the next sum"
+    ),
+    Sync.INT4: SyncFacts(
+        False, FORMATS["int4"], "", "4-bit numbers", "what rounding leaves out is added to the next sum"
+    ),
+    Sync.CHANNELS: SyncFacts(alone="splits channels"),
+    Sync.HOROVOD: SyncFacts(alone="sums its gradients by Horovod"),
+    Sync.HOROVOD_FP16: SyncFacts(False, 0.5, "sums its gradients by Horovod", *_HALVES, Sync.HOROVOD),
+    Sync.LOCAL: SyncFacts(False, 0.0),
 }
 
 
@@ -197,8 +219,9 @@ class Plan:
                 raise PlanError(f"stage {number} of the plan needs a share above 0 for each of its ranks")
             if len(set(stage.ranks)) < len(stage.ranks):
                 raise PlanError(f"stage {number} of the plan names a rank twice")
-            if stage.sync in ALONE and len(self.stages) > 1:
-                raise PlanError(f"stage {number} of the plan {ALONE[stage.sync]}; only a plan of one stage can")
+            alone = SYNCS[stage.sync].alone
+            if alone and len(self.stages) > 1:
+                raise PlanError(f"stage {number} of the plan {alone}; only a plan of one stage can")
             if stage.send not in FORMATS:
                 raise PlanError(f"stage {number} of the plan sends {stage.send!r}; there are {', '.join(FORMATS)}")
             expected = stage.stop

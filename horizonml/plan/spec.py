@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from horizonml.errors import JobError
 from horizonml.plan.local import MOST_LOCAL_STEPS, Local, outer_optimizer
+from horizonml.plan.plan import SYNCS, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.spec.base import Spec
 from horizonml.spec.durations import duration
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     ScheduleName = str
 else:
     ScheduleName = Literal[("auto", *SCHEDULES)]
+_NOT_EXACT = ", ".join(f"`{sync}`" for sync, facts in SYNCS.items() if not facts.exact and sync is not Sync.LOCAL)
 
 
 class StageSpec(Spec):
@@ -38,7 +40,7 @@ class StageSpec(Spec):
         None,
         description="How the members agree on gradients: by sums of 32-bit floats, of 16-bit floats, of PowerSGD's "
         "thin matrices or of 4-bit numbers; by splitting channels; or by Horovod's sums, of 32-bit or 16-bit floats "
-        "(default: what `split` and `gradient_compression` say).",
+        f"(default: what `split` and `gradient_compression` say). {_NOT_EXACT} are not exact.",
     )
     send: Literal["fp32", "bf16", "int8", "int4"] | None = Field(
         None, description="Format of what goes to the next stage and comes back (default: `activations`)."
@@ -140,7 +142,8 @@ class Parallel(Spec):
         None,
         ge=1,
         le=MOST_WORKERS,
-        description="World size. Default: what the environment says, else 5 (1 for `single`).",
+        description="World size. Default: what the environment says, else 5. On one machine, the default is 1 for "
+        "`single`, `ddp` and `auto`, because one process uses all of its cores (or one for each CUDA device).",
     )
     min_workers: int | None = Field(
         None,
@@ -312,7 +315,7 @@ class Parallel(Spec):
         if self.activations not in ("auto", "fp32"):
             yield "activations", self.activations
         for number, stage in enumerate(self.stages or ()):
-            if stage.sync not in (None, "all-reduce", "channels", "horovod"):
+            if stage.sync is not None and not SYNCS[Sync(stage.sync)].exact:
                 yield f"stages[{number}].sync", stage.sync
             if stage.send not in (None, "fp32"):
                 yield f"stages[{number}].send", stage.send

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 
 from horizonml.plan.actions import Action, most_bytes_held
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
-from horizonml.plan.plan import FORMATS, Plan, Stage, Sync
+from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
 from horizonml.planner.hardware import Link, Size
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
 
-# The bytes that members sum, relative to those of float32, where that depends on nothing else. Members that take local
-# steps sum nothing in a usual step.
-_RATIO = {Sync.FP16: 0.5, Sync.HOROVOD_FP16: 0.5, Sync.INT4: FORMATS["int4"], Sync.LOCAL: 0.0}
 _CODED = {Sync.FP16: "fp16", Sync.INT4: "int4", Sync.POWERSGD: "powersgd"}
 # How often a member encodes or decodes each of its gradients. With 4 bits, it encodes them once and decodes them to
 # know its error, decodes the others' parts of its own piece, and so again with the sums; PowerSGD is measured as a
@@ -94,7 +91,7 @@ def synced_bytes(problem: Problem, sync: Sync, start: int, stop: int) -> float:
     if sync is Sync.POWERSGD and problem.powersgd_bytes:
         return float(sum(problem.powersgd_bytes[start:stop]))
     size = sum(layer.trained for layer in problem.profiles[0].layers[start:stop])
-    return size * _RATIO.get(sync, 1.0)
+    return size * SYNCS[sync].bytes
 
 
 def ring_seconds(members: int, size: Size, link: Link) -> Size:

@@ -7,17 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.plan.plan import ALONE, Plan, Stage, Sync
+from horizonml.plan.plan import SYNCS, Stage, Sync
 from horizonml.planner.candidates import equal_split, plain_ddp
 from horizonml.planner.cost import gradient_message_bytes, message_bytes, synced_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
-from horizonml.planner.hardware import Host
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import search
+from horizonml.planner.subset import fastest_alone
 from horizonml.text import count, human_bytes, human_seconds
 
 _AS_GOOD_AS_NOTHING = 0.02  # of a step
+_WORTH_A_WARNING = 0.05  # of a step: what a simpler plan saves at least
 _MOST_OF_THE_TIME = 0.5  # a layer that takes more than this part leaves little to share out
 
 
@@ -173,15 +174,8 @@ def alternatives(problem: Problem, names: Sequence[str]) -> dict[str, Candidate]
     if splits and problem.ranks > 1:
         best = min((evaluator.judge(plan) for plan in splits), key=lambda one: one.prediction.seconds)
         found[f"equal split of the layers, {count(best.plan.micro_batches, 'micro-batch')}"] = best
-    alone = []
-    host_of = {rank: host for host in problem.hosts for rank in host.ranks}
-    for rank in range(problem.ranks):
-        only = [Host((0,), host_of[rank].cores, host_of[rank].memory)]
-        single = Evaluator(replace(problem, profiles=[problem.profiles[rank]], hosts=only, constraints=Constraints()))
-        plans = [Plan((Stage(0, problem.layers, (0,), (1.0,)),), "1f1b", m) for m in problem.micro_batches[:8]]
-        alone.append(min((single.judge(plan) for plan in plans), key=lambda one: one.cost))
-    best_rank = min(range(problem.ranks), key=lambda rank: alone[rank].cost)
-    found[f"{names[best_rank]} alone"] = alone[best_rank]
+    alone = fastest_alone(problem, evaluator)
+    found[f"{names[alone.plan.stages[0].ranks[0]]} alone"] = alone
     return found
 
 
@@ -230,7 +224,7 @@ def remedy(problem: Problem, found: Candidate) -> str:
         formats=own_constraints.formats,
         syncs=own_constraints.syncs,
         schedules=own_constraints.schedules,
-        sync=Sync.ALL_REDUCE if own_constraints.sync in ALONE else own_constraints.sync,
+        sync=Sync.ALL_REDUCE if SYNCS[own_constraints.sync].alone else own_constraints.sync,
     )
     problem = replace(problem, constraints=unconstrained)
     if search(problem, 60).usable:
@@ -270,12 +264,28 @@ def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[st
     lines = []
     for name, other in alternatives(problem, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds
-        seconds, fits = human_seconds(other.prediction.seconds), other.prediction.fits
+        if other.plan.spare and set(other.plan.stages[0].ranks) == {r for s in found.plan.stages for r in s.ranks}:
+            continue  # the plan is that already
         if round(ratio, 2) >= 1:
-            note = "" if fits else ", and does not fit into memory"
+            note = "" if other.prediction.fits else ", and does not fit into memory"
+            seconds = human_seconds(other.prediction.seconds)
             lines.append(f"{ratio:.2f} times as fast as {name} ({seconds} a step{note})")
         else:
-            note = ": do not distribute this job" if name.endswith(" alone") else ""
-            note = note if fits else ", but does not fit into memory"
-            lines.append(f"slower than {name}, which takes {seconds} a step{note}")
+            lines.append(_slower(name, other))
     return lines
+
+
+def drawback(problem: Problem, found: Candidate, names: Sequence[str]) -> str | None:
+    """Return which simpler plan is predicted to be clearly faster, in the words of `compare`; None if none is."""
+    others = [(name, other) for name, other in alternatives(problem, names).items() if other.usable]
+    if not others:
+        return None
+    name, best = min(others, key=lambda one: one[1].prediction.seconds)
+    is_faster = best.prediction.seconds < (1 - _WORTH_A_WARNING) * found.prediction.seconds
+    return _slower(name, best) if is_faster else None
+
+
+def _slower(name: str, other: Candidate) -> str:
+    note = ": do not distribute this job" if other.plan.spare else ""
+    note = note if other.prediction.fits else ", but does not fit into memory"
+    return f"slower than {name}, which takes {human_seconds(other.prediction.seconds)} a step{note}"

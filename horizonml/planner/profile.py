@@ -27,6 +27,8 @@ class LayerProfile:
     gradient_bytes: int | None = None  # of the output's gradient, per sample; None stands for as many as of the output
     coded: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The bytes per sample of the output and of its gradient in each format, scales included."""
+    spread: float = 1.0
+    """How many times as long as the quickest run the longest took, which other programs may have disturbed."""
 
     @property
     def trained(self) -> int:

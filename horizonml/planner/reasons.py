@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from horizonml.plan.execution import Execution, from_json
-from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.plan.plan import SYNCS, Plan, Stage, Sync
 from horizonml.planner.cost import trained_bytes
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.problem import Problem
@@ -22,14 +22,12 @@ from horizonml.planner.traffic import boundary_bytes, summed_bytes
 from horizonml.text import count, human_bytes, human_seconds
 
 _MOST_NAMED = 5  # devices
+_NOTHING = 0.02  # of a step
 _WORTH_TELLING = 0.05  # of a step: what an exact plan could save by a choice that it may not make
 _WHAT = {
     "bf16": ("16-bit floats", "each is off by at most 1/256 of itself"),
     "int8": ("8-bit integers", "each is off by at most 1/254 of the largest of its channel or sample"),
     "int4": ("4-bit integers", "each is off by at most 1/13 of the largest of 64"),
-    Sync.FP16: ("16-bit floats", "each is off by at most 1/2048 of itself"),
-    Sync.INT4: ("4-bit numbers", "what rounding leaves out is added to the next sum"),
-    Sync.POWERSGD: ("thin matrices (PowerSGD)", "what they leave out is added to the next sum"),
 }
 
 
@@ -94,15 +92,15 @@ def sum_reasons(evaluator: Evaluator, found: Candidate) -> Iterator[Reason]:
         size = sum(summed_bytes(problem, plan, stage)) / problem.batch_size
         who = f"The {len(stage.ranks)} members of stage {number}" if len(plan.stages) > 1 else "The ranks"
         link = f"the slowest link among them has {_mbit(_slowest(problem, stage, stage))}"
-        if not is_lossy(stage) or stage.sync not in _WHAT:
+        if not is_lossy(stage):
             may = ", as fewer bits would save next to nothing" if len(syncs_of(problem)) > 1 else ""
             text = f"{who} sum exact gradients, {human_bytes(size)} for each sample{may}; {link}."
             yield Reason("sum", stage.sync.value, text, stage=number, bytes_per_sample=size)
             continue
-        exact = with_stage(plan, number, replace(stage, sync=Sync.ALL_REDUCE))
+        exact = with_stage(plan, number, replace(stage, sync=SYNCS[stage.sync].exactly))
         whole = sum(summed_bytes(problem, exact, exact.stages[number])) / problem.batch_size
         saved = evaluator.judge(exact).prediction.seconds - found.prediction.seconds
-        what, error = _WHAT[stage.sync]
+        what, error = SYNCS[stage.sync].sums, SYNCS[stage.sync].error
         text = (
             f"{who} sum gradients as {what}: {human_bytes(size)} for each sample instead of {human_bytes(whole)}, "
             f"which makes a step {human_seconds(max(0.0, saved))} shorter, because {link}; {error}."
@@ -206,6 +204,10 @@ def why_left_out(problem: Problem, found: Candidate) -> str:
         return "No plan for all devices is possible: memory is short, or a batch has too few samples."
     if found.everyone_seconds is not None:
         more = found.everyone_seconds / found.prediction.seconds - 1
+        if more < _NOTHING:
+            return "Together with them, a step would take about as long."
+        if len(found.plan.spare) == problem.ranks - 1:
+            return f"One rank trains alone: divided among all, a step would take {more:.0%} longer."
         return f"If {who} took part, a step would take {more:.0%} longer, because the others would wait for {whom}."
     if problem.objective.kind == "time":
         return f"{who.capitalize()} would slow the others down."

@@ -1,7 +1,8 @@
 """Plans for some of the devices, and turns their plans into plans of all, in which the others are left out.
 
 A device may slow the others down: whoever works has to take part in sums, and to send and receive over its own link. So
-plans without the slowest machines are tried as well. Ranks of one machine are left out together or not at all; each
+plans without the slowest machines are tried as well, and plans with fewer ranks on each machine, whose ranks may share
+its cores. In the end, a single rank always competes: where it is faster than all of them, it trains alone. Each
 accelerator of a machine counts as a machine.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from horizonml.errors import PlanError
-from horizonml.plan.plan import Plan
+from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
 from horizonml.planner.hardware import Host
 from horizonml.planner.precision import EXACT_IS_WORTH, STEPPING_TOGETHER_IS_WORTH, best_plan
@@ -25,25 +26,62 @@ _IN_A_SET = 800  # the most simulations of the search for a set of devices, divi
 _MOST_MACHINES = 32  # up to which plans without some of them are tried
 _MOST_TRIED = 8  # numbers of machines, for each order of them
 _MOST_WORSE = 2  # sets in a row that are no better, after which smaller ones are not tried
-_ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving machines out must save
+_ALL_ARE_WORTH = 0.05  # of a step's time: the least that leaving ranks out must save
+# Ranks that outnumber the cores gain nothing that fewer cannot do, and wait for one another in more ways than are
+# predicted: a plan without them may take so much longer on paper.
+_A_CROWD_COSTS = 0.5
+_SEVERAL_ARE_WORTH = 0.02  # of a step's time: the least that several ranks must save against a single one
+_MOST_ALONE = 4  # ranks whose plans are compared to find the one that is fastest alone
 
 
 def fastest_plan(problem: Problem, evaluator: Evaluator) -> Candidate:
-    """Return the fastest plan that was found, without the machines that would slow the others down.
+    """Return the fastest plan that was found, without the ranks that would slow the others down.
 
     Raises PlanError if the constraints allow no plan.
     """
-    everyone = best_plan(problem, evaluator)
-    if problem.constraints.ordered or problem.constraints.stages is not None or problem.constraints.local is not None:
+    best = everyone = best_plan(problem, evaluator)
+    constraints = problem.constraints
+    if constraints.ordered or constraints.stages is not None or problem.ranks == 1:
         return everyone
     try:
-        return _with_fewer(problem, evaluator, everyone)
+        if constraints.local is None:
+            best = _with_fewer(problem, evaluator, everyone)
+        return _or_one(problem, evaluator, best, everyone)
     except OutOfTime:
-        return everyone
+        return best
+
+
+def _or_one(problem: Problem, evaluator: Evaluator, best: Candidate, everyone: Candidate) -> Candidate:
+    """Return the plan in which a single rank works, unless the `best` one is faster by what that is worth."""
+    alone = fastest_alone(problem, evaluator)
+    if not alone.usable or len(best.plan.spare) == problem.ranks - 1:
+        return best
+    if best.usable:
+        asked = problem.constraints.local is not None  # for local steps, which several ranks take
+        worth, seconds = -_SEVERAL_ARE_WORTH if asked else _SEVERAL_ARE_WORTH, alone.prediction.seconds
+        if best.exact_seconds is not None and seconds < best.exact_seconds:  # what is less exact has to be worth it
+            best = replace(best, exact_seconds=seconds)
+            worth = STEPPING_TOGETHER_IS_WORTH if best.plan.local is not None else EXACT_IS_WORTH
+        if best.prediction.seconds < (1 - worth) * seconds:
+            return best
+    return replace(alone, everyone_seconds=everyone.prediction.seconds if everyone.usable else math.inf)
+
+
+def fastest_alone(problem: Problem, evaluator: Evaluator) -> Candidate:
+    """Return the fastest plan in which one rank does all the work, which is exact, and the others are spare."""
+    ranks = sorted(range(problem.ranks), key=lambda rank: sum(evaluator.times.passes(rank, 0, problem.layers, 8)))
+    roomy = max(range(problem.ranks), key=lambda rank: problem.memory[rank])
+    schedule = problem.constraints.schedules[0]
+    plans = [
+        widened(Plan((Stage(0, problem.layers, (0,), (1.0,)),), schedule, number), (rank,), problem.ranks)
+        for rank in dict.fromkeys((*ranks[:_MOST_ALONE], roomy))
+        for number in problem.micro_batches[:8]
+    ]
+    return min((evaluator.judge(plan) for plan in plans), key=lambda one: one.cost)
 
 
 def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> Candidate:
-    """Return a plan that leaves machines out, if that is clearly faster than the best plan for `everyone`."""
+    """Return a plan that leaves ranks out, if that is clearly faster than the best plan for `everyone`."""
     exact, kept = _fastest_exact_set(problem, evaluator, everyone.usable)
     if exact is None:
         return everyone
@@ -58,7 +96,8 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
     if not problem.constraints.is_exact:
         found = planned(problem, evaluator, kept)
         best = found if found is not None and found.usable else exact
-    if best.prediction.seconds >= (1 - _ALL_ARE_WORTH) * seconds:
+    crowded = _outnumbers_cores(problem, everyone.plan) and not _outnumbers_cores(problem, best.plan)
+    if best.prediction.seconds >= (1 + _A_CROWD_COSTS if crowded else 1 - _ALL_ARE_WORTH) * seconds:
         return everyone
     return replace(best, everyone_seconds=seconds)
 
@@ -66,7 +105,7 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
 def _fastest_exact_set(
     problem: Problem, evaluator: Evaluator, has_memory: bool
 ) -> tuple[Candidate | None, tuple[int, ...]]:
-    """Return the fastest exact plan that leaves machines out, and the ranks that work in it; None if there is none.
+    """Return the fastest exact plan that leaves ranks out, and the ranks that work in it; None if there is none.
 
     `has_memory` says whether a plan for all fits into memory; otherwise those with the least memory are left out, too.
     """
@@ -74,7 +113,7 @@ def _fastest_exact_set(
     best: Candidate | None = None
     found: tuple[int, ...] = ()
     tried = set[tuple[int, ...]]()
-    for sets in _without_slow_machines(evaluator, has_memory):
+    for sets in (_on_fewer_ranks(problem), *_without_slow_machines(evaluator, has_memory)):
         worse = 0
         for kept in sets:
             if kept in tried:
@@ -90,13 +129,45 @@ def _fastest_exact_set(
     return best, found
 
 
-def _without_slow_machines(evaluator: Evaluator, has_memory: bool) -> Iterator[list[tuple[int, ...]]]:
-    """Yield lists of smaller and smaller sets of ranks: those of the fastest machines, and of the best connected."""
-    problem = evaluator.problem
+def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
+    """Return smaller sets of ranks, for machines that several share: as many as there are cores, and half of them.
+
+    A set of one rank is not among them: see `fastest_alone`.
+    """
+    machines = list(_machines(problem).values())
+    most = max(map(len, machines))
+    if len(machines) > _MOST_MACHINES:
+        return []
+    cores = {rank: max(1, int(host.machine_cores or host.cores)) for host in problem.hosts for rank in host.ranks}
+    sizes = {most // 2, max(min(len(own), cores[own[0]]) for own in machines)}
+    sets = (
+        tuple(sorted(rank for own in machines for rank in own[:size])) for size in sorted(sizes, reverse=True) if size
+    )
+    return [kept for kept in sets if 1 < len(kept) < problem.ranks]
+
+
+def _outnumbers_cores(problem: Problem, plan: Plan) -> bool:
+    """Return whether more ranks work on a machine than it has cores for, as far as no quota holds them back."""
+    wanted, there = dict[str, float](), dict[str, float]()
+    for number, host in enumerate(problem.hosts):
+        name = host.machine or f" {number}"
+        wanted[name] = wanted.get(name, 0.0) + host.demand * len(set(host.ranks) - set(plan.spare))
+        there[name] = max(1.0, host.machine_cores or host.cores)
+    return any(wanted[name] > cores for name, cores in there.items())
+
+
+def _machines(problem: Problem) -> dict[str, list[int]]:
+    """Return the ranks of each machine; a host that names none is one by itself."""
     machines: dict[str, list[int]] = {}
     for number, host in enumerate(problem.hosts):
         machines.setdefault(host.machine or f" {number}", []).extend(host.ranks)
-    groups = list(machines.values())
+    return machines
+
+
+def _without_slow_machines(evaluator: Evaluator, has_memory: bool) -> Iterator[list[tuple[int, ...]]]:
+    """Yield lists of smaller and smaller sets of ranks: those of the fastest machines, and of the best connected."""
+    problem = evaluator.problem
+    groups = list(_machines(problem).values())
     if not 1 < len(groups) <= _MOST_MACHINES:
         return
     seconds = {rank: evaluator.seconds(rank, 0, problem.layers, 8) for group in groups for rank in group}

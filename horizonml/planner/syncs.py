@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from horizonml.plan.plan import Stage, Sync
+from horizonml.plan.plan import SYNCS, Stage, Sync
 from horizonml.planner.cost import coding_seconds, ring_seconds, slowest_link, synced_bytes
 from horizonml.planner.problem import Problem
 
@@ -33,4 +33,4 @@ def fastest_sync(problem: Problem, start: int, stop: int, ranks: Sequence[int]) 
 
 def is_lossy(stage: Stage) -> bool:
     """Return whether the members of a stage agree in a way that is not exact."""
-    return len(stage.ranks) > 1 and stage.sync not in (Sync.ALL_REDUCE, Sync.CHANNELS, Sync.HOROVOD)
+    return len(stage.ranks) > 1 and not SYNCS[stage.sync].exact

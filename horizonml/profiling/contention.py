@@ -9,39 +9,39 @@ layers would not do, because what they leave behind is still in the caches when 
 
 from __future__ import annotations
 
-import json
-import logging
+import itertools
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from horizonml.comm.expected import boolean, fields, items, number, optional
 from horizonml.comm.group import Group
-from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.errors import PeerLost
-from horizonml.files import cache_folder, write_atomically
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import processor_name
 from horizonml.models.boundary import flat
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Contention, Host
+from horizonml.profiling import kept
 from horizonml.profiling.measure import has_quota
 
-_FORMAT = 3
+_FORMAT = 4
 _ROWS = 64  # of a micro-batch, at most
 _MOST_BYTES = 128 << 20  # of the parameters of the layers that are trained
 _LOOPS = 2  # in which every rank of a level trains them once each
-_ROUNDS = 2
+_ROUNDS, _MOST_ROUNDS = 2, 4  # of measurements; more than the first ones while they contradict themselves
+_CHANCE = 0.05  # by which factors may contradict themselves
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 2.0  # of a level, whatever the quotas are
 _MOST_LEVELS = 6
 _MOST_FACTOR = 20.0  # more than that is no contention
 
-_log = logging.getLogger(__name__)
 _read_curve = optional(items(fields(number, number)))
 
 
@@ -86,16 +86,16 @@ def measure_contention(group: Group, hosts: Sequence[Host], model: Model, batch_
     own = next((ranks for ranks in machines if group.rank in ranks), [])
     cores = {rank: host.demand for host in hosts for rank in host.ranks}
     rows = max(2, min(_ROWS, batch_size // group.world_size))
-    path = _path(model, rows, [cores[rank] for rank in own])
+    key = _key(model, rows, [cores[rank] for rank in own])
     leads = [ranks[0] for ranks in machines]
-    kept = group.gather_json(_kept(path) if group.rank in leads else None, _read_curve)
-    if any(kept[lead] is None for lead in leads):
-        measured = _measure(group, machines, own, cores, model, rows)
-        if group.rank in leads:
-            _keep(path, measured)
-        kept = group.gather_json(measured if group.rank in leads else None, _read_curve)
+    curves = group.gather_json(_read(key) if group.rank in leads else None, _read_curve)
+    if any(curves[lead] is None for lead in leads):
+        measured, times = _measure(group, machines, own, cores, model, rows)
+        if group.rank in leads and not is_doubtful(measured, times):  # or it is used this once
+            kept.write("contention", key, {"points": measured, "seconds": times})
+        curves = group.gather_json(measured if group.rank in leads else None, _read_curve)
     for ranks in machines:
-        points = kept[ranks[0]]
+        points = curves[ranks[0]]
         if points is None:
             raise PeerLost(f"rank {ranks[0]} did not send what it has measured")
         curve: Contention = ()
@@ -111,6 +111,17 @@ def with_contention(hosts: Sequence[Host], found: Sequence[Contention]) -> list[
     return [replace(host, contention=found[host.ranks[0]]) for host in hosts]
 
 
+def is_doubtful(points: Sequence[Sequence[float]], times: Mapping[int, Sequence[float]] = MappingProxyType({})) -> bool:
+    """Return whether a curve of cores and factors says that work gets faster while more ranks compute.
+
+    That is impossible: whatever it is compared with was measured while other programs ran. So is a curve whose `times`,
+    those of each number of ranks, differ from round to round.
+    """
+    factors = [1.0, *(factor for _, factor in sorted(map(tuple, points)))]
+    falls = any(factor < (1 - _CHANCE) * before for before, factor in itertools.pairwise(factors))
+    return falls or not all(kept.is_settled(found) for found in times.values() if found)
+
+
 def _measure(
     group: Group,
     machines: Sequence[Sequence[int]],
@@ -118,8 +129,12 @@ def _measure(
     cores: dict[int, float],
     model: Model,
     rows: int,
-) -> list[list[float]]:
-    """Return this machine's curve: for each number of ranks that compute at once, the cores and the factor."""
+) -> tuple[list[list[float]], dict[int, list[float]]]:
+    """Return this machine's curve, and the seconds that it was made of.
+
+    The curve has the cores and the factor for each number of ranks that compute at once, and is that of the least time
+    of several rounds. There are more of them while a machine's curve is one that cannot be.
+    """
     with torch.random.fork_rng(devices=[]):
         work = _Work(model, rows) if own else None
     alone = work.seconds() if work is not None else 0.0
@@ -128,21 +143,29 @@ def _measure(
     seconds = min(_MOST_SECONDS, max(_LEAST_SECONDS, *wanted))
     counts = levels(len(own)) if own else []
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(_ROUNDS):
+    points: list[list[float]] = []
+    for done in range(1, _MOST_ROUNDS + 1):
         for turn in range(max(len(levels(len(ranks))) for ranks in machines)):
             group.barrier()
             if work is not None and turn < len(counts) and group.rank in own[: counts[turn]]:
                 times[counts[turn]].append(work.repeat(seconds))
-    medians = {count: statistics.median(found) for count, found in times.items() if found}
-    first = medians.get(1, 0.0)
-    if work is None or first <= 0:  # this rank is not the first on its machine, or its clock is too coarse
+        computed = 1.0 if work is None or has_quota() else work.computed
+        points = curve_of({sum(cores[rank] for rank in own[:count]): times[count] for count in counts}, computed)
+        if done >= _ROUNDS and not any(group.gather_json(is_doubtful(points, times), boolean)):
+            break
+    return points, times
+
+
+def curve_of(times: Mapping[float, Sequence[float]], computed: float) -> list[list[float]]:
+    """Return a machine's curve from the times of several rounds, by the number of cores that compute in them.
+
+    It is empty for a rank that is not the first on its machine, or whose clock is too coarse. `computed` is the part of
+    the time in which the layers compute.
+    """
+    first = min(times[min(times)], default=0.0) if times else 0.0
+    if first <= 0:
         return []
-    computed = 1.0 if has_quota() else work.computed
-    return [
-        [sum(cores[rank] for rank in own[:count]), 1 + computed * (medians[count] / first - 1)]
-        for count in counts
-        if count in medians
-    ]
+    return [[cores, 1 + computed * (min(found) / first - 1)] for cores, found in sorted(times.items()) if found]
 
 
 class _Work:
@@ -179,9 +202,9 @@ class _Work:
         return statistics.median(found)
 
 
-def _path(model: Model, rows: int, cores: Sequence[float]) -> str:
-    """Return the name under which the contention on this machine is kept, for this model and such ranks."""
-    key = {
+def _key(model: Model, rows: int, cores: Sequence[float]) -> dict[str, Any]:
+    """Return all that the contention on this machine depends on, for this model and such ranks."""
+    return {
         "format": _FORMAT,
         "device": processor_name(),
         "threads": torch.get_num_threads(),
@@ -191,20 +214,12 @@ def _path(model: Model, rows: int, cores: Sequence[float]) -> str:
         "rows": rows,
         "cores": list(cores),
     }
-    return f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
 
 
-def _kept(name: str) -> list[list[float]] | None:
+def _read(key: dict[str, Any]) -> list[list[float]] | None:
+    """Return the curve that was kept, or None if none was, or one that cannot be."""
     try:
-        points = json.loads((cache_folder() / "contention" / name).read_text())["points"]
-        return [[float(cores), float(factor)] for cores, factor in points] or None
-    except (OSError, ValueError, KeyError, TypeError):
+        points = [[float(cores), float(factor)] for cores, factor in kept.read("contention", key)["points"]]
+    except (ValueError, KeyError, TypeError):
         return None
-
-
-def _keep(name: str, curve: list[list[float]]) -> None:
-    path = cache_folder() / "contention" / name
-    try:
-        write_atomically(path, json.dumps({"points": curve}).encode())
-    except OSError as error:
-        _log.info("the contention on this machine is not remembered: %s: %s", path, error.strerror or error)
+    return points if points and not is_doubtful(points) else None

@@ -6,25 +6,22 @@ cache keeps it for the next run.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from horizonml.comm.group import Group
-from horizonml.data.seeds import name_seed
-from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, described, from_json, to_json, without_bf16
 from horizonml.planner.hardware import Host
+from horizonml.profiling import kept
 from horizonml.profiling.compile_trial import worth_compiling
 from horizonml.profiling.execution_trial import Choice, try_modes
 
@@ -86,11 +83,10 @@ def _modes_here(job: Job, model: Model, ranks: int, steps: int, say: Say, may_tr
     if len(modes) == 1 or size < _TINY_BYTES:
         return plain
     key = _key(job, model, modes, rows)
-    path = _path(key)
     try:
-        return read_layers(model, json.loads(path.read_text())["layers"])
-    except (OSError, ValueError, KeyError, TypeError):
-        _log.debug("no choice of executions in %s yet", path)
+        return read_layers(model, kept.read("executions", key)["layers"])
+    except (ValueError, KeyError, TypeError):
+        _log.debug("no choice of executions in %s yet", kept.path_of("executions", key))
     asked = job.precision == "bf16"
     is_short = steps < _LEAST_STEPS or steps * size * _BYTE_SECONDS < _LEAST_SECONDS / 3
     if not may_try or (is_short and not asked):
@@ -106,11 +102,8 @@ def _modes_here(job: Job, model: Model, ranks: int, steps: int, say: Say, may_tr
     if not choice.seconds:  # it depends on the length of the run, and is not remembered
         return plain
     say(_told(choice, model))
-    content = {"key": key, "layers": to_json(choice.layers), "seconds": [choice.seconds, choice.plain_seconds]}
-    try:
-        write_atomically(path, json.dumps(content, indent=1).encode())
-    except OSError as error:
-        _log.info("how layers run is not remembered: %s: %s", path, error.strerror or error)
+    seconds = [choice.seconds, choice.plain_seconds]
+    kept.write("executions", key, {"layers": to_json(choice.layers), "seconds": seconds})
     return choice.layers
 
 
@@ -167,21 +160,17 @@ def _pass_bytes(model: Model, rows: int) -> int:
 
 def gain_here(job: Job, model: Model, ranks: int, layers: Sequence[Execution]) -> float:
     """Return how many times as fast as plain layers run on this device in this way, or 1 if the cache has another."""
-    kept = [replace(layer, compiled=False) for layer in layers]
+    uncompiled = to_json([replace(layer, compiled=False) for layer in layers])
     for precision in dict.fromkeys((job.precision, "fp32")):
         modes = modes_for(job.memory_format, precision, model)
         try:
-            content = json.loads(_path(_key(job, model, modes, _rows(job, ranks))).read_text())
+            content = kept.read("executions", _key(job, model, modes, _rows(job, ranks)))
             taken, plain = map(float, content["seconds"])
-            if content["layers"] == to_json(kept) and taken > 0 and 0 < plain < math.inf:
+            if content["layers"] == uncompiled and taken > 0 and 0 < plain < math.inf:
                 return plain / taken
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             _log.debug("no choice of executions is known for %s", precision)
     return 1.0
-
-
-def _path(key: dict[str, Any]) -> Path:
-    return cache_folder() / "executions" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
 
 
 def _key(job: Job, model: Model, modes: list[Execution], rows: int) -> dict[str, Any]:

@@ -6,21 +6,16 @@ about their times.
 
 from __future__ import annotations
 
-import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
 from horizonml.engine.execution import Forward, memory_format, runs_for
 from horizonml.engine.staging_choice import staging_for
-from horizonml.files import cache_folder, write_atomically
 from horizonml.machine.accelerator import computing, synchronised
 from horizonml.machine.resources import available_cores
 from horizonml.models.boundary import Boundary, Values, flat
@@ -28,17 +23,25 @@ from horizonml.models.placing import HOST, bring
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions, to_json
 from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.profiling import kept
 from horizonml.profiling.codecs import codec_seconds, coded_bytes
 from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
+from horizonml.text import human_seconds
 
-_FORMAT = 8
+_FORMAT, _KIND = 9, "profiles"
 _SIZES = (4, 16, 64)
 _REPEATS = 3
+_MOST_AGAIN = 3  # times that a layer is measured again while its times contradict one another
+_COUNTS = 0.01  # of all layers' time; those that take less are not measured again
+_BUSY = 3.0  # times as long as the least, from which on it is told that the machine was busy
+_LITTLE = 2e-3  # seconds, by which layers one by one may take longer than together
+_WRONG = 1.5  # times as long as the quickest step of a run, from which on a prediction is wrong
 _COLD_BYTES = 64 << 20  # more than caches hold
 _BUDGET_SECONDS = 20.0  # larger micro-batches are not measured if the next one would take longer
 
 Form = tuple[torch.dtype, torch.memory_format]
+Runs = list[tuple[float, float]]  # the forward and backward seconds of each run
 
 
 def cached_profile(
@@ -54,19 +57,29 @@ def cached_profile(
     message if the measurement takes time. `executions` says how each layer runs; without any, all run plain.
     """
     key, sizes = _full_key(model, key, batch_size, executions)
-    path = _path(key)
-    profile = _read(path)
-    if profile is not None:
+    content = kept.read(_KIND, key)
+    profile, why = _profile(content), content.get("doubt")
+    if profile is not None and not why:
         return profile
-    say("measuring the layers, once for this model and device ...")
+    if profile is None:
+        say("measuring the layers, once for this model and device ...")
+    else:
+        say(f"measuring the layers again, because {why} ...")
     with staging_for(computing().device).creating():
         profile = measure(model, sizes, executions)
-    try:
-        write_atomically(path, json.dumps({"key": key, "profile": profile.to_json()}, indent=1).encode())
-    except OSError as error:
+    whole = sum(layer.forward[-1] + layer.backward[-1] for layer in profile.layers)
+    slow = [layer for layer in profile.layers if layer.forward[-1] + layer.backward[-1] > _COUNTS * whole]
+    spread = max((layer.spread for layer in slow), default=1.0)
+    if spread > _BUSY:
         say(
-            f"warning: {path.parent} cannot be written to ({error.strerror or error}), so the layers are measured each "
-            "time; HORIZONML_CACHE names another folder"
+            f"warning: this device was busy while it was measured: some runs of a layer took {spread:.1f} times as "
+            "long as the quickest, which counts; --measure-again measures anew"
+        )
+    error = kept.write(_KIND, key, {"profile": profile.to_json(), "doubts": content.get("doubts", 0)})
+    if error is not None:
+        say(
+            f"warning: {kept.path_of(_KIND, key).parent} cannot be written to ({error.strerror or error}), so the "
+            "layers are measured each time; HORIZONML_CACHE names another folder"
         )
     return profile
 
@@ -75,7 +88,36 @@ def kept_profile(
     model: Model, key: dict[str, Any], batch_size: int, executions: Sequence[Execution] = ()
 ) -> Profile | None:
     """Return the profile of a model on this device if it was measured before, as in `cached_profile`, or None."""
-    return _read(_path(_full_key(model, key, batch_size, executions)[0]))
+    return _profile(kept.read(_KIND, _full_key(model, key, batch_size, executions)[0]))
+
+
+def compare_with_run(
+    model: Model,
+    key: dict[str, Any],
+    batch_size: int,
+    executions: Sequence[Execution],
+    passes: Sequence[tuple[int, int, int]],
+    seconds: float,
+) -> str | None:
+    """Have the profile measured again if a run shows that it was made on a busy device; return what to say of it.
+
+    `passes` are the layers (start, stop) and the rows of all that the run does in a step, and `seconds` what its
+    quickest step took to compute. What else a device does can only make a step longer, so the profile cannot be right
+    if it says that the layers take longer than that.
+    """
+    full, _ = _full_key(model, key, batch_size, executions)
+    profile = _profile(kept.read(_KIND, full))
+    if profile is None or computing().accelerates:
+        return None
+    predicted = sum(sum(profile.seconds(layer, rows)) for start, stop, rows in passes for layer in range(start, stop))
+    if predicted <= max(_WRONG * seconds, seconds + _LITTLE):
+        return None
+    why = f"the quickest step of a run took {human_seconds(seconds)} to compute, and these times say " + human_seconds(
+        predicted
+    )
+    if not kept.doubt(_KIND, full, why):
+        return None
+    return f"the layers will be measured again before the next plan: {why}"
 
 
 def _full_key(
@@ -96,42 +138,37 @@ def _full_key(
     }, sizes
 
 
-def _path(key: dict[str, Any]) -> Path:
-    return cache_folder() / "profiles" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
-
-
-def _read(path: Path) -> Profile | None:
+def _profile(content: dict[str, Any]) -> Profile | None:
     try:
-        return Profile.from_json(json.loads(path.read_text())["profile"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Profile.from_json(content["profile"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution] = ()) -> Profile:
     """Return the profile of a model, from running every layer forward and backward, one layer in memory at a time.
 
-    Times are medians of a few runs, with gradients accumulated as in training. Each layer gets its input as the layer
-    before leaves it, so the conversion to the way in which it runs is a part of its time.
+    Times are medians of a few runs, without those that other programs disturb, and with gradients accumulated as in
+    training. A layer whose times contradict one another is measured again at the end, when that may be over. Each layer
+    gets its input as the layer before leaves it, so the conversion to the way in which it runs is a part of its time.
     """
     chosen = tuple(executions) or (PLAIN,) * len(model.chain)
     forms: Sequence[Form] = ()
-    rows: list[list[tuple[float, float]]] = []
+    found_runs: list[list[Runs]] = []
+    entered: list[Sequence[Form]] = []
     layers: list[tuple[int, int, int]] = []
     update, largest, least = 0.0, 0, 1
     for index in range(len(model.chain)):
-        module = _layer(model, index)
+        module, run = _runnable(model, chosen, index)
         boundary = model.chain.boundaries[index]
-        run = runs_for(
-            model, module, index, index + 1, Executions.of(chosen), before=chosen[index - 1 : index] or (PLAIN,)
-        )
-        times = []
+        times: list[Runs] = []
         for size in sizes:
             runs, left = _runs(run, boundary, size, index > 0, forms)
-            usual = statistics.median(run[0] for run in runs), statistics.median(run[1] for run in runs)
-            times.append(usual)
-            if size != sizes[-1] and sum(usual) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
+            times.append(runs)
+            if size != sizes[-1] and min(map(sum, runs)) * len(model.chain) * _REPEATS * 4 > _BUDGET_SECONDS:
                 break
-        rows.append(times)
+        found_runs.append(times)
+        entered.append(forms)
         size = sum(parameter.nbytes for parameter in module.parameters())
         trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         if trained > largest:
@@ -141,20 +178,22 @@ def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution
         forms = left
         del module, run
     # All layers must have the same sizes.
-    known = min(len(times) for times in rows)
+    known = min(len(times) for times in found_runs)
+    for number, size in enumerate(sizes[:known]):
+        _settle(model, chosen, size, [times[number] for times in found_runs], entered)
     found = tuple(
         LayerProfile(
             model.chain.names[index],
-            tuple(forward for forward, _ in times[:known]),
-            tuple(backward for _, backward in times[:known]),
+            *settled(times[:known]),
             parameter_bytes=layers[index][0],
             trained_bytes=layers[index][1],
             saved_bytes=layers[index][2],
             output_bytes=model.chain.boundaries[index + 1].bytes_per_sample,
             gradient_bytes=model.chain.boundaries[index + 1].gradients.bytes_per_sample,
             coded=coded_bytes(model.chain.boundaries[index + 1]),
+            spread=max(map(sum, times[known - 1])) / max(1e-9, min(map(sum, times[known - 1]))),
         )
-        for index, times in enumerate(rows)
+        for index, times in enumerate(found_runs)
     )
     codecs = codec_seconds(_clock())
     how = tuple(to_json(chosen)) if any(one != PLAIN for one in chosen) else ()
@@ -169,6 +208,43 @@ def measure(model: Model, sizes: tuple[int, ...], executions: Sequence[Execution
         least_rows=least,
         executions=how,
     )
+
+
+def settled(runs: Sequence[Runs]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the forward and the backward seconds for each size, of which `runs` has all runs.
+
+    Fewer samples never take longer than more: where it looks like that, the time for more samples stands for both,
+    because other programs can only add to a time.
+    """
+    passes = []
+    for which in (0, 1):
+        times = [kept.usual([run[which] for run in own]) for own in runs]
+        for place in reversed(range(len(times) - 1)):
+            times[place] = min(times[place], times[place + 1])
+        passes.append(tuple(times))
+    return passes[0], passes[1]
+
+
+def _settle(
+    model: Model, chosen: Sequence[Execution], size: int, runs: Sequence[Runs], entered: Sequence[Sequence[Form]]
+) -> None:
+    """Measure the layers again, with so many samples, whose `runs` contradict one another, and add what that took."""
+    end = time.monotonic() + _BUDGET_SECONDS / 4
+    for _ in range(_MOST_AGAIN):
+        whole = sum(min(map(sum, own)) for own in runs)
+        for index, own in enumerate(runs):
+            totals = [sum(run) for run in own]
+            if kept.is_settled(totals) or max(totals) < _COUNTS * whole or time.monotonic() > end:
+                continue
+            _, run = _runnable(model, chosen, index)
+            own += _runs(run, model.chain.boundaries[index], size, index > 0, entered[index])[0]
+
+
+def _runnable(model: Model, chosen: Sequence[Execution], index: int) -> tuple[nn.Module, Forward]:
+    """Return a layer as a module, and what runs it in the way that was chosen for it."""
+    module = _layer(model, index)
+    before = tuple(chosen[index - 1 : index]) or (PLAIN,)
+    return module, runs_for(model, module, index, index + 1, Executions.of(tuple(chosen)), before=before)
 
 
 def _layer(model: Model, index: int) -> nn.Module:
@@ -211,7 +287,7 @@ def _example(entry: Boundary, size: int, needs_gradient: bool, forms: Sequence[F
 
 def _runs(
     run: Forward, entry: Boundary, size: int, needs_gradient: bool, forms: Sequence[Form]
-) -> tuple[list[tuple[float, float]], Sequence[Form]]:
+) -> tuple[Runs, Sequence[Form]]:
     """Return the forward and backward seconds of a few runs on `size` samples, and the forms of what they return.
 
     Each run has its own input and output, because in training, too, other micro-batches displace these from the

@@ -6,10 +6,7 @@ programs compete for the cores, every layer waits for the most delayed thread.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import statistics
 import time
 from collections.abc import Iterator, Mapping
 
@@ -18,18 +15,16 @@ from torch import nn
 
 from horizonml.comm.expected import optional, whole
 from horizonml.comm.group import Group
-from horizonml.data.seeds import name_seed
 from horizonml.engine.backward import backward
-from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import OtherWork, available_cores, threads_per_rank
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Host
+from horizonml.profiling import kept
 
 _MOST_THREADS = 4096
-_log = logging.getLogger(__name__)
 _FORMAT = 1
 _REPEATS = 3
 _MOST_ROWS = 64
@@ -73,19 +68,12 @@ def _remembered(model: Model, rows: int, most: int) -> int:
         "most": most,
         "busy": others.cores_taken() > _BUSY * available_cores(),
     }
-    path = cache_folder() / "threads" / f"{name_seed(0, json.dumps(key, sort_keys=True)):016x}.json"
-    try:
-        threads = int(json.loads(path.read_text())["threads"])
-        if 1 <= threads <= most:
-            return threads
-    except (OSError, ValueError, KeyError, TypeError):
-        _log.debug("no choice of threads in %s yet", path)
+    threads = kept.read("threads", key).get("threads")
+    if isinstance(threads, int) and 1 <= threads <= most:
+        return threads
     seconds = try_threads(model, rows, most)
     threads = fewest(seconds)
-    try:
-        write_atomically(path, json.dumps({"key": key, "threads": threads, "seconds": seconds}, indent=1).encode())
-    except OSError as error:
-        _log.info("the number of threads is not remembered: %s: %s", path, error.strerror or error)
+    kept.write("threads", key, {"threads": threads, "seconds": seconds})
     return threads
 
 
@@ -141,7 +129,7 @@ def _try_layer(
             if turn:  # the first turn warms up
                 times[threads].append(time.perf_counter() - begin)
     for threads, seconds in times.items():
-        yield threads, statistics.median(seconds)
+        yield threads, kept.usual(seconds)
 
 
 def _spread(count: int) -> list[int]:

@@ -189,9 +189,10 @@ def legend(work: Collection[str], wait: bool = True) -> list[Patch]:
 def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Path) -> Path:
     """Draw one step of a plan as it is predicted, rank by rank, and return the path; `names` are the ranks' devices.
 
-    Below what a rank computes lies what its link carries meanwhile. However little a device does, it can be seen.
+    Below what a rank computes lies what its link carries meanwhile. However little a device does, it can be seen, and
+    so can those that the plan leaves out.
     """
-    order = list(dict.fromkeys(rank for stage in plan.stages for rank in stage.ranks))
+    order = list(dict.fromkeys((*(rank for stage in plan.stages for rank in stage.ranks), *plan.spare)))
     figure = Figure(figsize=(12, 0.66 * len(order) + 1.9), layout="constrained")
     axis = figure.subplots()
     axis.set_xlim(0, 1000 * prediction.seconds)
@@ -202,6 +203,9 @@ def predicted(plan: Plan, prediction: Prediction, names: Sequence[str], path: Pa
         _draw_span(axis, order.index(sender), SpanLine("transfer", "send", -1, begin, end), lane=(0.26, 0.18))
     labels = []
     for rank in order:
+        if rank in plan.spare:
+            labels.append(f"{names[rank]}: left out,\nas it would slow the others down")
+            continue
         stages = [plan.stages[number] for number in plan.stages_of(rank)]
         layers = ", ".join(f"{s.start} to {s.stop - 1}" if s.stop - s.start > 1 else str(s.start) for s in stages)
         layers = f"layer{'s' * (' ' in layers)} {layers}"

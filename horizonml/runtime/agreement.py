@@ -26,9 +26,9 @@ from horizonml.plan.execution import Execution
 from horizonml.plan.gradients import powersgd_numbers
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
-from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.explain import largest_layer, shortage, uncut
-from horizonml.planner.hardware import Contention, Host, Network
+from horizonml.planner.evaluator import Candidate, Evaluator, judge
+from horizonml.planner.explain import drawback, largest_layer, shortage, uncut
+from horizonml.planner.hardware import LOCAL_NETWORK, Contention, Host, Network
 from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Loading, Problem
@@ -38,7 +38,7 @@ from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.strategies import uses_powersgd
 from horizonml.profiling.contention import measure_contention, turns, with_contention
 from horizonml.profiling.executions import gain_here
-from horizonml.profiling.measure import cached_profile
+from horizonml.profiling.measure import cached_profile, kept_profile
 from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
 from horizonml.profiling.watts import device_watts
 from horizonml.runtime.stragglers import Forecast
@@ -46,6 +46,8 @@ from horizonml.runtime.warm_up import why_untried
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.text import human_seconds
+
+_MOST_COMPARED = 64  # ranks whose plan is compared with simpler ones before they train
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ def make_plan(
         plan = fixed_plan(job, len(model.chain), group.world_size)
         if group.rank == 0:
             _say_inexact(plan, executions or (), say)
+            if len(hosts) == 1 and not computing().accelerates:
+                _say_crowded(job, model, info, plan, hosts[0], executions or (), say)
         return Agreed(plan)
     measured: Measured | str | None = known
     if not group.broadcast(known is not None, read=boolean):
@@ -288,10 +292,46 @@ def _decide(
         forecast = Forecast.of(choice)
     else:
         _say_inexact(choice.plan, executions, say)
+    _say_drawback(problem, choice, [f"{name} (rank {rank})" for rank, name in enumerate(names)], say)
     if not choice.prediction.fits:
         reason = shortage(problem, choice, names)
         say(f"warning: no plan was found that fits into the ranks' memory; this one comes nearest: {reason}")
     return Agreed(choice.plan, forecast)
+
+
+def _say_crowded(
+    job: Job,
+    model: Model,
+    info: DataInfo,
+    plan: Plan,
+    host: Host,
+    executions: Sequence[Execution],
+    say: Callable[[str], None],
+) -> None:
+    """Report that one process would be faster than the plan, whose ranks share a machine, if that can be told.
+
+    Ranks that outnumber the cores are too many, whatever a prediction says. Others are compared if the model was
+    measured here before.
+    """
+    ranks = len(host.ranks)
+    if ranks > host.cores:
+        cores = f"{host.cores:.3g} core{'' if host.cores == 1 else 's'}"
+        say(
+            f"warning: {ranks} ranks share the {cores} of this machine, which one process would use by itself: it "
+            "would most likely train faster (--workers 1, with parallel.strategy ddp or single)"
+        )
+        return
+    profile = kept_profile(model, profile_key(job), job.batch_size, executions)
+    if profile is not None and not any(stage.splits_channels for stage in plan.stages):
+        problem = describe_problem(job, model, info, [profile] * ranks, [host], LOCAL_NETWORK)
+        _say_drawback(problem, judge(problem, plan), [f"rank {rank}" for rank in range(ranks)], say)
+
+
+def _say_drawback(problem: Problem, found: Candidate, names: Sequence[str], say: Callable[[str], None]) -> None:
+    """Report which simpler plan is predicted to be faster, if one is."""
+    line = drawback(problem, found, names) if 1 < problem.ranks <= _MOST_COMPARED else None
+    if line is not None:
+        say(f"warning: this plan is predicted to be {line}")
 
 
 def _say_inexact(plan: Plan, executions: Sequence[Execution], say: Callable[[str], None]) -> None:

@@ -40,6 +40,7 @@ from horizonml.runtime.recording import (
     assumed_problem,
     describe_planning,
     device_facts,
+    doubt_profile,
     record_planning,
     recorder_for,
     run_info,
@@ -387,6 +388,7 @@ class Generation:
                 life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's
             ended_as = outcome.value
+            doubt_profile(life, session, recorder)
             return outcome
         finally:
             life.steps += recorder.steps

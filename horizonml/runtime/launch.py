@@ -16,6 +16,7 @@ import yaml
 
 from horizonml.errors import JobError
 from horizonml.files import scratch_folder
+from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.code import python_module
 from horizonml.machine.network import METRICS, service_address
@@ -23,6 +24,7 @@ from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
 from horizonml.machine.wish import check_wish, wished
 from horizonml.plan.limits import limits_of
+from horizonml.plan.spec import MOST_WORKERS
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.runtime.access import endpoint_for
@@ -229,6 +231,30 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     if step is None:
         return f"done: records are in {job.run_folder}; nothing was saved, because checkpoint.enabled is false"
     return f"done: records and checkpoints are in {job.run_folder} (the newest checkpoint is that of step {step})"
+
+
+def for_this_machine(job: Job, say: Callable[[str], None]) -> Job:
+    """Return the job with a number of ranks for this machine, if neither it nor its strategy asks for several.
+
+    A process computes with all cores, which several processes would only share: so it is one, or one for each
+    accelerator. `say` is told which.
+    """
+    parallel = job.parallel
+    if parallel.stages is not None or parallel.workers is not None or parallel.strategy not in ("ddp", "auto"):
+        return job
+    ranks = min(max(1, _cuda_devices(job), parallel.min_workers or 1), parallel.max_workers or MOST_WORKERS)
+    if ranks == 1:
+        say("training with 1 rank, which uses all cores of this machine by itself; --workers N starts several")
+    return changed(job, {"parallel.workers": ranks})
+
+
+def _cuda_devices(job: Job) -> int:
+    wish, _ = wished(job.device)
+    if wish not in ("auto", "cuda") or not Path("/dev/nvidiactl").exists():  # or PyTorch need not be loaded
+        return 0
+    from horizonml.machine.accelerator import cuda_devices
+
+    return cuda_devices()
 
 
 def train_here(job: Job, fresh: bool, metrics: tuple[str, int] | None = None) -> bool:

@@ -37,6 +37,7 @@ from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
 from horizonml.runtime.capacity import device_of
 from horizonml.runtime.cuts import proven_cutting
+from horizonml.runtime.launch import for_this_machine
 from horizonml.runtime.warm_up import LOCAL_STEPS, why_untried
 from horizonml.text import count
 
@@ -96,7 +97,7 @@ def plan_job(job: Job, devices: Path | None, as_given: bool, say: Say, only: Col
     a plan that no device could carry out.
     """
     keep_freed_memory()
-    job, places = _on_paper(job, devices, as_given, say, only) if devices is not None else (job, _here(job, say))
+    job, places = _on_paper(job, devices, as_given, say, only) if devices is not None else _on_this_machine(job, say)
     threads, device = torch.get_num_threads(), computing()
     try:
         info, model, profiles = _profiled(job, places, say)
@@ -124,6 +125,12 @@ def _here_watts(job: Job) -> Watts | None:
     return (
         found if stated_watts() is not None or found is None else replace(found, busy=found.idle + found.added / ranks)
     )
+
+
+def _on_this_machine(job: Job, say: Say) -> tuple[Job, Places]:
+    """Return the job with as many ranks as training would have here, and their place."""
+    job = for_this_machine(job, say)
+    return job, _here(job, say)
 
 
 def _here(job: Job, say: Say) -> Places:

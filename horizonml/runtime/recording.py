@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,7 +26,8 @@ from horizonml.planner.problem import Problem
 from horizonml.planner.reasons import asked_reason, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
 from horizonml.planner.shape_reasons import reasons
-from horizonml.profiling.measure import kept_profile
+from horizonml.profiling.executions import untried
+from horizonml.profiling.measure import compare_with_run, kept_profile
 from horizonml.runtime.agreement import describe_problem, profile_key
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import StragglerDetector
@@ -125,6 +127,25 @@ def assumed_problem(
         return None
     ranks = sum(len(host.ranks) for host in hosts)
     return describe_problem(job, model, info, [profile] * ranks, hosts, LOCAL_NETWORK)
+
+
+def doubt_profile(life: Life, session: Session, recorder: Recorder) -> None:
+    """Have this machine's profile measured again before the next plan, if the steps of a plan show that it is wrong."""
+    group, plan, batch = session.group, session.plan, life.job.batch_size
+    if group.hosts.index(group.hosts[group.rank]) != group.rank or math.isinf(recorder.quickest):
+        return
+    passes = []
+    for number in plan.stages_of(group.rank):
+        stage = plan.stages[number]
+        if stage.splits_channels:
+            return
+        for size in plan.micro_sizes(batch, batch):
+            first, end = stage.rows(size)[stage.ranks.index(group.rank)]
+            passes.append((stage.start, stage.stop, end - first))
+    executions = untried(life.job, life.executions or ())
+    told = compare_with_run(session.state.model, profile_key(life.job), batch, executions, passes, recorder.quickest)
+    if told is not None:
+        recorder.message(told)
 
 
 def record_planning(planning: Planning, say: Callable[[str], None]) -> None:

@@ -37,7 +37,7 @@ _LOOK_SECONDS = 1.0  # between two looks at whether the state has arrived, when 
 # all members, and one that contributes zeros changes nothing in them. PowerSGD and sums of 4 bits instead have each
 # member add up what its compression has left out, also of a follower's zeros; Horovod does not overlap with a member
 # that has no backward pass; and members that split channels do not hold each other's state.
-_EXACT = {Sync.ALL_REDUCE, Sync.FP16}
+_FOLLOWED = {Sync.ALL_REDUCE, Sync.FP16}
 
 
 def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int]:
@@ -46,7 +46,7 @@ def followers(held: Moves, present: frozenset[int], plan: Plan) -> frozenset[int
     These are ranks that hold nothing (`present` are those that do) and whose stages all have another member that does
     not follow. Where all members of a stage are newcomers, the first one gets its layers before training goes on.
     """
-    ways = {number: stage.sync in _EXACT for number, stage in enumerate(plan.stages)}
+    ways = {number: stage.sync in _FOLLOWED for number, stage in enumerate(plan.stages)}
     found = {
         rank
         for rank in {receiver for _, _, receiver in held} - present

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Recorder:
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
         self._others = Others()
         self.steps = 0  # recorded
+        self.quickest = math.inf  # seconds that a whole batch took this rank to compute, at the least
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
         self._write({**info.to_json(), "time": time.time()})

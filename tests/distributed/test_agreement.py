@@ -25,15 +25,16 @@ def agree(rank: int, world_size: int, store: Store) -> list[str]:
         said.append(str(error))
     finally:
         group.close()
-    return [line for line in said if "measuring" not in line]
+    return [line for line in said if "measur" not in line]  # which may also say that the device was busy
 
 
 def test_a_module_used_twice_that_leaves_nothing_to_cut_is_told_with_what_it_costs(pool: Pool) -> None:
-    (warning,), others = pool.run(2, agree)
+    (warning, *drawbacks), others = pool.run(2, agree)
     assert "takes " in warning
     assert "and cannot be cut, because gate.weight is used both by gate and by gate_1" in warning
     assert "With ddp a step is predicted to take " in warning
     assert ", with this plan " in warning
+    assert all(line.startswith("warning: this plan is predicted to be slower than ") for line in drawbacks)
     assert others == []
 
 
@@ -41,3 +42,22 @@ def test_a_pipeline_that_is_impossible_says_what_keeps_the_model_together(pool: 
     for (message,) in pool.run(5, agree):
         assert "can be cut into at most 4 stages, but the plan needs 5" in message
         assert "because gate.weight is used both by gate and by gate_1" in message
+
+
+def agree_on_ddp(rank: int, world_size: int, store: Store, cores: float) -> list[str]:
+    """What this rank says when ranks of a machine with so many cores are asked for ddp, and nothing was measured."""
+    job, said = parse("{batch_size: 32, seed: 77, parallel: {strategy: ddp}}", "job.yaml"), list[str]()
+    group = Group(store, rank, world_size, 60.0)
+    try:
+        info, model = describe_together(job, group)
+        make_plan(job, model, info, group, [Host((0, 1), cores, 1e12)], ["here"] * 2, said.append)
+    finally:
+        group.close()
+    return said
+
+
+def test_ranks_that_only_share_a_core_are_told_that_one_would_train_faster(pool: Pool) -> None:
+    (told,), others = pool.run(2, agree_on_ddp, 1.0)
+    assert told.startswith("warning: ")
+    assert "share the 1 core of this machine" in told
+    assert others == []

@@ -12,7 +12,8 @@ import torch
 from horizonml.comm.group import Group
 from horizonml.job.jobfile import parse
 from horizonml.plan.execution import Execution, to_json
-from horizonml.profiling.executions import _key, _path, _rows, modes_for
+from horizonml.profiling.executions import _key, _rows, modes_for
+from horizonml.profiling.kept import path_of
 from horizonml.runtime.agreement import describe_together
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml
@@ -40,7 +41,7 @@ def remember(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HORIZONML_CACHE", str(cache))
     torch.set_num_threads(1)
     try:
-        path = _path(_key(job, model, modes_for("contiguous", "auto", model), _rows(job, 2)))
+        path = path_of("executions", _key(job, model, modes_for("contiguous", "auto", model), _rows(job, 2)))
     finally:
         torch.set_num_threads(before)
     layers = to_json((Execution(False, "bf16"),) * len(model.chain))

@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 
 from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.candidates import plain_ddp
 from horizonml.planner.devices import load_cluster, write_cluster
-from horizonml.planner.evaluator import judge
-from horizonml.planner.explain import why
-from horizonml.planner.hardware import LOCAL_NETWORK, Host, slowdown
-from horizonml.planner.problem import Problem
+from horizonml.planner.evaluator import Evaluator, judge
+from horizonml.planner.explain import compare, drawback, why
+from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network, slowdown
+from horizonml.planner.precision import best_plan
+from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.shape_reasons import reasons
+from horizonml.planner.subset import fastest_plan
 from horizonml.profiling.contention import crowds, levels, turns, with_contention
 from tests.unit.test_planner import FAST, one_host, predict, profile
 
@@ -89,3 +93,44 @@ def test_a_plan_says_what_sharing_a_machine_costs() -> None:
 
 def test_a_curve_is_written_down_as_json_can_hold_it() -> None:
     assert tuple(map(tuple, json.loads(json.dumps(CURVE)))) == CURVE
+
+
+def test_auto_leaves_out_ranks_that_only_share_a_core_down_to_one_and_says_so() -> None:
+    """Five ranks on two cores were given a plan that was "slower than rank 0 alone: do not distribute this job"."""
+    own = profile(*[2e-5] * 3, parameters=1 << 16)
+    hosts = [Host((0, 1, 2, 3, 4), 1.0, 1e12)]
+    problem = Problem([own] * 5, hosts, LOCAL_NETWORK, 16, 1, constraints=Constraints(micro_batches=(1, 2)))
+    names = [f"rank {rank}" for rank in range(5)]
+    ddp = judge(problem, plain_ddp(problem))
+    assert any(line.startswith("slower than rank 0 alone") for line in compare(problem, ddp, names))
+    found = fastest_plan(problem, Evaluator(problem))
+    found.plan.check(3, 5)
+    assert [stage.ranks for stage in found.plan.stages] == [(0,)]
+    assert found.plan.spare == (1, 2, 3, 4)
+    (told,) = (one.text for one in reasons(Evaluator(problem), found, names) if one.choice == "left out")
+    assert told.startswith("Left out: rank 1, rank 2, rank 3, rank 4. One rank trains alone: divided among all, a step")
+    assert not any("slower than" in line for line in compare(problem, found, names))
+    # What the job insists on is not changed, but its drawbacks are told.
+    assert drawback(problem, found, names) is None
+    assert str(drawback(problem, ddp, names)).endswith("a step: do not distribute this job")
+
+
+def test_ranks_that_outnumber_the_cores_are_left_out_though_nothing_is_predicted_to_be_lost_by_them() -> None:
+    """Five ranks on two cores took eleven times as long as predicted: they wait for one another to be scheduled."""
+    problem = Problem(
+        [profile(*[1e-3] * 4)] * 4, [Host((0, 1, 2, 3), 2.0, 1e12)], LOCAL_NETWORK, 16, 1,
+        constraints=Constraints(micro_batches=(1, 4)),
+    )  # fmt: skip
+    assert best_plan(problem).prediction.seconds < 1.02 * fastest_plan(problem, Evaluator(problem)).prediction.seconds
+    assert len(fastest_plan(problem, Evaluator(problem)).plan.spare) == 2
+
+
+def test_auto_keeps_as_many_ranks_of_a_machine_as_it_has_cores_for() -> None:
+    own = profile(*[1e-3] * 4, parameters=1 << 10)
+    crowd = ((1.0, 1.0), (2.0, 1.0), (5.0, 3.0))
+    problem = Problem(
+        [own] * 5, [Host((0, 1, 2, 3, 4), 2.0, 1e12, contention=crowd)], Network(1e-2, 1e9), 16, 1,
+        constraints=Constraints(micro_batches=(1,)),
+    )  # fmt: skip
+    found = fastest_plan(problem, Evaluator(problem))
+    assert len(found.plan.spare) == 3

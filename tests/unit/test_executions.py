@@ -29,7 +29,6 @@ from horizonml.profiling.compile_trial import CompileTrial, worth_compiling
 from horizonml.profiling.execution_trial import _Trial, try_modes
 from horizonml.profiling.executions import (
     _key,
-    _path,
     _rows,
     choose_executions,
     executions_here,
@@ -38,6 +37,7 @@ from horizonml.profiling.executions import (
     untried,
     unused_bf16,
 )
+from horizonml.profiling.kept import path_of
 from horizonml.profiling.measure import measure
 from horizonml.state.optim import Optimizer, lies_alike
 from horizonml.state.spec import Adam, Sgd
@@ -212,7 +212,7 @@ def test_the_gain_of_a_choice_is_that_of_layers_that_run_so(tmp_path: Path, monk
     model = digits(16)
     open_one = job(precision="auto", memory_format="contiguous", model={"options": {"image_size": 16}})
     narrow, plain = (NARROW,) * len(model.chain), (PLAIN,) * len(model.chain)
-    path = _path(_key(open_one, model, modes_for("contiguous", "auto", model), _rows(open_one, 1)))
+    path = path_of("executions", _key(open_one, model, modes_for("contiguous", "auto", model), _rows(open_one, 1)))
     path.parent.mkdir()
     path.write_text(json.dumps({"layers": to_json(narrow), "seconds": [1.0, 3.0]}))
     assert executions_here(open_one, model, 1, 1000, print, may_try=False) == narrow

@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -194,3 +196,22 @@ def test_help_shows_no_types_of_flags(tmp_path: Path, arguments: list[str]) -> N
     assert "--help" in shown
     assert not re.search(r"<\w", shown)
     assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("machine", "release", "accepted"),
+    [
+        ("x86_64", "2.9.1", False),  # its `weights_only` has known ways around it
+        ("x86_64", "2.10.0", True),
+        ("aarch64", "2.10.0", False),  # it ends with an illegal instruction on a Raspberry Pi 4
+        ("aarch64", "2.13.0", True),
+        ("arm64", "2.10.0", True),  # as macOS says
+    ],
+)
+def test_arm_boards_get_no_release_of_pytorch_that_ends_with_an_illegal_instruction(
+    machine: str, release: str, accepted: bool
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [one for one in map(Requirement, project["dependencies"]) if one.name == "torch"]
+    (here,) = (one for one in wanted if one.marker is None or one.marker.evaluate({"platform_machine": machine}))
+    assert here.specifier.contains(release) == accepted

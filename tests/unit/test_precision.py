@@ -16,7 +16,7 @@ from horizonml.job.jobfile import changed, parse
 from horizonml.plan import gradients
 from horizonml.plan.execution import Execution, to_json
 from horizonml.plan.local import Local
-from horizonml.plan.plan import FORMATS, Plan, Stage, Sync
+from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
 from horizonml.planner.candidates import data_parallel, plain_ddp
 from horizonml.planner.cost import Ring, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
@@ -125,6 +125,24 @@ def test_what_a_job_asks_for_is_used_though_it_is_not_exact() -> None:
     assert not chosen_inexact(problem, found.plan)
     told = reasons(Evaluator(problem), found, [f"rank {rank}" for rank in range(4)])
     assert any(one.text.startswith("Not everything is exact, because the job asks for this: ") for one in told)
+
+
+def test_every_place_that_tells_whether_sums_are_exact_reads_the_same_table() -> None:
+    """Horovod's sums of 16-bit floats were once explained as exact gradients."""
+    problem = problem_on(Network(1e-4, 1e7), ", exact: true", ranks=2)
+    assert set(SYNCS) == set(Sync)
+    for sync in set(Sync) - {Sync.LOCAL, Sync.CHANNELS}:
+        found = judge(problem, Plan((Stage(0, 6, (0, 1), (1.0, 1.0), sync),)))
+        (told,) = (one for one in reasons(Evaluator(problem), found, ["a", "b"]) if one.about == "sum")
+        exact = SYNCS[sync].exact
+        assert (told.exact, "sum exact gradients" in told.text, not inexact_parts(found.plan)) == (exact,) * 3, sync
+        fields = f"exact: true, stages: [{{ranks: [0, 1], sync: {sync}}}]"
+        if exact:
+            parse(f"parallel: {{{fields}}}", "job.yaml")
+        else:
+            with pytest.raises(JobError, match="is not exact"):
+                parse(f"parallel: {{{fields}}}", "job.yaml")
+    assert not SYNCS[Sync.HOROVOD_FP16].exact
 
 
 def test_local_steps_that_a_job_asks_for_are_taken_by_whole_replicas() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from benchmarks import hetero
 from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.report import write_report
 from horizonml.bench.study import load_study
@@ -123,6 +124,25 @@ def test_a_usual_step_is_drawn_with_its_transfers_and_the_smallest_part(tmp_path
     assert axis.get_xlim()[1] == pytest.approx(1000)
     widths = sorted(patch.get_width() for patch in axis.patches)
     assert widths == pytest.approx([3, 3, 100, 100, 900, 900])
+
+
+def test_the_picture_of_unequal_devices_lists_them_in_their_order(tmp_path: Path) -> None:
+    """The slowest device has the first stage: it was listed at the top, and the others upside down below it."""
+    write_run(tmp_path, "pipeline", ranks=3, steps=12)
+    for rank in range(3):
+        path = tmp_path / f"rank-{rank}.jsonl"
+        first, *lines = path.read_text().splitlines()
+        run = json.loads(first)
+        run["plan"]["stages"] = [{**run["plan"]["stages"][n], "ranks": [2 - n]} for n in range(2)]
+        run["plan"]["spare"] = [0]
+        path.write_text("\n".join([json.dumps(run), *lines, ""]))
+        append(path, {"kind": "timeline", "step": 8, "spans": [["compute", "forward", 0, 1.0, 1.1]]})
+    labels = hetero.device_labels(load_run("x", tmp_path), ["100mbit", "50mbit", "20mbit"])
+    assert labels == [
+        "device 0: left out\n2 cores, 100 Mbit/s",
+        "device 1: layers 1\n2 cores, 50 Mbit/s",
+        "device 2: layers 0\n2 cores, 20 Mbit/s",
+    ]
 
 
 def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp_path: Path) -> None:

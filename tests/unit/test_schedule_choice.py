@@ -22,6 +22,7 @@ from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.search import search
 from horizonml.planner.simulate import predict
+from horizonml.planner.subset import widened
 
 NETWORK = Network(1e-6, 1e10)
 
@@ -247,3 +248,8 @@ def test_the_predicted_picture_has_a_row_for_each_rank(interleaved: str, zero_bu
         found = search(problem_of("pipeline", schedule))
         path = predicted(found.plan, found.prediction, [f"rank {rank}" for rank in range(4)], tmp_path / "plan.png")
         assert path.stat().st_size > 10_000
+    wide = widened(found.plan, range(4), 6)
+    more = problem_of("pipeline", zero_bubble, ranks=6)
+    six = predicted(wide, predict(more, wide), [f"rank {rank}" for rank in range(6)], tmp_path / "six.png")
+    heights = [int.from_bytes(picture.read_bytes()[20:24], "big") for picture in (path, six)]
+    assert heights[1] > 1.25 * heights[0], "what a plan leaves out has a row, too"

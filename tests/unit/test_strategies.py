@@ -18,6 +18,7 @@ from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Problem
 from horizonml.planner.strategies import STRATEGIES, constraints_of, uses_horovod, uses_powersgd
+from horizonml.runtime.launch import for_this_machine
 from tests.unit.test_planner import profile
 
 
@@ -34,6 +35,26 @@ def sync_of(parallel: str, ranks: int = 3) -> list[Sync]:
         ).plan.stages
         if len(stage.ranks) > 1
     ]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ("{strategy: ddp}", 1),
+        ("{strategy: auto}", 1),
+        ("{strategy: single}", 1),
+        ("{strategy: ddp, min_workers: 2, max_workers: 4}", 2),
+        ("{strategy: ddp, workers: 3}", 3),
+        ("{strategy: pipeline}", 5),
+    ],
+)
+def test_one_machine_trains_with_one_rank_unless_several_are_asked_for(parallel: str, ranks: int) -> None:
+    """Five ranks on two cores, which nobody had asked for, were six times as slow as one."""
+    said: list[str] = []
+    job = for_this_machine(parse(f"{{device: cpu, parallel: {parallel}}}", "job.yaml"), said.append)
+    assert job.parallel.world_size() == ranks
+    told = ["training with 1 rank, which uses all cores of this machine by itself; --workers N starts several"]
+    assert said == (told if ranks == 1 and "single" not in parallel else [])
 
 
 @pytest.mark.parametrize(
