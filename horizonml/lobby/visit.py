@@ -18,6 +18,7 @@ from horizonml.lobby.prepare import CalledAway, Preparation, take_folder
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.settings import JoinSettings, Place, secret
 from horizonml.lobby.voice import Voice
+from horizonml.machine.host import NAME
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.client import ServiceError
 from horizonml.text import count, printable
@@ -131,8 +132,8 @@ class Visit:
             check_lead(job)
         take_folder(job, lineage)
         env = {"RANK": str(news.rank), "WORLD_SIZE": str(news.world_size), "HORIZONML_RENDEZVOUS": self._address}
-        progress = Progress(job.run_folder, news.rank)
-        self._child.begin(env | secret(self._settings.token))
+        progress, name = Progress(job.run_folder, news.rank), self._settings.name
+        self._child.begin(env | secret(self._settings.token) | ({NAME: name} if name else {}))
         self._voice.say(Standing.TRAINING, rank=news.rank)
         began = count(news.world_size or 0, "device")
         late = f"; the run began with {began}" if news.rank >= (news.world_size or 0) else f" of {news.world_size}"

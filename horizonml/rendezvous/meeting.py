@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from horizonml import __version__
 from horizonml.errors import RendezvousError
-from horizonml.machine.host import machine_id
+from horizonml.machine.host import device_name, machine_id
 from horizonml.machine.network import route_to, use_interface
 from horizonml.machine.signals import Cancelled
 from horizonml.machine.usage import seconds_up
@@ -222,7 +221,7 @@ class _Meeting:
             digest=self.settings.digest,
             code=__version__,
             torch=torch.__version__.partition("+")[0],
-            hostname=socket.gethostname(),
+            hostname=device_name(),
             machine=machine_id(),
             address=own,
             pid=os.getpid(),
