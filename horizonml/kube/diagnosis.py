@@ -78,8 +78,8 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
                 return Condition(PodState.READY if ready else PodState.RUNNING)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
-            problem = f"{name}: restarted {times}; the last time {why}"
-            return Condition(PodState.RUNNING, problem, fix=_fix(pod, ended))
+            why = f"{name}: restarted {times}; the last time {why}"
+            return Condition(PodState.RUNNING, why, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
             return Condition(PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")

@@ -15,7 +15,6 @@ import psutil
 
 from horizonml import __version__
 
-
 NAME = "HORIZONML_NAME"  # what this device is called, in place of its host name
 _MOST_NAME = 255  # characters
 
@@ -23,7 +22,8 @@ _MOST_NAME = 255  # characters
 def device_name() -> str:
     """Return what this device is called in messages, records and metrics; two devices may have the same name."""
     named = os.environ.get(NAME, "").strip() or socket.gethostname()
-    return "".join(character if character.isprintable() else " " for character in named)[:_MOST_NAME].strip() or "device"
+    shown = "".join(character if character.isprintable() else " " for character in named)
+    return shown[:_MOST_NAME].strip() or "device"
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Recorder:
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
         self._others = Others()
-        self.steps = 0  # recorded
+        self.steps, self._number = 0, 0  # recorded; the newest one's number
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
         self._write({**info.to_json(), "time": time.time()})
@@ -103,9 +103,8 @@ class Recorder:
         )
         self._cpu = cpu
         self._write(record.to_json())
-        others = self._others.add(step.told) if self._rank == 0 and step.told else None
-        if others is not None:
-            self._lines.write({"kind": "ranks", "step": number, "time": record.time, "ranks": others})
+        if self._rank == 0 and step.told:
+            self._write_others(number, self._others.add(step.told))
         if self._at_next_step is not None:
             self._at_next_step()
             self._at_next_step = None
@@ -116,7 +115,12 @@ class Recorder:
             self._metrics.step(record, step)
         if self._lifeline is not None:
             self._lifeline.beat(number, record.rss_bytes)
-        self.steps += 1
+        self.steps, self._number = self.steps + 1, number
+
+    def _write_others(self, number: int, ranks: list[dict[str, Any] | None] | None) -> None:
+        """Record what the ranks have told until the agreement of step `number`."""
+        if ranks is not None:
+            self._lines.write({"kind": "ranks", "step": number, "time": time.time(), "ranks": ranks})
 
     def evaluation(
         self,
@@ -248,6 +252,7 @@ class Recorder:
 
     def close(self, outcome: str) -> None:
         """End the file with the outcome of the run."""
+        self._write_others(self._number, self._others.rest())
         self._write({"kind": "end", "time": time.time(), "outcome": outcome})
         self._lines.close()
         self._display.close()

@@ -142,8 +142,8 @@ def test_other_reasons_say_what_to_do() -> None:
         (
             2,
             {"exitCode": 137, "reason": "Error"},
-            "worker-3: restarted 2 times; the last time it was killed (exit code 137) by SIGKILL; Kubernetes reports no "
-            "lack of memory",
+            "worker-3: restarted 2 times; the last time it was killed (exit code 137) by SIGKILL; Kubernetes reports "
+            "no lack of memory",
         ),
         (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
         (1, {"exitCode": 0, "signal": 11}, "it was killed (exit code 0) by SIGSEGV"),
