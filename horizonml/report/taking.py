@@ -25,7 +25,6 @@ _MOST_EVENTS = 500
 _MOST_NAME = 64  # characters of a device's name
 _MOST_EVALUATIONS = 5000
 _FORMING_SECONDS = 60.0  # the ranks of a group describe it within this time of each other
-_SLOW = 1.5  # times as long as planned, from where a rank's slowness is an event
 
 _MOST = 1e15  # what seconds, bytes and counts stay below, so that their sums are numbers, too
 _NEVER_NEGATIVE = ("wall", "compute", "transfer", "wait", "cpu_seconds", "rss_bytes", "seconds", "step", "rank")
@@ -61,7 +60,6 @@ class Records:
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self.slowdowns: tuple[float, ...] = ()  # each rank's computing over that of the plan, as last compared
         self.checkpoint: int | None = None  # the step of the newest checkpoint that was saved
-        self._slow: tuple[int, ...] = ()
         self._hosts: dict[int, str] = {}  # what devices were called last, by the rank that they were started as
 
     @property
@@ -121,7 +119,7 @@ class Records:
         if about.rank != 0 or (self.lead is not None and about.time < self.lead.about.time):
             return
         earlier, self.lead = self.lead, file
-        self.slowdowns, self._slow = (), ()
+        self.slowdowns = ()
         others = [one for one in about.members if one.rank != 0]
         self._hosts |= {one.started_as_rank: printable(one.host, _MOST_NAME) for one in about.members}
         self.told = {one.rank: RankFile(one.started_as_rank, about.of(one), is_recorded=False) for one in others}
@@ -192,17 +190,21 @@ class Records:
             self.unreadable += 1
             return
         self.slowdowns = tuple(map(float, factors))
-        slow = tuple(rank for rank, factor in enumerate(self.slowdowns) if factor > _SLOW)
-        if slow != self._slow:
-            reasons = line.get("reasons")
+        slow, reasons = line.get("stragglers"), line.get("reasons")
+        if isinstance(slow, list):  # the ranks have decided that people should hear of it
             known = reasons if isinstance(reasons, dict) else {}
-            told = "; ".join(
-                f"rank {rank} computes {self.slowdowns[rank]:.1f} times as long as planned"
-                + (f", because {printable(str(known[str(rank)]), 200)}" if str(rank) in known else "")
-                for rank in slow[:5]
-            )
-            self._event(when, "slow", told or "all ranks are as fast as planned again")
-        self._slow = slow
+            factors = {str(rank): factor for rank, factor in enumerate(self.slowdowns) if rank in slow}
+            told = [
+                f"rank {rank} computes {factor:.1f} times as long as planned"
+                + (f", because {printable(str(known[rank]), 200)}" if rank in known else "")
+                for rank, factor in factors.items()
+            ]
+            told += [
+                f"rank {printable(rank, 10)}: {printable(str(why), 200)}"
+                for rank, why in known.items()
+                if rank not in factors
+            ]
+            self._event(when, "slow", "; ".join(told[:5]) or "all ranks are as fast as planned again")
 
     def _checkpoint(self, line: dict[str, Any], when: float) -> None:
         step = line.get("step")

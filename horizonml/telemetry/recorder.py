@@ -150,13 +150,14 @@ class Recorder:
         """Record how the ranks' computing compares with the plan, as found after step `number`.
 
         `slowdowns[r]` is how many times as long as planned rank r computes, relative to the other ranks. `reasons[r]`
-        says what holds its device back, if that is known. `stragglers` are the ranks that take too long if they or the
-        reasons have changed since the last call, or else None.
+        says what holds its device back, if that is known. `stragglers` are the ranks that take too long if the user
+        should hear of them or of the reasons now, or else None.
         """
         factors = [round(factor, 4) for factor in slowdowns]
         known = {str(rank): reason for rank, reason in enumerate(reasons) if reason}
         line = {"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors}
-        self._write(line | ({"reasons": known} if known else {}))
+        news = {} if stragglers is None else {"stragglers": list(stragglers)}
+        self._write(line | news | ({"reasons": known} if known else {}))
         if self._metrics is not None:
             self._metrics.slowdown(slowdowns[self._rank])
         if stragglers is not None:

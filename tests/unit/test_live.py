@@ -207,7 +207,8 @@ def test_rank_0_alone_records_what_reports_and_pages_show_of_all(tmp_path: Path)
                     {"rank": place, "started_as_rank": rank, "host": names[rank], "node": names[rank]}
                     for place, rank in enumerate(ranks)
                 ]
-                lines[number] = json.dumps({**about, "members": members, "plan": plan, "host": names[0]})
+                more = {"members": members, "plan": plan, "host": names[0], "resumed_at": begin - 110}
+                lines[number] = json.dumps({**about, **more})
         path.write_text("\n".join(lines) + "\n")
     for rank in (1, 2):
         (tmp_path / f"rank-{rank}.jsonl").unlink()
