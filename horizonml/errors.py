@@ -81,14 +81,15 @@ class RendezvousError(HorizonError):
 class PeerLost(HorizonError):
     """Another rank died, stopped answering, or left during training.
 
-    With `ends_job` it left for a reason for which this one should end, too.
+    With `ends_job` it left for a reason for which this one should end, too. `timed_out` says that its connection was
+    open, and that it was waited for in vain for as long as a step may take.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, ends_job: bool = False) -> None:
+    def __init__(self, message: str, ends_job: bool = False, timed_out: bool = False) -> None:
         super().__init__(message)
-        self.ends_job = ends_job
+        self.ends_job, self.timed_out = ends_job, timed_out
 
 
 class CheckpointError(HorizonError):

@@ -95,8 +95,9 @@ class FromItself:
 def lost(peer: int | None, error: Exception) -> PeerLost:
     """Return what is to be raised instead of an error of gloo's."""
     who = "a peer" if peer is None else f"rank {peer}"
-    reason = "did not answer in time" if "Timed out" in str(error) else "closed its connection"
-    return PeerLost(f"{who} {reason} ({short(error)})")
+    timed_out = "Timed out" in str(error)
+    reason = "did not answer in time" if timed_out else "closed its connection"
+    return PeerLost(f"{who} {reason} ({short(error)})", timed_out=timed_out)
 
 
 def short(error: Exception) -> str:

@@ -6,7 +6,6 @@ import math
 import platform
 import re
 import shutil
-import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horizonml import __version__
-from horizonml.machine.host import processor_name
+from horizonml.machine.host import device_name, processor_name
 from horizonml.machine.resources import available_cores, memory_limit
 from horizonml.rendezvous.checks import Fields, shown, text, whole
 
@@ -68,7 +67,7 @@ class Device:
 def this_device(measure: bool = True, root: Path = Path("/")) -> Device:
     """Return the description of this device; unless told not to, measure its speed, which takes half a second."""
     return Device(
-        name=_short(socket.gethostname()) or "device",
+        name=device_name(),
         cores=available_cores(),
         memory=int(memory_limit()),
         architecture=_short(platform.machine()),

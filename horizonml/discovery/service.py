@@ -20,6 +20,7 @@ from horizonml import __version__
 from horizonml.discovery import records
 from horizonml.discovery.interfaces import Interface, usable
 from horizonml.discovery.records import TYPE, Found, distinct
+from horizonml.machine.host import device_name
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -67,7 +68,7 @@ class Announcement:
 
         Only addresses are announced at which a service is reached that listens at `host`.
         """
-        self.name = name or socket.gethostname() or "device"
+        self.name = name or device_name()
         self.problem: str | None = None
         self._port, self._host = port, host
         self._text = records.text(self.name, token_id, version, job)

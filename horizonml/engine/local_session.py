@@ -153,7 +153,7 @@ class LocalSession(Session):
         self.group.calls += 1
         self._begin_training()
         self.state.prepared = None
-        number = self.state.step
+        number, self._cpu = self.state.step, cpu_seconds()
         self._stop, self._newcomers = self._stop or stop, self._newcomers or newcomers
         steps = self._train(batch, learning_rate, full)
         self.state.step = number + 1
@@ -262,7 +262,7 @@ class LocalSession(Session):
         """Return what this rank saw of a global step: its local steps, and the synchronisation if there was one."""
         wall, spent = self.clock.finish(), self.clock.totals
         tail = Tail(wall, spent["compute"], spent["transfer"], spent["wait"], self.clock.spans, self._sent, self._apart)
-        told = self._totals.told if totals is not None else ()
+        told = self._totals.heard()
         own = totals or self._last or self._totals.nothing()
         found = merged(steps, tail, own, told)
         if totals is not None:
@@ -270,7 +270,7 @@ class LocalSession(Session):
             self._stop = self._newcomers = False
         moved = [found.traffic[way][place] for place in (0, 1) for way in WAYS]
         kinds = (found.wall, found.compute, found.transfer, found.wait)
-        self._totals.own = Told(*kinds, cpu_seconds(), rss_bytes(), *moved)
+        self._totals.tell(Told(*kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved, 1.0))
         return found
 
     @torch.no_grad()

@@ -84,6 +84,7 @@ class Session:
         clip_norm = state.optimizer.spec.clip_norm
         self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm, self.staging)
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
+        self._cpu = 0.0  # seconds that the process had used when the step began
         self._prepared = False  # whether only the others' consent is missing to update
         self.draws = model.seed  # what dropout is seeded with, besides the step
         self.found = torch.zeros(0)  # the sums of the last step over this rank's rows: its loss, units and metrics
@@ -208,6 +209,7 @@ class Session:
         self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
     ) -> Step:
         self.clock.restart()
+        self._cpu = cpu_seconds()
         self._totals.post()
         self._check.post()
         actions, runs = self._pass(batch, measure_divergence)
@@ -294,8 +296,8 @@ class Session:
                 traffic[way] = before[0] + sent, before[1] + received
         first, spent = self.stages.get(0), self.clock.totals
         moved = [traffic.get(way, (0, 0))[place] for place in (0, 1) for way in WAYS]
-        told, kinds = self._totals.told, (spent["compute"], spent["transfer"], spent["wait"])
-        self._totals.own = Told(wall, *kinds, cpu_seconds(), rss_bytes(), *moved)
+        told, kinds = self._totals.heard(), (spent["compute"], spent["transfer"], spent["wait"])
+        self._totals.tell(Told(wall, *kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved, 1.0))
         return Step(
             totals,
             wall,

@@ -32,20 +32,26 @@ WAYS: tuple[Way, ...] = ("previous", "next", "members")
 
 
 class Told(NamedTuple):
-    """What a rank tells the others of its last step; all are zero before its first one."""
+    """What a rank tells the others of the steps that it has not told them of yet: sums over these `steps`."""
 
     wall: float = 0.0
     compute: float = 0.0
     transfer: float = 0.0
     wait: float = 0.0
-    cpu_seconds: float = 0.0  # of the process, since it began
-    rss_bytes: float = 0.0
+    cpu_seconds: float = 0.0  # of the process
+    rss_bytes: float = 0.0  # the most of them
     sent_previous: float = 0.0  # bytes
     sent_next: float = 0.0
     sent_members: float = 0.0
     received_previous: float = 0.0
     received_next: float = 0.0
     received_members: float = 0.0
+    steps: float = 0.0
+
+    def plus(self, other: Told) -> Told:
+        """Return what both tell together."""
+        sums = Told(*(one + more for one, more in zip(self, other, strict=True)))
+        return sums._replace(rss_bytes=max(self.rss_bytes, other.rss_bytes))
 
     @property
     def links(self) -> Mapping[Way, tuple[float, float]]:
@@ -70,7 +76,7 @@ class Step:
     load: float = 0.0  # seconds of `wait` or `compute` that went into getting the data; see `Clock`
     gradient_norm: float | None = None  # over all stages, before clipping; None if gradients are not clipped
     local_steps: int | None = None  # updates that this rank's replica made by itself; None without local steps
-    told: tuple[Told, ...] = ()  # what every rank tells of the step before, if ranks are on several machines
+    told: tuple[Told, ...] = ()  # what every rank has told since the step before; empty for a rank alone
 
     @property
     def bytes_sent(self) -> int:

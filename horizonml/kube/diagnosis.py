@@ -74,10 +74,12 @@ def condition(pod: Object, last_words: str, nodes: Sequence[Object], pods: Seque
         if "running" in state:
             ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
             again = container.get("restartCount", 0)
+            if ready or not again:  # a worker that is in the group again has no problem any more
+                return Condition(PodState.READY if ready else PodState.RUNNING)
             times = "once" if again == 1 else f"{again} times"
             why = _ending(pod, ended, last_words) if ended else "Kubernetes does not know why it ended"
-            problem = f"{name}: restarted {times}; the last time {why}" if again else None
-            return Condition(PodState.READY if ready else PodState.RUNNING, problem, fix=_fix(pod, ended))
+            why = f"{name}: restarted {times}; the last time {why}"
+            return Condition(PodState.RUNNING, why, fix=_fix(pod, ended))
     for entry in status.get("conditions") or []:
         if entry["type"] == "PodScheduled" and entry["status"] == "False":
             return Condition(PodState.PENDING, f"{name}: {_not_scheduled(pod, entry.get('message', ''), nodes, pods)}")
@@ -95,8 +97,12 @@ def _ending(pod: Object, ended: Object, last_words: str) -> str:
     if _was_out_of_memory(ended):
         limit = _memory_limit(pod)
         had = f"limit {limit}" if limit is not None else "no limit but the node's memory"
-        sure = "ran" if reason == "OOMKilled" else "most likely ran"
-        return f"it {sure} out of memory{at} ({facts}; {had})"
+        return f"it ran out of memory{at} ({facts}; {had})"
+    if code == 128 + signal.SIGKILL:
+        return (
+            f"it was killed{at} ({facts}) by SIGKILL; Kubernetes reports no lack of memory, and the worker's log says "
+            "how much it used"
+        )
     number = ended.get("signal") or (code - 128 if isinstance(code, int) and code > 128 else None)
     if number:
         return f"it was killed{at} ({facts}) by {explain_signal(number)}"
@@ -104,8 +110,11 @@ def _ending(pod: Object, ended: Object, last_words: str) -> str:
 
 
 def _was_out_of_memory(ended: Object) -> bool:
-    """Return whether the kernel has ended a container for its memory, surely or most likely."""
-    return ended.get("reason") == "OOMKilled" or ended.get("exitCode") == 128 + signal.SIGKILL
+    """Return whether the kernel has ended a container for its memory.
+
+    The exit code does not say so: every SIGKILL ends with the same one.
+    """
+    return ended.get("reason") == "OOMKilled"
 
 
 def _memory_limit(pod: Object) -> str | None:

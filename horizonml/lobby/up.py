@@ -26,6 +26,7 @@ from horizonml.lobby.reach import host_of, own_address
 from horizonml.lobby.settings import secret
 from horizonml.lobby.sharing import Shelf
 from horizonml.lobby.view import View, rows, view
+from horizonml.machine.host import NAME
 from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
@@ -216,7 +217,7 @@ class Up:
             address = f"{own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
             token = self._settings.token
             env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
-            self._child.begin(env | secret(token))
+            self._child.begin(env | secret(token) | {NAME: self._own.name})
 
     def _train(self) -> Outcome:
         """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""

@@ -17,6 +17,7 @@ from horizonml.lobby.prepare import CalledAway, Preparation, take_folder
 from horizonml.lobby.progress import Progress
 from horizonml.lobby.settings import JoinSettings, Place, secret
 from horizonml.lobby.voice import Voice
+from horizonml.machine.host import NAME
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.client import ServiceError
 from horizonml.text import count, printable
@@ -128,8 +129,8 @@ class Visit:
         assert news.rank is not None
         take_folder(job, lineage)
         env = {"RANK": str(news.rank), "WORLD_SIZE": str(news.world_size), "HORIZONML_RENDEZVOUS": self._address}
-        progress = Progress(job.run_folder, news.rank)
-        env |= confinement(self._address, self._settings.allow_code)
+        progress, name = Progress(job.run_folder, news.rank), self._settings.name
+        env |= confinement(self._address, self._settings.allow_code) | ({NAME: name} if name else {})
         self._child.begin(env | secret(self._settings.token))
         self._voice.say(Standing.TRAINING, rank=news.rank)
         began = count(news.world_size or 0, "device")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import psutil
@@ -18,6 +18,7 @@ from horizonml.machine.sensors import Clock, clock
 from horizonml.text import percent
 
 _LOOK_SECONDS = 2.0  # between two looks at the device
+_LESS = 0.5  # of what makes a condition worth telling: below that, it is over
 _LASTS_SECONDS = 4.0  # for which a condition must be the case before it is told
 _SLOWER = 1.1  # a clock must be held back by this factor to be told
 _MORE = 0.25  # of the machine's cores that other programs use beyond what they used at first
@@ -48,8 +49,9 @@ class Condition:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to watch; `read` reads the sensors, and `others` how long everything and this program computed."""
-        self._read, self._others, self._now = read, others or _seconds, now
+        self._read, self._others, self._now = read, others or self._seconds, now
         self._first, self._looked = read(), now()
+        self.siblings: Collection[int] = ()  # processes of other ranks on this machine, which are no other programs
         self._load, self._begun = self._others(), now()
         self._usual: float | None = None
         self._share: float | None = None
@@ -78,11 +80,15 @@ class Condition:
         factor = 1.0
         if found.hertz and first.hertz:
             factor = max(1.0, first.hertz / found.hertz)
-        if found.hot or factor >= _SLOWER:
+        if found.hot or factor >= 1 + (_SLOWER - 1) * self._bar:
             details = found.describe()
             what = "its processor is too hot" if found.hot else "its processor's clock is held back"
             return State(factor, f"{what}: {details}" if details else what)
         return State(1.0, self._busy(now))
+
+    @property
+    def _bar(self) -> float:
+        return _LESS if self.state.reason else 1.0
 
     def _busy(self, now: float) -> str:
         """Return in words that other programs use more of the processor than usual, or nothing."""
@@ -94,13 +100,12 @@ class Condition:
             return ""
         if self._usual is None or now - self._begun < _USUAL_SECONDS:
             self._usual = max(self._share, self._usual or 0.0)
-        if self._share <= self._usual + _MORE:
+        if self._share <= self._usual + _MORE * self._bar:
             return ""
         return f"other programs use {percent(self._share, 0)} of its processor"
 
-
-def _seconds() -> Seconds:
-    """Return the time, the busy time of all cores, and the part of it that was this program's own."""
-    times = psutil.cpu_times()
-    busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-    return time.monotonic(), busy, own_seconds()
+    def _seconds(self) -> Seconds:
+        """Return the time, the busy time of all cores, and the part of it that was this run's own."""
+        times = psutil.cpu_times()
+        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        return time.monotonic(), busy, own_seconds(self.siblings)

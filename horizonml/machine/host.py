@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import socket
 import subprocess
 import uuid
 from dataclasses import asdict, dataclass
@@ -13,6 +14,16 @@ from pathlib import Path
 import psutil
 
 from horizonml import __version__
+
+NAME = "HORIZONML_NAME"  # what this device is called, in place of its host name
+_MOST_NAME = 255  # characters
+
+
+def device_name() -> str:
+    """Return what this device is called in messages, records and metrics; two devices may have the same name."""
+    named = os.environ.get(NAME, "").strip() or socket.gethostname()
+    shown = "".join(character if character.isprintable() else " " for character in named)
+    return shown[:_MOST_NAME].strip() or "device"
 
 
 @functools.cache

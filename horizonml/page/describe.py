@@ -71,7 +71,7 @@ def read_plan(facts: PlanFacts) -> Plan | None:
 def _rank(member: Member, planning: Planning | None) -> dict[str, Any]:
     known = planning is not None and member.rank < len(planning.devices)
     name = planning.names[member.rank] if planning is not None and known else ""
-    return {**vars(member), "is_recorded": member.started_as is not None, "name": name}
+    return {**vars(member), "name": name}
 
 
 def _links(members: list[Member], plan: Plan | None) -> list[dict[str, Any]]:

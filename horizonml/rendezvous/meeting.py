@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,7 +14,7 @@ import torch
 
 from horizonml import __version__
 from horizonml.errors import RendezvousError
-from horizonml.machine.host import machine_id
+from horizonml.machine.host import device_name, machine_id
 from horizonml.machine.network import route_to, use_interface
 from horizonml.machine.reach import Probe
 from horizonml.machine.signals import Cancelled
@@ -234,7 +233,7 @@ class _Meeting:
             digest=self.settings.digest,
             code=__version__,
             torch=torch.__version__.partition("+")[0],
-            hostname=socket.gethostname(),
+            hostname=device_name(),
             machine=machine_id(),
             address=own,
             pid=os.getpid(),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from horizonml.report.lines import EvaluationLine, RecoveryLine, RunRecord, StepLine
 from horizonml.telemetry.goodput import Goodput
 from horizonml.telemetry.record import Source
+from horizonml.text import printable
 
 # The ranks of a group describe it within this time of each other. A later group with the same number belongs to a job
 # that was started again as a whole, which counts its groups from the beginning.
 _FORMING_SECONDS = 60.0
+_MOST_NAME = 64  # characters of a device's name
 
 
 @dataclass
@@ -41,6 +43,12 @@ class Formed:
     generation: int
     time: float  # of its first description
     parts: dict[int, Stretch] = field(default_factory=dict)  # what each of its ranks recorded of it
+
+    @property
+    def ranks(self) -> dict[int, str]:
+        """Return its ranks, and what their devices are called: all of them where a record says so."""
+        told = {one.started_as_rank: one.host for part in self.parts.values() for one in part.about.members}
+        return told or {rank: part.about.host for rank, part in self.parts.items()}
 
     @property
     def done(self) -> list[StepLine | EvaluationLine]:
@@ -79,12 +87,17 @@ class Change:
     silent_seconds: float | None = None  # for which the lost ranks had been silent when that was noticed, if known
     recovery_seconds: float | None = None  # from then to the end of the next step, for the slowest survivor
     source: Source | None = None  # where the state of the lost ranks came from
+    names: Mapping[int, str] = field(default_factory=dict)  # what the devices of all these ranks are called
 
 
 def describe(change: Change) -> str:
-    """Return which ranks were lost, left and joined: "ranks 0, 2 lost, rank 1 joined"."""
+    """Return which ranks were lost, left and joined: "ranks 0 (pi-1), 2 (pi-2) lost, rank 1 (laptop) joined"."""
+
+    def named(rank: int) -> str:
+        return f"{rank} ({printable(name, _MOST_NAME)})" if (name := change.names.get(rank)) else str(rank)
+
     texts = [
-        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} {what}"
+        f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(named, ranks))} {what}"
         for ranks, what in ((change.lost, "lost"), (change.left, "left"), (change.joined, "joined"))
         if ranks
     ]
@@ -177,14 +190,14 @@ def _change(old: Formed, new: Formed, stopped: float) -> Change:
     # A rank that was only taken for lost records its own return, which says nothing about those that went on.
     told = [line for rank, part in new.parts.items() for line in part.recoveries if rank not in line.lost]
     lost = sorted({rank for line in told for rank in line.lost})
-    first = new.steps[0].step
+    first, names = new.steps[0].step, old.ranks | new.ranks
     silent = [line.silent_seconds for line in told if line.silent_seconds is not None]
     return Change(
         step=first,
-        ranks=len(new.parts),
+        ranks=len(new.ranks),
         lost=lost,
-        left=sorted(old.parts.keys() - new.parts.keys() - set(lost)),
-        joined=sorted(new.parts.keys() - old.parts.keys()),
+        left=sorted(old.ranks.keys() - new.ranks.keys() - set(lost)),
+        joined=sorted(new.ranks.keys() - old.ranks.keys()),
         before=old.end,
         after=new.begin,
         stopped=stopped,
@@ -192,4 +205,5 @@ def _change(old: Formed, new: Formed, stopped: float) -> Change:
         silent_seconds=max(silent, default=None),
         recovery_seconds=max((line.seconds for line in told), default=None),
         source=max((line.source for line in told), key=list(Source).index, default=None),
+        names=names if len(set(names.values())) > 1 else {},
     )

@@ -61,6 +61,20 @@ class PlanFacts(_Facts):
     schedule: str = ""
 
 
+class MemberFacts(BaseModel):
+    """Who a rank of the group is, as every rank records it of all; `started_as_rank` is its number in reports."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    started_as_rank: int
+    host: str = ""
+    node: str | None = None
+    cores: float = 1.0
+    memory: float | None = None
+    machine: MachineInfo | None = None
+
+
 class RunRecord(BaseModel):
     """A rank's description of the run, as its file holds it before the steps that it describes."""
 
@@ -88,6 +102,12 @@ class RunRecord(BaseModel):
     job: JobFacts | None = None
     plan: PlanFacts = PlanFacts()
     layers: list[str] = []  # their names
+    members: list[MemberFacts] = []  # all ranks of the group, which older records lack
+
+    def of(self, member: MemberFacts) -> RunRecord:
+        """Return what another member of the group would have recorded in place of this."""
+        stage = next((number for number, one in enumerate(self.plan.stages) if member.rank in one.ranks), -1)
+        return self.model_copy(update={**dict(member), "stage": stage, "threads": None})
 
     @property
     def group(self) -> tuple[int | None, int | None]:
@@ -183,25 +203,48 @@ _Amount = Annotated[float, Field(ge=0, le=1e15)]
 
 
 class OtherFacts(BaseModel):
-    """How a rank fares, as it has told rank 0: means over some steps."""
+    """How a rank fares, as it has told rank 0: sums over some steps. Older records have means, and no `steps`."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    seconds: _Amount  # of a step
-    split: dict[Kind, Annotated[float, Field(ge=0, le=1.01)]]  # shares of a step
-    cores: _Amount | None = None  # that it uses
-    rss_bytes: _Amount
-    links: dict[str, tuple[_Amount, _Amount]] = {}  # bytes per second sent and received, by direction
+    steps: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    wall: _Amount = 0.0
+    compute: _Amount = 0.0
+    transfer: _Amount = 0.0
+    wait: _Amount = 0.0
+    cpu_seconds: _Amount = 0.0
+    rss_bytes: _Amount = 0.0  # the most of them
+    links: dict[str, tuple[_Amount, _Amount]] = {}  # bytes sent and received, by direction
 
 
 class RanksLine(BaseModel):
-    """How all ranks fare, as rank 0 records it where they are on several machines."""
+    """How all ranks fare, as rank 0 records it: other ranks may record in folders of their own."""
 
     model_config = ConfigDict(frozen=True)
 
-    step: int
+    step: int  # in whose agreement they told it: it is of the steps before
     time: float
-    ranks: list[OtherFacts | None]  # None for one that has told nothing yet
+    ranks: list[OtherFacts | None]  # None for one that has told nothing
+
+    def step_of(self, rank: int, base: StepLine) -> StepLine | None:
+        """Return the mean of the steps of which a rank has told, as its record of the step that rank 0 calls `base`."""
+        facts = self.ranks[rank] if 0 <= rank < len(self.ranks) else None
+        if facts is None or not facts.steps or not facts.wall:
+            return None
+        links = {way: (int(sent / facts.steps), int(back / facts.steps)) for way, (sent, back) in facts.links.items()}
+        parts = {name: getattr(facts, name) / facts.steps for name in ("wall", "compute", "transfer", "wait")}
+        unknown = dict.fromkeys(("joules", "divergence", "gradient_norm"))
+        return base.model_copy(
+            update={
+                **parts,
+                **unknown,
+                "samples": 0,
+                "cpu_seconds": facts.cpu_seconds / facts.steps,
+                "rss_bytes": int(facts.rss_bytes),
+                "bytes_sent": sum(sent for sent, _ in links.values()),
+                "links": links,
+            }
+        )
 
 
 class EndLine(BaseModel):
@@ -212,13 +255,14 @@ class EndLine(BaseModel):
     outcome: str = ""
 
 
-Record = RunRecord | StepLine | EvaluationLine | TimelineLine | RecoveryLine | EndLine
+Record = RunRecord | StepLine | EvaluationLine | TimelineLine | RecoveryLine | RanksLine | EndLine
 _KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
     "step": StepLine,
     "evaluation": EvaluationLine,
     "timeline": TimelineLine,
     "recovery": RecoveryLine,
+    "ranks": RanksLine,
     "end": EndLine,
 }
 

@@ -13,13 +13,12 @@ from pathlib import Path
 from horizonml.errors import HorizonError
 from horizonml.planner.record import FILE, Planning, read_planning
 from horizonml.report.lines import EvaluationLine, PlanFacts, RunRecord, StepLine, TimelineLine
-from horizonml.report.live_facts import Event, Member, Point, RankFile, State, told
+from horizonml.report.live_facts import Event, Member, Point, RankFile, State
 from horizonml.report.tail import Tails
 from horizonml.report.taking import DONE, STOPPED, Records, StepObserver
 from horizonml.telemetry.lifeline import is_alive
 from horizonml.text import printable
 
-_FORMING_SECONDS = 60.0  # the ranks of a group describe it within this time of each other
 _SILENT_SECONDS = 60.0  # without a record, after which a run counts as lost
 _SILENT_STEPS = 20  # and as many steps must have been missed
 
@@ -204,23 +203,21 @@ class LiveRun:
         about = self.about
         if about is None:
             return []
-        found: dict[int, RankFile] = {}
+        found = dict(self._records.told)
         for file in self._records.files.values():
-            same = file.about.group == about.group and file.about.time > about.time - _FORMING_SECONDS
-            if same and (file.about.rank not in found or found[file.about.rank].about.time < file.about.time):
-                found[file.about.rank] = file
+            rank = file.about.rank
+            known = found.get(rank)
+            if self._records.is_of_group(file) and (
+                known is None or not known.is_recorded or known.about.time < file.about.time
+            ):
+                found[rank] = file
         ranks = {rank for stage in self.plan.stages for rank in stage.ranks} | set(found)
         return [self._member(rank, found.get(rank)) for rank in sorted(ranks)]
 
     def _member(self, rank: int, file: RankFile | None) -> Member:
         stages = tuple(number for number, stage in enumerate(self.plan.stages) if rank in stage.ranks)
         slowdown = self.slowdowns[rank] if 0 <= rank < len(self.slowdowns) else None
-        if file is not None:
-            return file.member(rank, stages, slowdown)
-        others, planning = self._records.others, self.planning
-        facts = others.ranks[rank] if others is not None and 0 <= rank < len(others.ranks) else None
-        same = planning is not None and planning.plan.world_size == (self.about.world_size if self.about else None)
-        return told(rank, stages, slowdown, others, facts, planning if same else None)
+        return file.member(rank, stages, slowdown) if file is not None else Member(rank, stages, slowdown)
 
     @property
     def timeline(self) -> tuple[int, dict[int, TimelineLine]] | None:

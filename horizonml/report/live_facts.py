@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from horizonml.engine.clock import KINDS, Kind
-from horizonml.planner.record import Planning
-from horizonml.report.lines import EndLine, OtherFacts, RanksLine, RunRecord, StepLine, TimelineLine
+from horizonml.report.lines import EndLine, RunRecord, StepLine, TimelineLine
 from horizonml.text import printable
 
 WINDOW = 20  # steps over which speeds and shares are averaged
@@ -91,12 +89,13 @@ def _mean(points: list[Point]) -> Point:
 class Member:
     """A rank of the group that trains, with means over its last steps.
 
-    A rank whose records are on another machine has no `started_as`, and may have told nothing yet.
+    A rank whose records are elsewhere has told rank 0 what is known of it, and may have told nothing yet.
     """
 
     rank: int
     stages: tuple[int, ...] = ()
     slowdown: float | None = None  # its computing over that of the plan, relative to the other ranks
+    is_recorded: bool = False  # whether its own records are here
     started_as: int | None = None
     host: str = ""
     node: str = ""  # identifies the machine
@@ -115,48 +114,13 @@ class Member:
     received: Mapping[str, float] = field(default_factory=dict)
 
 
-def told(
-    rank: int,
-    stages: tuple[int, ...],
-    slowdown: float | None,
-    others: RanksLine | None,
-    facts: OtherFacts | None,
-    planning: Planning | None,
-) -> Member:
-    """Return what is known of a rank whose records are on another machine."""
-    known = Member(rank, stages, slowdown)
-    if planning is not None and rank < len(planning.devices):
-        device = planning.devices[rank]
-        host = next(host for host in planning.hosts if rank in host.ranks)
-        known = replace(
-            known,
-            host=device.name,
-            node=device.node or device.name,
-            processor=device.processor,
-            architecture=device.architecture,
-            cores=host.cores,
-            memory=host.memory if math.isfinite(host.memory) and host.memory > 0 else None,
-        )
-    if others is None or facts is None:
-        return known
-    return replace(
-        known,
-        rss_bytes=int(facts.rss_bytes),
-        cores_used=facts.cores,
-        step=others.step - 1,  # they tell of the step before
-        time=others.time,
-        seconds=facts.seconds,
-        split={kind: facts.split.get(kind, 0.0) for kind in KINDS},
-        sent={printable(way, 20): sent for way, (sent, _) in facts.links.items()},
-        received={printable(way, 20): received for way, (_, received) in facts.links.items()},
-    )
-
-
 class RankFile:
-    """Sums up what one process has recorded of the newest group that it is a member of."""
+    """Sums up what one process has recorded of the newest group that it is a member of, or has told rank 0 of it."""
 
-    def __init__(self, started_as: int, about: RunRecord, before: RankFile | None = None) -> None:
-        self.started_as, self.about = started_as, about
+    def __init__(
+        self, started_as: int, about: RunRecord, before: RankFile | None = None, is_recorded: bool = True
+    ) -> None:
+        self.started_as, self.about, self.is_recorded = started_as, about, is_recorded
         self.steps: deque[StepLine] = deque(maxlen=WINDOW)
         self.timelines: deque[TimelineLine] = deque(maxlen=_MOST_TIMELINES)
         self.end: EndLine | None = None
@@ -199,6 +163,7 @@ class RankFile:
             rank=rank,
             stages=stages,
             slowdown=slowdown,
+            is_recorded=self.is_recorded,
             started_as=self.started_as,
             host=printable(about.host, _MOST_NAME),
             node=printable(about.node or about.host, _MOST_NAME),

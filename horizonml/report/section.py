@@ -16,7 +16,7 @@ from horizonml.report.history import Change, describe
 from horizonml.report.records import RankRecords, Run
 from horizonml.report.summary import Summary, traffic
 from horizonml.telemetry.record import Source
-from horizonml.text import human_bytes, human_seconds, percent
+from horizonml.text import human_bytes, human_seconds, percent, printable
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "sent per step": lambda s: human_bytes(s.bytes_per_step),
     "sent per second": lambda s: human_bytes(s.bytes_per_second) + "/s",
     "energy per sample": lambda s: (
-        "not measured on this machine" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
+        "not measured on all machines" if s.joules_per_sample is None else f"{s.joules_per_sample * 1000:.1f} mJ"
     ),
 }
 _CHANGES: dict[str, Callable[[Summary], str]] = {  # for runs whose group has changed
@@ -148,7 +148,7 @@ def _change_cells(change: Change) -> list[str]:
 def rank_tables(runs: Mapping[str, Run]) -> list[Table]:
     """Return tables of what every rank did and held, and of what it sent over every link."""
     ranks = [[name, *_rank_cells(rank)] for name, run in runs.items() for rank in run.ranks]
-    header = ["", "rank", "stage", *KINDS, "CPU cores", "memory, mean", "memory, peak"]
+    header = ["", "rank", "device", "stage", *KINDS, "CPU cores", "memory, mean", "memory, peak"]
     links = [
         [name, str(link.rank), link.to, human_bytes(link.bytes_per_step), human_bytes(link.bytes_per_second) + "/s"]
         for name, run in runs.items()
@@ -164,6 +164,7 @@ def _rank_cells(rank: RankRecords) -> list[str]:
     wall = sum(step.wall for step in rank.settled)
     return [
         str(rank.run.rank),
+        printable(rank.run.host, 64),
         str(rank.run.stage),
         *(percent(sum(step.seconds(kind) for step in rank.settled) / wall) for kind in KINDS),
         f"{sum(step.cpu_seconds for step in rank.settled) / wall:.2f}",

@@ -82,12 +82,13 @@ def summarise(run: Run) -> Summary:
     divergences = [step.divergence for step in everyone if step.divergence is not None]
     norms = [step.gradient_norm for step in run.steps if step.gradient_norm is not None]
     joules = [step.joules for step in everyone if step.joules is not None]
+    metered = bool(joules) and not run.missing and all(rank.is_recorded for rank in run.ranks)
     last = epochs[max(epochs)]
     accuracies = [(step.accuracy, step.batch) for step in last if step.accuracy is not None]
     epoch_seconds = max(sum(step.batch for step in part) for part in epochs.values()) / speed
     evaluation = run.evaluations[-1] if run.evaluations else None
     return Summary(
-        ranks=len(run.ranks),
+        ranks=len(run.ranks) + len(run.missing),
         plan="+".join(str(len(stage.ranks)) for stage in plan.stages),
         micro_batches=plan.micro_batches,
         updates=len(run.steps),
@@ -115,7 +116,7 @@ def summarise(run: Run) -> Summary:
         divergence=statistics.mean(divergences) if divergences else None,
         bytes_per_step=sent / len(lead.settled),
         bytes_per_second=sent / sum(step.wall for step in lead.settled),
-        joules_per_sample=sum(joules) / sum(step.batch for step in lead.settled) if joules else None,
+        joules_per_sample=sum(joules) / sum(step.batch for step in lead.settled) if metered else None,
         losses=run.history.lost,
         joins=run.history.joined,
         stopped_seconds=run.history.stopped,

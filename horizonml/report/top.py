@@ -162,7 +162,7 @@ def _rank(member: Member, width: int, chars: Characters) -> Text:
     stages = ",".join(map(str, member.stages)) or "-"
     text = Text(f"{member.rank:>3} {_fit(member.host, room, chars)} stage {stages:<3} ")
     if not member.split:
-        text.append("records elsewhere" if member.started_as is None else "no step yet", style="dim")
+        text.append("no step yet" if member.started_as is not None else "records elsewhere", style="dim")
         return text
     size = max(10, min(40, width - room - 54))
     filled = 0

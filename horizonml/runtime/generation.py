@@ -38,6 +38,7 @@ from horizonml.runtime.life import Last, Life, Loaded
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
 from horizonml.runtime.recording import (
     assumed_problem,
+    describe_members,
     describe_planning,
     device_facts,
     doubt_profile,
@@ -134,7 +135,8 @@ class Generation:
             plan = agreed.plan
         guard.say_what_is_not_tried(plan)
         detector = self._detector(agreed, guard)
-        about = run_info(life, group, self.number, self.names, model, plan, here)
+        members = describe_members(self.started_as, group.hosts, hosts, devices)
+        about = run_info(life, group, self.number, model, plan, here, members)
         while True:
             with closing(self._session(plan, guard.executions())) as session:
                 data = self._load(session)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -38,15 +39,21 @@ from horizonml.text import count
 
 
 def run_info(
-    life: Life, group: Group, number: int, names: Sequence[str], model: Model, plan: Plan, here: Host
+    life: Life,
+    group: Group,
+    number: int,
+    model: Model,
+    plan: Plan,
+    here: Host,
+    members: Sequence[Mapping[str, Any]],
 ) -> RunInfo:
-    """Return what the records of this rank begin with, in the group's formation `number`; `names` are its machines'."""
+    """Return what the records of this rank begin with, in the group's formation `number` with these `members`."""
     return RunInfo(
         rank=group.rank,
         started_as_rank=life.rank,
         world_size=group.world_size,
         generation=number,
-        host=names[group.rank],
+        host=members[group.rank]["host"],
         node=group.hosts[group.rank],
         job=life.job,
         layers=model.chain.names,
@@ -60,7 +67,30 @@ def run_info(
         unigram=life.info.unigram if life.info is not None else None,
         device=computing().described if computing().accelerates else "",
         device_memory=computing().memory(),
+        members=members,
     )
+
+
+def describe_members(
+    started_as: Sequence[int], nodes: Sequence[str], hosts: Sequence[Host], devices: Sequence[Mapping[str, object]]
+) -> list[dict[str, Any]]:
+    """Return who the ranks of the group are, for the records; `devices` are the `device_facts` of all ranks."""
+    found = []
+    for rank, (began_as, node, facts) in enumerate(zip(started_as, nodes, devices, strict=True)):
+        host = next(host for host in hosts if rank in host.ranks)
+        name, processor, architecture = (str(facts.get(key, "")) for key in ("name", "processor", "architecture"))
+        found.append(
+            {
+                "rank": rank,
+                "started_as_rank": began_as,
+                "host": name,
+                "node": node,
+                "cores": host.cores,
+                "memory": host.memory if math.isfinite(host.memory) else None,
+                "machine": {"processor": processor, "architecture": architecture},
+            }
+        )
+    return found
 
 
 def device_facts(name: str, node: str) -> dict[str, str]:

@@ -44,6 +44,7 @@ _LATE_AFTER = 30.0  # seconds with a plan after which its pace tells whether the
 _LATE_AGAIN = 60.0  # seconds after a search for a plan that meets the deadline until the next; doubled if in vain
 _BETWEEN = 10.0  # times as long as a search took pass until the next, so that searches take a tenth of the time at most
 _ADVANCE = 5.0  # seconds of searching for which that time need not have passed yet
+_QUIET, _LONGEST_QUIET = 10.0, 600.0  # seconds after a message about slow ranks until the next; doubled by each one
 _LITTLE = 0.1  # of the busiest rank's computing; a smaller difference does not count
 
 
@@ -80,8 +81,8 @@ class Slowdowns:
     """Tells how the ranks' computing compares with the plan."""
 
     slowdowns: tuple[float, ...]  # each rank's measured over planned computing, relative to the other ranks
-    stragglers: tuple[int, ...]
-    news: bool  # whether the stragglers, or what holds a device back, differ from the previous comparison
+    stragglers: tuple[int, ...]  # the ranks that have been slow for a while
+    news: bool  # whether the user should hear of the stragglers, or of what holds a device back
     reasons: tuple[str, ...] = ()  # what holds each rank's device back, if there are news; empty for most
     told: bool = False  # whether a rank has said that its device's condition has changed
     now: float = 0.0  # seconds since the run began, by the clock of rank 0
@@ -107,6 +108,37 @@ def slowdowns(measured: Sequence[float], planned: Sequence[float], usual: float 
 def _better(value: Any) -> tuple[Plan, Forecast]:
     """Return the plan that rank 0 has found."""
     return Plan.from_json(value["plan"]), Forecast.from_json(value["forecast"])
+
+
+class Notices:
+    """Decides when the user hears that ranks have become slow, or are slow no longer.
+
+    A change must last, unless the device itself tells of it. A rank that is slow now and then must not fill the screen,
+    so each message is followed by a longer silence than the one before.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.told = (False,) * ranks  # which ranks the user knows to be slow
+        self._since: list[float | None] = [None] * ranks  # when each rank has become another than that
+        self._quiet, self._last = _QUIET, -math.inf
+        self._seen: float | None = None  # the update before, from when on what is measured now was so
+
+    def update(self, now: float, slow: Sequence[bool], sure: Sequence[bool]) -> bool:
+        """Return whether the user should hear of the ranks that are `slow` now; devices are `sure` of themselves."""
+        told, began, self._seen = list(self.told), now if self._seen is None else self._seen, now
+        for rank, is_slow in enumerate(slow):
+            if is_slow == self.told[rank]:
+                self._since[rank] = None
+                continue
+            before = self._since[rank]
+            since = self._since[rank] = began if before is None else before
+            if sure[rank] or now - since >= _LASTS:
+                told[rank] = is_slow
+        if tuple(told) == self.told or now < self._last + self._quiet:
+            return False
+        self._quiet = _QUIET if now - self._last > _LONGEST_QUIET else min(2 * self._quiet, _LONGEST_QUIET)
+        self.told, self._last = tuple(told), now
+        return True
 
 
 class StragglerDetector:
@@ -146,6 +178,7 @@ class StragglerDetector:
         self._original, self._pace = problem, Pace() if paced else None
         self.factors = (1.0,) * ranks  # how many times as long as at first each rank takes, as the plan has it
         self._reasons = ("",) * ranks
+        self._notices, self._held_back = Notices(ranks), (False,) * ranks
         self._pause, self._left = _PAUSE, math.nan
         self._moves: list[float] = []  # when new plans were made
         self._seen = 0.0  # the last comparison, in seconds since the run began
@@ -153,7 +186,7 @@ class StragglerDetector:
 
     def _adopt(self, plan: Plan, forecast: Forecast, problem: Problem | None) -> None:
         self.plan, self.forecast, self.problem = plan, forecast, problem
-        self._stragglers: tuple[int, ...] = ()
+        self._notices.told = self._held_back  # by this plan nobody is known to be slow for another reason
         self._tried = self.factors
         self._off_since: float | None = None
         self._measured: list[float] = []
@@ -206,10 +239,17 @@ class StragglerDetector:
         planned = self.forecast.computing
         ratios = (found / before for found, before in zip(self._found, self.factors, strict=True))
         found = slowdowns([p * ratio for p, ratio in zip(planned, ratios, strict=True)], planned, self._alone)
-        stragglers = tuple(rank for rank, factor in enumerate(found) if factor > self._threshold)
-        changed = stragglers != self._stragglers or any(news)
-        self._stragglers = stragglers
-        if changed:
+        # Who is known to be slow has to become clearly faster before that is over.
+        least = [1 + (self._threshold - 1) / (1 + known) for known in self._notices.told]
+        slow = [factor > bound for factor, bound in zip(found, least, strict=True)]
+        self._held_back = tuple(
+            factor != 1 if new else before for factor, new, before in zip(factors, news, self._held_back, strict=True)
+        )
+        pairs = zip(slow, self._held_back, strict=True)
+        changed = self._notices.update(now, [one or held for one, held in pairs], [flag > 0 for flag in news])
+        told_of = zip(self._notices.told, slow, self._held_back, strict=True)
+        stragglers = tuple(rank for rank, (is_told, one, held) in enumerate(told_of) if is_told and (one or not held))
+        if changed or any(news):
             self._reasons = tuple(printable(one, 200) for one in group.gather_json(state.reason, text))
         if self._first is None:
             self._first, self._steps = now, 0

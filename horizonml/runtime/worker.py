@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -15,10 +14,11 @@ from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.host import machine_id
+from horizonml.machine.host import device_name, machine_id
 from horizonml.machine.memory import keep_freed_memory
 from horizonml.machine.resources import raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
+from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.client import Endpoint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
@@ -143,7 +143,7 @@ class Worker:
                 outcome = self._train(life, membership, rejoin)
             except PeerLost as error:
                 named = membership.name_lost(error)
-                self._note_loss(life, membership)
+                self._note_loss(life, membership, error)
                 fruitless = 0 if life.steps > before else fruitless + 1
                 if self._stop.wanted:
                     break
@@ -160,10 +160,10 @@ class Worker:
             self._metrics.waiting([])
         return Outcome.STOPPED
 
-    def _note_loss(self, life: Life, membership: Membership) -> None:
+    def _note_loss(self, life: Life, membership: Membership, error: PeerLost) -> None:
         """Note when the loss of ranks became known, for the record of the recovery."""
         lost = [member.rank for member in membership.lost]  # more may be known once the others have met
-        silent = max((member.silent for member in membership.lost), default=None)
+        silent = noticed_after(membership.lost, error, self._job.rendezvous.step_timeout)
         self._metrics.lost(max(1, len(lost)), silent)
         step = life.state.step + life.state.given_up if life.state is not None else 0
         if life.outage is None and life.steps:  # ranks that are lost before they have gone on belong to the same outage
@@ -187,8 +187,10 @@ class Worker:
         """Train as a member of one group, which takes in newcomers if its ranks can `rejoin`."""
         rank = membership.rank if membership else 0
         nodes = [member.host_id for member in membership.members] if membership else [machine_id()]
-        names = [member.hostname for member in membership.members] if membership else [socket.gethostname()]
+        names = [member.hostname for member in membership.members] if membership else [device_name()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
+        here = [one for one in membership.members if one.machine == machine_id()] if membership else []
+        life.condition.siblings = [one.pid for one in here if one.pid != os.getpid()]
         store = membership.store if membership else None
         generation = membership.generation if membership else 0
 
@@ -225,6 +227,15 @@ class Worker:
                 watch.end()
             if group is not None:
                 group.close()
+
+
+def noticed_after(lost: Sequence[Lost], error: PeerLost, step_timeout: float) -> float:
+    """Return for how many seconds lost ranks had been silent when their loss became known here.
+
+    The service knows it of those that it has declared lost itself. Where the ranks find out first, a closed connection
+    tells at once, as when a process is killed.
+    """
+    return max((one.silent for one in lost), default=step_timeout if error.timed_out else 0.0)
 
 
 def _missing(before: Membership, now: Membership) -> list[int]:

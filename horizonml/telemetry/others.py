@@ -1,4 +1,4 @@
-"""Adds up what the ranks on other machines tell of their steps, for the records of rank 0."""
+"""Adds up what the ranks tell of their steps, for the records of rank 0: other ranks may record in other folders."""
 
 from __future__ import annotations
 
@@ -9,43 +9,39 @@ from typing import Any
 from horizonml.engine.step import Told
 
 _SECONDS = 1.0  # between two records
+_MOST = 1e15  # which what a rank tells stays below, unless it lies
 
 
 class Others:
     """Holds what the ranks have told since the last record."""
 
     def __init__(self) -> None:
-        self._sums: list[list[float]] = []
-        self._cpu: list[float] = []  # of every rank, at the time of the last record
+        self._sums: list[Told] = []
         self._since = time.monotonic()
 
     def add(self, told: Sequence[Told]) -> list[dict[str, Any] | None] | None:
-        """Add what every rank tells of a step; from time to time, return the means since the last time, by rank.
+        """Add what the ranks tell; from time to time, return the sums since the last time, by rank."""
+        self._sums = [one.plus(more) for one, more in zip(self._sums or [Told()] * len(told), told, strict=True)]
+        return self.rest() if time.monotonic() - self._since >= _SECONDS else None
 
-        A rank that has told nothing is None.
+    def rest(self) -> list[dict[str, Any] | None] | None:
+        """Return the sums since the last time, by rank, or None if nobody has told anything.
+
+        A rank is None that has told nothing, or nothing that can be.
         """
-        if len(self._sums) != len(told):
-            self._sums = [[0.0] * len(Told()) for _ in told]
-        if len(self._cpu) != len(told):
-            self._cpu = [one.cpu_seconds for one in told]
-        for sums, one in zip(self._sums, told, strict=True):
-            for place, number in enumerate(one):
-                sums[place] += number
-        if time.monotonic() - self._since < _SECONDS:
-            return None
-        found = [_mean(Told(*sums), one, before) for sums, one, before in zip(self._sums, told, self._cpu, strict=True)]
-        self._sums, self._cpu, self._since = [], [one.cpu_seconds for one in told], time.monotonic()
-        return found
+        found = [_described(one) for one in self._sums]
+        self._sums, self._since = [], time.monotonic()
+        return found if any(found) else None
 
 
-def _mean(sums: Told, last: Told, cpu_before: float) -> dict[str, Any] | None:
-    """Return a rank's shares of the time, the cores it used, its memory, and its bytes per second."""
-    if sums.wall <= 0 or last.wall <= 0:
+def _described(sums: Told) -> dict[str, Any] | None:
+    """Return a rank's sums as a JSON object, in few digits."""
+    if not all(0 <= value < _MOST for value in sums) or sums.steps < 1 or sums.wall <= 0:
         return None
+    names = ("wall", "compute", "transfer", "wait", "cpu_seconds")
     return {
-        "seconds": last.wall,
-        "split": {kind: getattr(sums, kind) / sums.wall for kind in ("compute", "transfer", "wait")},
-        "cores": max(0.0, last.cpu_seconds - cpu_before) / sums.wall if cpu_before else None,
-        "rss_bytes": int(last.rss_bytes),
-        "links": {way: [sent / sums.wall, received / sums.wall] for way, (sent, received) in sums.links.items()},
+        "steps": int(sums.steps),
+        **{name: float(f"{getattr(sums, name):.6g}") for name in names},
+        "rss_bytes": int(sums.rss_bytes),
+        "links": {way: [int(sent), int(back)] for way, (sent, back) in sums.links.items() if sent or back},
     }

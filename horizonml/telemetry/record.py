@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,7 @@ class RunInfo:
     total_epochs: int | None = None
     device: str = ""  # the accelerator that the rank computes on; empty for the processor
     device_memory: float | None = None  # bytes of it that the rank may use
+    members: Sequence[Mapping[str, Any]] = ()  # who the ranks of the group are; see `report.lines.MemberFacts`
 
     @property
     def stage(self) -> int:

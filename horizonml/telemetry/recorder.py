@@ -56,7 +56,7 @@ class Recorder:
         self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
         self._others = Others()
-        self.steps = 0  # recorded
+        self.steps, self._number = 0, 0  # recorded; the newest one's number
         self.quickest = math.inf  # seconds that a whole batch took this rank to compute, at the least
         self._rank = info.rank
         self._at_next_step: Callable[[], None] | None = None
@@ -105,9 +105,8 @@ class Recorder:
         )
         self._cpu = cpu
         self._write(record.to_json())
-        others = self._others.add(step.told) if self._rank == 0 and step.told else None
-        if others is not None:
-            self._lines.write({"kind": "ranks", "step": number, "time": record.time, "ranks": others})
+        if self._rank == 0 and step.told:
+            self._write_others(number, self._others.add(step.told))
         if self._at_next_step is not None:
             self._at_next_step()
             self._at_next_step = None
@@ -118,7 +117,12 @@ class Recorder:
             self._metrics.step(record, step)
         if self._lifeline is not None:
             self._lifeline.beat(number, record.rss_bytes)
-        self.steps += 1
+        self.steps, self._number = self.steps + 1, number
+
+    def _write_others(self, number: int, ranks: list[dict[str, Any] | None] | None) -> None:
+        """Record what the ranks have told until the agreement of step `number`."""
+        if ranks is not None:
+            self._lines.write({"kind": "ranks", "step": number, "time": time.time(), "ranks": ranks})
 
     def evaluation(
         self,
@@ -148,13 +152,14 @@ class Recorder:
         """Record how the ranks' computing compares with the plan, as found after step `number`.
 
         `slowdowns[r]` is how many times as long as planned rank r computes, relative to the other ranks. `reasons[r]`
-        says what holds its device back, if that is known. `stragglers` are the ranks that take too long if they or the
-        reasons have changed since the last call, or else None.
+        says what holds its device back, if that is known. `stragglers` are the ranks that take too long if the user
+        should hear of them or of the reasons now, or else None.
         """
         factors = [round(factor, 4) for factor in slowdowns]
         known = {str(rank): reason for rank, reason in enumerate(reasons) if reason}
         line = {"kind": "slowdowns", "step": number, "time": time.time(), "slowdowns": factors}
-        self._write(line | ({"reasons": known} if known else {}))
+        news = {} if stragglers is None else {"stragglers": list(stragglers)}
+        self._write(line | news | ({"reasons": known} if known else {}))
         if self._metrics is not None:
             self._metrics.slowdown(slowdowns[self._rank])
         if stragglers is not None:
@@ -250,6 +255,7 @@ class Recorder:
 
     def close(self, outcome: str) -> None:
         """End the file with the outcome of the run."""
+        self._write_others(self._number, self._others.rest())
         self._write({"kind": "end", "time": time.time(), "outcome": outcome})
         self._lines.close()
         self._display.close()

@@ -125,7 +125,7 @@ TABLE: Sequence[MetricSpec] = (
     MetricSpec(
         "histogram",
         "loss_notice_seconds",
-        "How long lost ranks had been silent when their loss was published to the group.",
+        "How long lost ranks had been silent when their loss became known here: 0 where connections were closed.",
         from_zero=True,
         buckets=_FAULT_SECONDS,
     ),

@@ -23,6 +23,7 @@ from tests.programs import need
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
 RULES = ROOT / "grafana" / "rules"
+TESTS = ROOT / "tests" / "dashboards" / "rules.yaml"
 METRIC = re.compile(r"\bhorizonml_\w+")
 # What somebody who knows the field looks for first, and the metric that answers it.
 WANTED = {
@@ -169,7 +170,7 @@ def test_what_everybody_looks_for_has_its_panel(what: str) -> None:
 
 
 def test_every_alert_says_what_to_do_and_is_tested() -> None:
-    tests = yaml.safe_load((RULES / "tests.yaml").read_text())["tests"]
+    tests = yaml.safe_load(TESTS.read_text())["tests"]
     cases = [case for test in tests for case in test.get("alert_rule_test", [])]
     for rule in rules():
         if "alert" not in rule:
@@ -177,14 +178,19 @@ def test_every_alert_says_what_to_do_and_is_tested() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
         mine = [case for case in cases if case["alertname"] == rule["alert"]]
-        assert any(case.get("exp_alerts") for case in mine), f"{rule['alert']} never fires in tests.yaml"
-        assert any(not case.get("exp_alerts") for case in mine), f"{rule['alert']} is never seen quiet in tests.yaml"
+        assert any(case.get("exp_alerts") for case in mine), f"{rule['alert']} never fires in {TESTS.name}"
+        assert any(not case.get("exp_alerts") for case in mine), f"{rule['alert']} is never seen quiet in {TESTS.name}"
+
+
+def test_every_file_in_the_folder_of_rules_holds_rules() -> None:
+    for path in RULES.iterdir():  # Prometheus is told to load them all
+        assert yaml.safe_load(path.read_text()).keys() == {"groups"}, path
 
 
 def test_rules_fire_and_keep_quiet_as_they_should() -> None:
-    need("promtool", "Prometheus' own tester runs grafana/rules/tests.yaml")
-    for arguments in (["check", "rules", "horizonml.yaml"], ["test", "rules", "tests.yaml"]):
-        result = subprocess.run(["promtool", *arguments], cwd=RULES, capture_output=True, text=True, check=False)
+    need("promtool", "Prometheus' own tester runs tests/dashboards/rules.yaml")
+    for arguments in (["check", "rules", *sorted(map(str, RULES.iterdir()))], ["test", "rules", str(TESTS)]):
+        result = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from horizonml.machine.condition import Condition, State
 from horizonml.machine.sensors import Clock, clock
+from horizonml.runtime.stragglers import Notices
 
 COOL = Clock(2.4e9, 2.4e9, 50.0, 85.0)
 HOT = Clock(1.2e9, 2.4e9, 92.0, 85.0)
@@ -86,6 +87,31 @@ def test_a_moment_of_heat_is_not_told() -> None:
         assert device.wait(3) == []
         device.clock = COOL
         assert device.wait(10) == []
+
+
+def test_programs_that_come_and_go_are_not_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    device, told = Device(), []
+    device.wait(20)
+    for _ in range(10):
+        for busy in (1.2, 0.8):  # above and below what is told, but never near what it was at first
+            device.busy = busy
+            told += device.wait(10)
+    assert [bool(reason) for _, reason in told] == [True]
+
+
+def test_the_user_hears_of_slow_ranks_once_and_seldom_of_those_that_come_and_go() -> None:
+    notices = Notices(2)
+    slow_for_good = [second for second in range(240) if notices.update(second, (False, second >= 20), (False, False))]
+    assert (slow_for_good, notices.told) == ([23], (False, True))
+    notices = Notices(2)
+    blips = [second for second in range(240) if notices.update(second, (False, second % 3 == 0), (False, False))]
+    assert blips == []
+    notices = Notices(2)
+    flapping = [s for s in range(240) if notices.update(s, (s % 10 < 5, s % 14 < 7), (False, False))]
+    assert 1 <= len(flapping) <= 6
+    notices = Notices(2)
+    assert notices.update(3.0, (True, False), (True, False)), "a device that says so itself is believed at once"
 
 
 def test_other_programs_are_told_if_they_use_more_than_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,9 @@ def test_a_job_is_rendered_from_the_base_manifests() -> None:
     workers = find(documents, "StatefulSet", "worker")
     (worker,) = workers["spec"]["template"]["spec"]["containers"]
     assert workers["spec"]["replicas"] == 3
-    assert {entry["name"]: entry.get("value") for entry in worker["env"]}["WORLD_SIZE"] == "3"
+    env = {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in worker["env"]}
+    assert env["WORLD_SIZE"] == "3"
+    assert env["HORIZONML_NAME"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
     assert worker["image"] == "registry/worker:7"
     assert worker["resources"] == {key: {"cpu": "2", "memory": "512Mi"} for key in ("requests", "limits")}
     assert workers["spec"]["volumeClaimTemplates"][0]["spec"]["storageClassName"] == "fast"
@@ -123,6 +125,9 @@ def test_other_reasons_say_what_to_do() -> None:
     assert evicted.problem == "worker-3: Evicted: The node was low on resource: memory."
     ready = {**container(state={"running": {}}), "conditions": [{"type": "Ready", "status": "True"}]}
     assert condition(pod(**ready), "", [], []) == Condition(PodState.READY)
+    killed = {"terminated": {"exitCode": 137, "reason": "Error"}}
+    healed = {**ready, **container(state={"running": {}}, lastState=killed, again=1)}
+    assert condition(pod(**healed), "", [], []) == Condition(PodState.READY)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,12 @@ def test_other_reasons_say_what_to_do() -> None:
             "worker-3: restarted once; the last time it ran out of memory at 2026-05-04T10:00:00Z (OOMKilled, exit "
             "code 137; limit 1Gi)",
         ),
-        (2, {"exitCode": 137, "reason": "Error"}, "worker-3: restarted 2 times; the last time it most likely ran out"),
+        (
+            2,
+            {"exitCode": 137, "reason": "Error"},
+            "worker-3: restarted 2 times; the last time it was killed (exit code 137) by SIGKILL; Kubernetes reports "
+            "no lack of memory",
+        ),
         (1, {"exitCode": 132, "reason": "Error"}, "it was killed (exit code 132) by SIGILL; its processor lacks an"),
         (1, {"exitCode": 0, "signal": 11}, "it was killed (exit code 0) by SIGSEGV"),
         (1, {"exitCode": 163}, "it was killed (exit code 163) by signal 35"),

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from horizonml.report.history import describe
 from horizonml.report.lines import StepLine
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import Curve, RankFile, State
+from horizonml.report.records import load_run
+from horizonml.report.summary import summarise
 from horizonml.report.tail import Tails
 from horizonml.report.top import frame
 from tests.runs import append, write_group, write_run
@@ -164,17 +167,67 @@ def test_what_ranks_on_other_machines_tell_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path, "pipeline", ranks=3)
     (tmp_path / "rank-2.jsonl").unlink()
     assert polled(tmp_path).members[2].split == {}
+    first, rest = (tmp_path / "rank-0.jsonl").read_text().split("\n", 1)
+    members = [{"rank": rank, "started_as_rank": rank + 1, "host": f"pi-{rank}"} for rank in range(3)]
+    (tmp_path / "rank-0.jsonl").write_text(json.dumps({**json.loads(first), "members": members}) + "\n" + rest)
     facts: dict[str, Any] = {
-        "seconds": 0.1, "split": {"compute": 0.5, "transfer": 0.25, "wait": 0.25}, "rss_bytes": 5, "cores": 0.5,
-        "links": {"previous": [10.0, 20.0]},
+        "steps": 2, "wall": 0.2, "compute": 0.1, "transfer": 0.05, "wait": 0.05, "cpu_seconds": 0.1, "rss_bytes": 5,
+        "links": {"previous": [2.0, 4.0]},
     }  # fmt: skip
     line = {"kind": "ranks", "step": 7, "time": 107.0, "ranks": [None, None, facts]}
-    append(tmp_path / "rank-0.jsonl", line, {**line, "ranks": [None, None, {**facts, "seconds": float("nan")}]})
+    append(tmp_path / "rank-0.jsonl", line, {**line, "ranks": [None, None, {**facts, "wall": float("nan")}]})
     run = polled(tmp_path)
     member = run.members[2]
-    assert (member.started_as, member.step, member.rss_bytes, member.cores_used) == (None, 6, 5, 0.5)
-    assert (dict(member.split), member.received["previous"]) == (facts["split"], 20)
+    assert (member.is_recorded, member.started_as, member.host) == (False, 3, "pi-2")
+    assert (member.step, member.rss_bytes, member.cores_used, member.seconds) == (6, 5, 0.5, 0.1)
+    assert (dict(member.split), member.received["previous"]) == ({"compute": 0.5, "transfer": 0.25, "wait": 0.25}, 20)
     assert run.damaged == 1
+
+
+def test_rank_0_alone_records_what_reports_and_pages_show_of_all(tmp_path: Path) -> None:
+    """Devices of `horizonml join` record in folders of their own: here one joins, one is lost, and one leaves."""
+    names, path = {0: "laptop", 1: "pi-a", 2: "pi-b"}, tmp_path / "rank-0.jsonl"
+    lost = {"lost": [1], "silent_seconds": 0.0, "steps_repeated": 0, "source": "memory"}
+    for generation, ranks, outcome in ((1, (0, 1), "re-form"), (2, (0, 1, 2), "failed"), (3, (0, 2), "re-form")):
+        begin = 100 + 10 * generation
+        write_group(
+            tmp_path, ranks, generation, begin, range(begin, begin + 5), outcome, lost if generation == 3 else None
+        )
+        facts = {
+            "steps": 4, "wall": 4.0, "compute": 3.2, "transfer": 0.4, "wait": 0.4, "cpu_seconds": 6.0, "rss_bytes": 7,
+            "links": {"members": [400, 400]},
+        }  # fmt: skip
+        append(path, {"kind": "ranks", "step": begin + 4, "time": begin + 5, "ranks": [facts] * len(ranks)})
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            about = json.loads(line)
+            if about["kind"] == "run" and about["generation"] == generation:
+                plan = {"stages": [{"start": 0, "stop": 1, "ranks": list(range(len(ranks)))}]}
+                members = [
+                    {"rank": place, "started_as_rank": rank, "host": names[rank], "node": names[rank]}
+                    for place, rank in enumerate(ranks)
+                ]
+                more = {"members": members, "plan": plan, "host": names[0], "resumed_at": begin - 110}
+                lines[number] = json.dumps({**about, **more})
+        path.write_text("\n".join(lines) + "\n")
+    for rank in (1, 2):
+        (tmp_path / f"rank-{rank}.jsonl").unlink()
+    run = load_run("evening", tmp_path)
+    found = summarise(run)
+    assert (found.ranks, found.losses, found.joins, run.missing) == (2, 1, 1, [])
+    assert [describe(change) for change in run.history.changes] == [
+        "rank 2 (pi-b) joined", "rank 1 (pi-a) lost",
+    ]  # fmt: skip
+    assert [(rank.run.host, len(rank.settled)) for rank in run.ranks] == [("laptop", 7), ("pi-b", 2)]
+    assert found.compute == pytest.approx((7 * 0.6 + 2 * 0.8) / 9)
+    assert found.bytes_per_step == pytest.approx((7 * 10 + 2 * 100) / 7)
+    assert found.joules_per_sample is None
+    live = polled(tmp_path)
+    assert [(member.host, member.is_recorded) for member in live.members] == [("laptop", True), ("pi-b", False)]
+    assert live.members[1].split["compute"] == pytest.approx(0.8)
+    texts = [event.text for event in live.events]
+    assert "rank 2 (pi-b) joined; goes on with 3 ranks (2 before)" in texts
+    assert "rank 1 (pi-a) lost; went on after 2.0 s, from memory" in texts
 
 
 def test_nothing_that_a_rank_calls_itself_can_move_the_cursor(tmp_path: Path) -> None:
@@ -210,7 +263,7 @@ def test_whatever_is_wrong_in_the_records_the_rest_is_shown(tmp_path: Path, seed
     write_run(tmp_path, "pipeline", ranks=3)
     for path in tmp_path.glob("rank-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        facts = {"seconds": 0.1, "split": {"compute": 0.5, "wait": 0.5}, "rss_bytes": 5, "links": {"next": [1.0, 2.0]}}
+        facts = {"steps": 1, "wall": 0.1, "compute": 0.1, "rss_bytes": 5, "links": {"next": [1.0, 2.0]}}
         lines += [
             {"kind": "ranks", "step": 7, "time": 107.0, "ranks": [facts] * 3},
             {"kind": "slowdowns", "step": 7, "time": 107.0, "slowdowns": [1.0, 2.0, 1.0]},

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,16 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from horizonml.engine.step import Step, Totals
+from horizonml.errors import PeerLost
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
+from horizonml.machine.host import device_name
 from horizonml.machine.resources import memory_left, memory_used, throttled_seconds
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage
+from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.identity import Identity
-from horizonml.runtime.worker import Worker
+from horizonml.runtime.worker import Worker, noticed_after
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Lines
 from horizonml.telemetry.record import EvaluationRecord, RunInfo, Source, StepRecord
@@ -337,6 +342,33 @@ def test_the_server_tells_health_readiness_and_metrics(metrics: Metrics, port: i
     assert get(port, "/readyz") == (200, "ready\n")
     assert 'horizonml_ready{rank="3"} 1.0' in get(port, "/metrics?x=1")[1]
     assert get(port, "/etc/passwd")[0] == 404
+
+
+def test_metrics_are_compressed_for_those_who_offer_it(port: int) -> None:
+    plain = get(port, "/metrics")[1]
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Accept-Encoding": "gzip"})
+    with urllib.request.urlopen(asked, timeout=5) as response:
+        body = response.read()
+        assert response.headers["Content-Encoding"] == "gzip"
+    assert len(body) < len(plain) / 4
+    names = {line.split(" ")[0] for line in plain.splitlines()}
+    assert {line.split(" ")[0] for line in gzip.decompress(body).decode().splitlines()} == names
+
+
+@pytest.mark.parametrize(
+    ("lost", "timed_out", "seconds"),
+    [((), False, 0.0), ((), True, 60.0), ((Lost(1, "pi", "gives no sign of life", 5.2),), True, 5.2)],
+)
+def test_every_loss_has_a_time_to_notice_it(lost: tuple[Lost, ...], timed_out: bool, seconds: float) -> None:
+    error = PeerLost("rank 1 closed its connection", timed_out=timed_out)
+    assert noticed_after(lost, error, step_timeout=60.0) == seconds
+
+
+def test_a_device_is_called_as_its_user_or_its_cluster_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HORIZONML_NAME", "pi\n4 ")
+    assert device_name() == "pi 4"
+    monkeypatch.setenv("HORIZONML_NAME", "")
+    assert device_name() == socket.gethostname()
 
 
 def test_a_rank_that_is_done_waits_for_the_last_look_of_those_who_come_regularly(metrics: Metrics) -> None:

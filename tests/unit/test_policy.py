@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -201,8 +202,25 @@ def test_the_processor_time_of_children_is_our_own_before_and_after_they_end() -
         assert child.stdout is not None
         assert child.stdout.readline() == "done\n"
         assert own_seconds() - before > 0.4, "the kernel counts in steps of 10 ms"
+        assert own_seconds([child.pid, os.getpid()]) == pytest.approx(own_seconds(), abs=0.2), "nothing counts twice"
         child.communicate("\n", timeout=30)
     assert 0.4 < own_seconds() - before < 10
+
+
+def test_other_ranks_on_this_machine_are_no_other_programs() -> None:
+    burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ntime.sleep(60)"
+    orphan = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).pid, flush=True)"
+    for name, counts in (("horizonml.lobby.rank", True), ("another.program", False)):
+        command = [sys.executable, "-c", orphan, burn, name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            try:
+                assert parent.stdout.readline() == "done\n"
+                assert parent.wait(30) == 0, "whoever has started the rank is gone"
+                assert (own_seconds([pid]) - own_seconds() > 0.4) is counts, name
+            finally:
+                os.kill(pid, signal.SIGKILL)
 
 
 def parsed(text: str) -> configparser.ConfigParser:

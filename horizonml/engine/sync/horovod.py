@@ -44,7 +44,7 @@ class _Sum:
             if self.group.is_over:
                 raise PeerLost("the group was broken off")
             if time.monotonic() > late:
-                raise PeerLost(f"a peer did not answer Horovod within {self.group.timeout:g} s")
+                raise PeerLost(f"a peer did not answer Horovod within {self.group.timeout:g} s", timed_out=True)
             time.sleep(_LOOK_SECONDS)
         try:
             total: Tensor = self.hvd.synchronize(self.handle)

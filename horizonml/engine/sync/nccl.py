@@ -68,7 +68,7 @@ class _Sum:
         while not self._work.is_completed():
             if self._group.is_over or time.monotonic() > until:
                 self._nccl.abort()
-                raise PeerLost("a peer did not take part in a sum by NCCL in time")
+                raise PeerLost("a peer did not take part in a sum by NCCL in time", timed_out=True)
             time.sleep(_LOOK_SECONDS)
         self._work.wait()  # lets the stream that computes wait, and raises what went wrong
 
