@@ -44,7 +44,7 @@ def run_and_exit(action: Callable[[], object]) -> NoReturn:
 def _run(action: Callable[[], object]) -> int:
     """Run a process's action, print its error if it fails, and return the exit code."""
     watch_launcher()
-    threading.Thread.start = _start  # type: ignore[method-assign]
+    threading.Thread.start = _start  # type: ignore[method-assign, assignment]
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))

@@ -69,7 +69,7 @@ def test_a_thread_that_does_not_return_from_a_group_that_is_over_leaves_it_and_e
 
 def test_a_thread_that_returns_or_whose_group_lives_is_left_alone(group: Group) -> None:
     left = SimpleQueue[str]()
-    with Watchdog(group, 0.05, False, left.put, end=left.put):
+    with Watchdog(group, 0.05, False, left.put, end=lambda code: left.put(str(code))):
         threading.Event().wait(0.4)  # a long computation, for which nobody waits in vain
         group.abort()
         wait_for(lambda: group.is_over, "the end")
