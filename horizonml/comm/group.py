@@ -127,6 +127,10 @@ class Group:
         """Return how often this rank has turned to the others: a number that grows while its main thread moves on."""
         return self._moves.count
 
+    def moved_on(self) -> None:
+        """Count a call for work that does without the others for a while."""
+        self._moves.count += 1
+
     @property
     def timeout(self) -> float:
         """Return the seconds that the group waits for a message."""

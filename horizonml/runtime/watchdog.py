@@ -31,7 +31,9 @@ _LONGEST_LOOK = 1.0  # counted between two looks: this process may have been sto
 class Watched(Protocol):
     """A group whose calls show that the main thread moves on."""
 
-    calls: int
+    @property
+    def calls(self) -> int:
+        """Return how often the main thread has turned to the group."""
 
     @property
     def is_over(self) -> bool:
