@@ -145,6 +145,41 @@ def test_shards_are_fetched_once_and_kept_within_a_limit(
         opened(spec(url, disk=100)).train.inputs(torch.arange(60))
 
 
+def test_a_full_disk_ends_a_download_and_leaves_no_draft(
+    server: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = opened(spec(server[0]))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 << 20))
+    with pytest.raises(DataError, match=r"02\.tar cannot be kept in .*: less than 256.* are left on that disk"):
+        data.train.inputs(torch.tensor([20]))
+    assert not list((tmp_path / "cache").rglob(".*.part"))
+
+
+def test_jobs_from_the_network_share_one_limit_however_many_urls_they_name(
+    folder: Path, server: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = server
+    size = (folder / "00.tar").stat().st_size
+    opened(spec(url, disk=9 * size)).train.inputs(torch.arange(10))
+    own = set((tmp_path / "cache").rglob("*.tar"))
+    monkeypatch.setenv("HORIZONML_FETCH_FROM", "127.0.0.1")
+    for place in (url, f"{url}/.", f"{url}/./."):
+        opened(spec(place, disk=3 * size)).train.inputs(torch.arange(30))
+        fetched = set((tmp_path / "cache").rglob("*.tar")) - own
+        assert 0 < sum(file.stat().st_size for file in fetched) <= 3 * size
+    assert all(file.exists() for file in own)
+
+
+def test_an_fsspec_that_runs_templates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_package("aiohttp")
+    import fsspec
+
+    monkeypatch.setattr(fsspec, "__version__", "2026.4.0")
+    with pytest.raises(DataError, match=r"fsspec 2026\.4\.0 is too old .*pip install 'fsspec>=2026\.6'"):
+        Origin("https://example.org/shards")
+
+
 def test_shards_are_fetched_before_they_are_needed(server: tuple[str, list[str]]) -> None:
     url, asked = server
     data = opened(spec(url))
