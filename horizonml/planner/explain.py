@@ -14,7 +14,7 @@ from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.problem import MICRO_BATCHES, Constraints, Problem
 from horizonml.planner.profile import Profile
 from horizonml.planner.search import search
-from horizonml.planner.subset import fastest_alone
+from horizonml.planner.subset import fastest_alone, outnumbers_cores
 from horizonml.text import count, human_bytes, human_seconds
 
 _AS_GOOD_AS_NOTHING = 0.02  # of a step
@@ -262,7 +262,7 @@ def largest_layer(profile: Profile) -> int:
 def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[str]:
     """Return how much faster or slower the plan is than simpler ones."""
     lines = []
-    for name, other in alternatives(problem, names).items():
+    for name, other in _comparable(problem, found, names).items():
         ratio = other.prediction.seconds / found.prediction.seconds
         if other.plan.spare and set(other.plan.stages[0].ranks) == {r for s in found.plan.stages for r in s.ranks}:
             continue  # the plan is that already
@@ -277,12 +277,20 @@ def compare(problem: Problem, found: Candidate, names: Sequence[str]) -> list[st
 
 def drawback(problem: Problem, found: Candidate, names: Sequence[str]) -> str | None:
     """Return which simpler plan is predicted to be clearly faster, in the words of `compare`; None if none is."""
-    others = [(name, other) for name, other in alternatives(problem, names).items() if other.usable]
+    others = [(name, other) for name, other in _comparable(problem, found, names).items() if other.usable]
     if not others:
         return None
     name, best = min(others, key=lambda one: one[1].prediction.seconds)
     is_faster = best.prediction.seconds < (1 - _WORTH_A_WARNING) * found.prediction.seconds
     return _slower(name, best) if is_faster else None
+
+
+def _comparable(problem: Problem, found: Candidate, names: Sequence[str]) -> dict[str, Candidate]:
+    """Return the simpler plans, without those that were not chosen because their ranks outnumber the cores."""
+    others, crowded = alternatives(problem, names), outnumbers_cores(problem, found.plan)
+    if crowded or not found.plan.spare:
+        return others
+    return {name: other for name, other in others.items() if not outnumbers_cores(problem, other.plan)}
 
 
 def _slower(name: str, other: Candidate) -> str:

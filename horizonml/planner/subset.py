@@ -96,7 +96,7 @@ def _with_fewer(problem: Problem, evaluator: Evaluator, everyone: Candidate) -> 
     if not problem.constraints.is_exact:
         found = planned(problem, evaluator, kept)
         best = found if found is not None and found.usable else exact
-    crowded = _outnumbers_cores(problem, everyone.plan) and not _outnumbers_cores(problem, best.plan)
+    crowded = outnumbers_cores(problem, everyone.plan) and not outnumbers_cores(problem, best.plan)
     if best.prediction.seconds >= (1 + _A_CROWD_COSTS if crowded else 1 - _ALL_ARE_WORTH) * seconds:
         return everyone
     return replace(best, everyone_seconds=seconds)
@@ -146,7 +146,7 @@ def _on_fewer_ranks(problem: Problem) -> list[tuple[int, ...]]:
     return [kept for kept in sets if 1 < len(kept) < problem.ranks]
 
 
-def _outnumbers_cores(problem: Problem, plan: Plan) -> bool:
+def outnumbers_cores(problem: Problem, plan: Plan) -> bool:
     """Return whether more ranks work on a machine than it has cores for, as far as no quota holds them back."""
     wanted, there = dict[str, float](), dict[str, float]()
     for number, host in enumerate(problem.hosts):
