@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -201,7 +202,7 @@ class Processes(_Executor):
     """
 
     def __init__(self, count: int, spec: DataSpec, data: Data, cache: Path, inputs: bool, targets: bool) -> None:
-        self._data = data
+        self._data, self._of = data, (spec, cache)
         context = multiprocessing.get_context("spawn")
         end, self._end = context.Pipe(duplex=False)
         given = (end, inheritance(), spec.model_dump_json(), data.info.to_json(), str(cache), inputs, targets)
@@ -215,6 +216,16 @@ class Processes(_Executor):
         pending = self._submit(pickle.loads, _read, *part, start, stop, inputs, targets)
         self._processes |= self._pool._processes or {}
         return pending
+
+    def goes_on(self, spec: DataSpec, data: Data, cache: Path) -> bool:
+        """Load samples of `data` from now on, and return whether that can be: starting processes anew takes seconds.
+
+        It can if the data is the same, whatever part of it was read before, and all processes are alive.
+        """
+        if (spec, cache) != self._of or data.info != self._data.info or self._is_broken():
+            return False
+        self._data = data
+        return True
 
     def _how_ended(self) -> str:
         """Return how the first worker ended; the executor has sent SIGTERM to the others."""
@@ -254,6 +265,8 @@ class Processes(_Executor):
 
 
 _opened: Data | HorizonError | None = None  # the data set of a process that loads samples, or why it has none
+_load: Callable[[bool, bool], Data]  # loads the wanted parts, inputs or targets, of that data set
+_parts = (False, False)  # which of them it has
 
 
 def _open(
@@ -266,7 +279,7 @@ def _open(
     targets: bool,
 ) -> None:
     """Begin a process that loads samples; it ends with the process that started it, or when that closes `end`."""
-    global _opened
+    global _opened, _load, _parts
     # Signals reach the whole group of processes; it is the rank that decides when its workers end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -283,7 +296,8 @@ def _open(
     try:
         for receive in inherited:
             receive()
-        _opened = load(DataSpec.model_validate_json(spec), DataInfo.from_json(info), Path(cache), inputs, targets)
+        _load = partial(load, DataSpec.model_validate_json(spec), DataInfo.from_json(info), Path(cache))
+        _opened, _parts = _load(inputs, targets), (inputs, targets)
     except HorizonError as error:
         _opened = error
 
@@ -292,6 +306,10 @@ def _read(
     training: bool, indices: list[int], seed: int | None, start: int, stop: int, inputs: bool, targets: bool
 ) -> bytes:
     """Return rows of a batch, in a process that loads samples."""
+    global _opened, _parts
+    if isinstance(_opened, Data) and (inputs > _parts[0] or targets > _parts[1]):  # the rank has another stage now
+        _parts = (inputs or _parts[0], targets or _parts[1])
+        _opened = _load(*_parts)
     if not isinstance(_opened, Data):
         raise _opened or DataError("data.workers: a process has not opened the data set")
     batch = DataBatch(_opened.train if training else _opened.held_out, torch.tensor(indices), seed)

@@ -14,6 +14,7 @@ from horizonml.comm.expected import boolean, fields, number, optional, text, who
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.workers import Workers
 from horizonml.engine.local_session import open_session
 from horizonml.engine.session import Session
 from horizonml.errors import DataError, JobError
@@ -377,6 +378,7 @@ class Generation:
         """Train by one plan, and close the record of it."""
         life, ended_as = self.life, "failed"
         life.last = None
+        workers: Workers | None = None
 
         def mirror() -> Mirror | None:
             made = mirror_for(life, session, self._place())
@@ -385,7 +387,9 @@ class Generation:
 
         try:
             life.started = life.started or time.monotonic()
-            outcome = train(life.job, session, data, checkpoints, recorder, life.stop, self.newcomers, detector, mirror)
+            workers = life.workers_for(data, session.is_first, session.is_last)
+            given = checkpoints, recorder, life.stop, self.newcomers, detector, mirror, workers
+            outcome = train(life.job, session, data, *given)
             if life.last is not None and outcome is Outcome.RE_PLAN:
                 life.last.mirror.finish()
                 life.last = None  # what this plan's ranks have copied is of no use to the next one's
@@ -393,6 +397,8 @@ class Generation:
             doubt_profile(life, session, recorder)
             return outcome
         finally:
+            if workers is not None and workers is not life.workers:
+                workers.close()
             life.steps += recorder.steps
             recorder.close(ended_as)
             life.newest_checkpoint = checkpoints.newest if checkpoints is not None else None

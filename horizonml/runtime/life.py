@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.workers import Processes, Workers, workers_for
+from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.condition import Condition
 from horizonml.machine.signals import StopRequest
@@ -57,6 +59,7 @@ class Life:
     taken: int | None = None  # bytes of this process before it has layers
     state: TrainState | None = None
     data: Loaded | None = None
+    workers: Processes | None = None  # that load samples, from one group to the next
     info: DataInfo | None = None  # of the data that the state is for
     agreed: Agreed | None = None
     plans: dict[tuple[int, ...], Agreed] = field(default_factory=dict)  # made so far, by the ranks as they were started
@@ -75,3 +78,22 @@ class Life:
     newest_checkpoint: int | None = None
     observer: Observer | None = None  # of rank 0's records
     condition: Condition = field(default_factory=Condition)  # of this rank's device, compared with that at first
+
+    def workers_for(self, data: Data, inputs: bool, targets: bool) -> Workers:
+        """Return what loads samples for a group. Processes that load them for the next group, too, are not ended."""
+        spec, cache = self.job.data, cache_folder() / "data"
+        if self.workers is not None and not self.workers.goes_on(spec, data, cache):
+            self.workers.close()
+            self.workers = None
+        if self.workers is not None and (inputs or targets):
+            return self.workers
+        found = workers_for(spec, data, cache, inputs, targets)
+        self.workers = found if isinstance(found, Processes) else self.workers
+        return found
+
+    def close(self) -> None:
+        """End what lives as long as the process."""
+        if self.workers is not None:
+            self.workers.close()
+        self.lifeline.end()
+        self.feeds.close()

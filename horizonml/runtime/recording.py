@@ -219,7 +219,7 @@ def recorder_for(
     file = job.run_folder / f"rank-{life.rank}.jsonl"
     feeds = life.feeds if about.rank == 0 else None
     every = job.telemetry.timeline_every
-    recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds)
+    recorder = Recorder(file, display, about, every, life.metrics, energy, life.lifeline, feeds, life.folder.restore)
     life.metrics.started(about, epochs, steps, done)
     if 0 < done < steps:
         recorder.message(f"{source} from step {done} of {steps}")

@@ -16,7 +16,7 @@ from horizonml.data.loading import Ahead
 from horizonml.data.needs import Needs
 from horizonml.data.sampler import Sampler, sampler_for
 from horizonml.data.seeds import name_seed
-from horizonml.data.workers import workers_for
+from horizonml.data.workers import Workers, workers_for
 from horizonml.engine.session import Session
 from horizonml.engine.step import Step
 from horizonml.errors import CheckpointError, Diverged, PeerLost
@@ -46,15 +46,17 @@ def train(
     newcomers: Callable[[], bool] = lambda: False,
     watch: StragglerDetector | None = None,
     mirror: Callable[[], Mirror | None] = lambda: None,
+    workers: Workers | None = None,
 ) -> Outcome:
     """Train from where the session's state is to the end of the job, or until a rank is asked to stop.
 
     If another rank was asked to stop, or `newcomers` want to join, return that the group must form again; if `watch`
     has a better plan, return that training must go on with it. `mirror` makes what mirrors the ranks' state, once all
-    of them have it. Raises CheckpointError if the run ends and its last checkpoint could not be saved. If training
-    fails, the checkpoint that is being written is completed first.
+    of them have it. `workers` load samples, and are not ended here; by default there are new ones. Raises
+    CheckpointError if the run ends and its last checkpoint could not be saved. If training fails, the checkpoint that
+    is being written is completed first.
     """
-    with closing(_Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror)) as loop:
+    with closing(_Loop(job, session, data, checkpoints, recorder, stop, newcomers, watch, mirror, workers)) as loop:
         try:
             return loop.run()
         except PeerLost:  # without that rank nothing can be written
@@ -80,6 +82,7 @@ class _Loop:
     newcomers: Callable[[], bool]
     watch: StragglerDetector | None
     make_mirror: Callable[[], Mirror | None]
+    given: Workers | None
     mirror: Mirror | None = None
     overdue: bool = False  # whether a checkpoint waits until no rank follows any longer
     wall: float = math.inf  # seconds that the last step took
@@ -94,7 +97,8 @@ class _Loop:
         self.evaluations = Evaluations(self.job, self.session.task)
 
         session, cache = self.session, cache_folder() / "data"
-        self.workers = workers_for(self.job.data, self.data, cache, session.is_first, session.is_last)
+        needed = session.is_first, session.is_last
+        self.workers = self.given or workers_for(self.job.data, self.data, cache, *needed)
         self.batches = self._ahead(self._training_batch, self.total, training=True)
 
     def _ahead(self, batches: Callable[[int], DataBatch], count: int, training: bool) -> Ahead:
@@ -110,9 +114,10 @@ class _Loop:
         return training_batch(self.job, self.data, self.sampler, *divmod(number, self.per_epoch))
 
     def close(self) -> None:
-        """End the workers that load samples."""
+        """Give up what is loaded ahead, and end the workers unless they were given."""
         self.batches.close()
-        self.workers.close()
+        if self.given is None:
+            self.workers.close()
 
     def run(self) -> Outcome:
         """Run the training; see `train`."""

@@ -99,8 +99,7 @@ class Worker:
         finally:
             self._linking.close()
             if self._life is not None:
-                self._life.lifeline.end()
-                self._life.feeds.close()
+                self._life.close()
 
     def _run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end; see `run`."""

@@ -125,6 +125,7 @@ class RunFolder:
         another process holds this rank's place in a run there.
         """
         self.path, self._rank, self._job, self._required = path, rank, job, required
+        self._lock, self._marked = self._new_lock(), False
         try:
             self._open()
         except OSError as error:
@@ -142,10 +143,18 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
+        self._marked = is_marked(self.path)
+        self._take_place()
+
+    def _new_lock(self) -> FileLock:
+        return FileLock(self.path / _PLACES / f"rank-{self._rank}.lock", timeout=_LOCK_SECONDS)
+
+    def _take_place(self) -> None:
+        """Take this rank's place in the folder. Raises JobError if another process has it, and OSError."""
         places = self.path / _PLACES
         places.mkdir(exist_ok=True)
         owner = places / f"rank-{self._rank}.json"
-        self._lock = FileLock(places / f"rank-{self._rank}.lock", timeout=_LOCK_SECONDS)
+        self._lock = self._new_lock()
         try:
             self._lock.acquire()
         except Timeout:
@@ -158,6 +167,17 @@ class RunFolder:
                 raise
             _log.warning("%s is on a file system without locks: see that no other run uses it", self.path)
         owner.write_text(json.dumps({"job": self._job, "process": os.getpid(), "host": socket.gethostname()}))
+
+    def restore(self) -> None:
+        """Make the folder again, with its mark and this rank's place, after somebody has deleted it. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self._marked and not is_marked(self.path):  # `--fresh` would not take it for a run
+            (self.path / MARK).write_text(_TEXT)
+        self._lock.release()  # that of the deleted file, which keeps nobody out
+        try:
+            self._take_place()
+        except JobError as error:
+            _log.warning("%s", error)
 
     def leave(self) -> None:
         """Give this rank's place up before the process ends."""

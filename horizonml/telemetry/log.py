@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,8 +21,10 @@ _KEPT = 1 << 20  # bytes that wait for room on the disk
 class JsonLines:
     """Appends records to a file. A full or broken disk delays or loses records, with a warning; training goes on."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, on_gone: Callable[[], None] = lambda: None) -> None:
+        """Open the file at `path`. `on_gone` is called when somebody has deleted it, before it is made again."""
+        self._path, self._on_gone = path, on_gone
+        self._first = b""  # the record that the file begins with, which tells what the others are of
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()  # what is not in the file yet
         self._broken = False  # whether a warning says so already
@@ -36,8 +39,10 @@ class JsonLines:
         """Append a record; it is on disk within about a second, or after `flush`."""
         if self._file is None:
             return
+        line = (json.dumps(record) + "\n").encode()
+        self._first = self._first or line
         if len(self._waiting) < _KEPT:
-            self._waiting += (json.dumps(record) + "\n").encode()
+            self._waiting += line
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -45,11 +50,35 @@ class JsonLines:
         """Pass what was written to the operating system, as far as it takes it."""
         self._flushed = time.monotonic()
         try:
+            if self._file is not None and self._is_gone(self._file):
+                self._make_again()
             while self._file is not None and self._waiting:
                 del self._waiting[: self._file.write(self._waiting)]
             self._broken = False
         except OSError as error:
             self._warn(error)
+
+    def _is_gone(self, file: IO[bytes]) -> bool:
+        """Return whether the file is not at its path any more: then what is written to it is lost without an error."""
+        try:
+            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return True
+
+    def _make_again(self) -> None:
+        """Go on in a new file at the same path. Raises OSError."""
+        _log.warning(
+            "%s was deleted or moved while training: it is made again, and what was recorded before is not in it",
+            self._path,
+        )
+        self._on_gone()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        made = self._path.open("ab", buffering=0)
+        if self._file is not None:
+            self._file.close()
+        self._file = made
+        if not self._waiting.startswith(self._first):
+            self._waiting[:0] = self._first
 
     def close(self) -> None:
         """Write what is left, and close the file."""

@@ -45,15 +45,16 @@ class Recorder:
         energy: EnergyMeter | None = None,
         lifeline: Lifeline | None = None,
         feeds: Feeds | None = None,
+        on_gone: Callable[[], None] = lambda: None,
     ) -> None:
         """Open the rank's file at `path` and record `info` in it.
 
         `energy` is this machine's meter; `lifeline` is what tells the next process where this one was; `feeds` get
-        what the file gets.
+        what the file gets. `on_gone` is called when somebody has deleted the file.
         """
         self._energy = energy if energy is not None and energy.available else None
         self._joules = 0.0
-        self._lines, self._display, self._timeline_every = JsonLines(path), display, timeline_every
+        self._lines, self._display, self._timeline_every = JsonLines(path, on_gone), display, timeline_every
         self._metrics, self._lifeline, self._feeds = metrics, lifeline, feeds
         self._others = Others()
         self.steps, self._number = 0, 0  # recorded; the newest one's number

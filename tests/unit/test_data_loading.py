@@ -198,6 +198,22 @@ def test_a_worker_process_that_is_killed_is_told_and_the_others_end() -> None:
     assert own_workers() == before
 
 
+def test_worker_processes_load_other_parts_for_the_next_group() -> None:
+    spec, data = opened(workers=1, worker_kind="processes")
+    workers = workers_for(spec, data, Path("unused"), True, False)
+    assert isinstance(workers, Processes)
+    batch, before = data.batch(True, torch.arange(4)), own_workers()
+    assert workers.read(batch, 0, 4, True, False).rows().targets is None
+    started = own_workers()
+    _, again = opened(workers=1, worker_kind="processes")
+    assert workers.goes_on(spec, again, Path("unused"))
+    found = workers.read(again.batch(True, torch.arange(4)), 0, 4, True, True).rows()
+    assert torch.equal(found.targets, batch.targets(0, 4))  # type: ignore[arg-type]
+    assert own_workers() == started != before
+    assert not workers.goes_on(spec.model_copy(update={"options": {"noise": 1.0}}), again, Path("unused"))
+    workers.close()
+
+
 def test_a_worker_process_that_crashes_is_not_said_to_lack_memory() -> None:
     spec, data = opened(name="tests.datasets:Fatal", options={"how": "segfault"}, workers=1, worker_kind="processes")
     workers = workers_for(spec, data, Path("unused"), True, True)

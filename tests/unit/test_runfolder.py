@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
 from horizonml.state.runfolder import MARK, RunFolder, make_run_folder
 from horizonml.state.shards import steps
-from horizonml.telemetry.log import read_lines
+from horizonml.telemetry.log import JsonLines, read_lines
 from horizonml.telemetry.metrics import Metrics
 
 HOLD = """
@@ -91,6 +92,26 @@ def test_a_run_that_ended_before_its_first_step_does_not_cost_the_one_before(tmp
     assert place.set_aside() is None
     assert '"step"' in (tmp_path / "run.previous" / "rank-0.jsonl").read_text()
     assert not (run / "rank-0.jsonl").exists()
+
+
+def test_a_run_folder_that_is_deleted_while_training_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = RunFolder(tmp_path / "run", 0, "digits", True)
+    lines = JsonLines(tmp_path / "run" / "rank-0.jsonl", place.restore)
+    lines.write({"kind": "run"})
+    lines.flush()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run" / ".places").mkdir(parents=True)  # by the process's trace
+    lines.write({"kind": "step", "step": 7})
+    lines.flush()
+    assert "rank-0.jsonl was deleted or moved while training: it is made again" in caplog.text
+    assert [line["kind"] for line in read_lines(tmp_path / "run" / "rank-0.jsonl")] == ["run", "step"]
+    with pytest.raises(JobError, match="in use by rank 0"):
+        RunFolder(tmp_path / "run", 0, "digits", True)
+    lines.close()
+    assert place.set_aside() is None  # it is still known as a run
+    assert len(caplog.records) == 1
 
 
 def train(folder: Path, fresh: bool, **more: Any) -> None:
