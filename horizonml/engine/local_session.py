@@ -269,7 +269,7 @@ class LocalSession(Session):
             self._stop = self._newcomers = False
         moved = [found.traffic[way][place] for place in (0, 1) for way in WAYS]
         kinds = (found.wall, found.compute, found.transfer, found.wait)
-        self._totals.tell(Told(*kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved, 1.0))
+        self._totals.tell(Told(*kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved)._replace(steps=1.0))
         return found
 
     @torch.no_grad()

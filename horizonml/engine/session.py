@@ -296,7 +296,7 @@ class Session:
         first, spent = self.stages.get(0), self.clock.totals
         moved = [traffic.get(way, (0, 0))[place] for place in (0, 1) for way in WAYS]
         told, kinds = self._totals.heard(), (spent["compute"], spent["transfer"], spent["wait"])
-        self._totals.tell(Told(wall, *kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved, 1.0))
+        self._totals.tell(Told(wall, *kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved)._replace(steps=1.0))
         return Step(
             totals,
             wall,
