@@ -178,11 +178,13 @@ def test_a_run_whose_processes_are_gone_is_lost_at_once(
 PLAN = Plan((Stage(0, 5, (0, 1), (1.0, 1.0)), Stage(5, 15, (2,), (1.0,))), micro_batches=2)
 
 
-def told(rank: int, world_size: int, store: Store) -> list[Step]:
-    """Three steps of some ranks."""
+def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[Step]:
+    """Three steps of some ranks, in whose agreements there is room for so many to tell of themselves."""
     group = Group(store, rank, world_size, 30.0)
     model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
-    session = session_for(PLAN, model, group, Sgd(), FULL)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("horizonml.engine.totals._MOST_TELL", room)
+        session = session_for(PLAN, model, group, Sgd(), FULL)
     found = [session.step(RandomBatch(step), LR) for step in range(3)]
     session.evaluate([RandomBatch(0)])
     session.close()
@@ -203,3 +205,5 @@ def test_ranks_tell_one_another_of_the_step_before(pool: Pool) -> None:
                 assert one.rss_bytes > 1 << 20
                 assert one.cpu_seconds > 0
                 assert one.steps == 1
+    for reports in pool.run(3, told, 2):  # two at a time
+        assert [[one.steps for one in report.told] for report in reports] == [[0, 0, 0], [0, 0, 1], [2, 2, 0]]
