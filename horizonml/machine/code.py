@@ -97,6 +97,13 @@ def _public(owner: Any) -> list[str]:
     return [name for name in dir(owner) if not name.startswith("_")]
 
 
+def own_files() -> list[Path]:
+    """Return the files of the code that this process has imported and that is neither HorizonML's nor installed."""
+    files = {file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None}
+    own = (file for file in files if file.endswith(".py") and not file.startswith((*_HOUSE, *_INSTALLED)))
+    return [path for path in map(Path, sorted(own)) if path.is_file()]
+
+
 def where(error: BaseException) -> str:
     """Return the error as text, after the file and the line of the user's code that raised it.
 

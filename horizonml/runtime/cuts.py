@@ -21,6 +21,7 @@ from horizonml.data.seeds import name_seed
 from horizonml.errors import DataError, HorizonError, ModelError
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
+from horizonml.machine.code import own_files
 from horizonml.machine.resources import memory_left
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.cutting import AUTOMATIC, Cutting
@@ -117,13 +118,15 @@ def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
 
 
 def _key(job: Job, model: Model) -> dict[str, Any]:
-    """Return what a comparison depends on: above all, the code of the model's modules."""
+    """Return what a comparison depends on: above all, the code of the model's modules and all code of the user's own."""
     code = hashlib.sha256()
     for kind in sorted({type(module) for module in model.recorded.modules()}, key=lambda one: one.__qualname__):
         try:
             code.update(inspect.getsource(kind).encode())
         except (OSError, TypeError):  # as for a class of a notebook, which may be another one each time
             code.update(f"{kind!r} {time.time_ns()}".encode())
+    for path in own_files():
+        code.update(path.read_bytes())
     return {
         "format": _FORMAT,
         "torch": torch.__version__,

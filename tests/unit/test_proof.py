@@ -1,0 +1,109 @@
+"""Models as their authors wrote them: what is proven, what is remembered of it, and the words for what cannot be."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from horizonml.data.choose import describe
+from horizonml.errors import ModelError
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
+from horizonml.models.spec import ModelSpec
+from horizonml.models.whole import WholeModule
+from horizonml.models.zoo import build
+from horizonml.runtime.agreement import model_for
+from horizonml.runtime.cuts import proven_cutting
+from horizonml.tasks.checks import WrongClass, check_classes
+from horizonml.tasks.task import InputSpec
+
+IMAGES = InputSpec.of((1, 8, 8))
+NET = """
+import torch
+from torch import nn
+
+def helper(value):
+    return {body}
+
+class Net(nn.Module):
+    def __init__(self, num_classes=10):
+        super().__init__()
+        self.first, self.head = nn.Linear(64, 8), nn.Linear(8, num_classes)
+
+    def forward(self, value):
+        return self.head(helper(self.first(value.flatten(1))))
+"""
+
+
+class Complex(nn.Module):
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, num_classes, dtype=torch.complex64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return (value.flatten(1).to(torch.complex64) @ self.weight).real
+
+
+class OnMeta(nn.Sequential):
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.BatchNorm1d(64, device="meta"), nn.Linear(64, num_classes))
+
+
+def test_a_comparison_is_remembered_until_the_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also code beside the model's class: a helper that asks for the type of a tensor makes the graph another model."""
+    monkeypatch.setenv("HORIZONML_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    job = changed(Job(), {"model.name": "net_to_prove:Net", "parallel.strategy": "pipeline", "parallel.workers": 2})
+    told: list[str] = []
+    ways = []
+    for body in ("value.relu()", "value.relu()", "value.relu() * (2 if type(value) is torch.Tensor else 1)"):
+        (tmp_path / "net_to_prove.py").write_text(NET.format(body=body))
+        monkeypatch.delitem(sys.modules, "net_to_prove", raising=False)
+        info = describe(job.data)
+        assert info is not None
+        ways.append(proven_cutting(job, model_for(job, info), info, told.append).by)
+    assert ways == ["any", "any", "modules"]
+    assert len(list((tmp_path / "cache" / "cuts").iterdir())) == 2
+    assert len(told) == 1
+    assert "its 2 layers compute what the model computes, on 2 training samples" in told[0]
+
+
+def test_a_parameter_that_the_forward_never_uses_keeps_the_value_of_the_weights(tmp_path: Path) -> None:
+    """In the model as a whole, and in the last layer of one that is cut, from which checkpoints are made."""
+    name = "tests.awkward_models:LeavesParameterUnused"
+    values = {key: torch.full_like(value, 0.25) for key, value in build_whole(name).state_dict().items()}
+    save_file(values, tmp_path / "all.safetensors")
+    spec = ModelSpec.model_validate({"name": name, "weights": str(tmp_path / "all.safetensors")})
+    model = build(spec, 0, 10, IMAGES)
+    last = len(model.chain) - 1
+    for module in (model.stage(0, last + 1), model.stage(last, last + 1)):
+        assert torch.equal(module.state_dict()["aside.weight"], values["aside.weight"])
+    assert model.parameter_names()["aside.weight"] == last
+
+
+def build_whole(name: str) -> WholeModule:
+    model = build(ModelSpec(name=name), 0, 10, IMAGES)
+    whole = model.stage(0, len(model.chain))
+    assert isinstance(whole, WholeModule)
+    return whole
+
+
+def test_what_cannot_be_trained_is_named() -> None:
+    with pytest.raises(ModelError, match="parameter weight is complex; hold it as a real parameter"):
+        build(ModelSpec(name="tests.unit.test_proof:Complex"), 0, 10, IMAGES)
+    with pytest.raises(ModelError, match=r"1.* is constructed without a value; leave out device='meta'"):
+        build_whole("tests.unit.test_proof:OnMeta")
+
+
+def test_a_target_that_is_no_class_is_named_with_its_row() -> None:
+    check_classes(torch.tensor([0, 9, 3]), 10)
+    check_classes(torch.tensor([[0, -100], [1, 2]]), 3, ignored=-100)
+    for wrong in (10, -1, -100):  # PyTorch would leave out -100 without a word
+        with pytest.raises(WrongClass, match=f"has the class {wrong}, but classes are numbered from 0 to 9") as found:
+            check_classes(torch.tensor([0, 1, wrong]), 10)
+        assert found.value.row == 2
