@@ -118,7 +118,7 @@ def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
 
 
 def _key(job: Job, model: Model) -> dict[str, Any]:
-    """Return what a comparison depends on: above all, the code of the model's modules and all code of the user's own."""
+    """Return what a comparison depends on: above all, the code of the model's modules, and the user's own."""
     code = hashlib.sha256()
     for kind in sorted({type(module) for module in model.recorded.modules()}, key=lambda one: one.__qualname__):
         try:

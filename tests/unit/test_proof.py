@@ -61,7 +61,11 @@ def test_a_comparison_is_remembered_until_the_code_changes(tmp_path: Path, monke
     job = changed(Job(), {"model.name": "net_to_prove:Net", "parallel.strategy": "pipeline", "parallel.workers": 2})
     told: list[str] = []
     ways = []
-    for body in ("value.relu()", "value.relu()", "value.relu() * (2 if type(value) is torch.Tensor else 1)"):
+    for body in (
+        "value.relu() * (1 if type(value) is torch.Tensor else 1)",
+        "value.relu() * (1 if type(value) is torch.Tensor else 1)",
+        "value.relu() * (2 if type(value) is torch.Tensor else 1)",
+    ):
         (tmp_path / "net_to_prove.py").write_text(NET.format(body=body))
         monkeypatch.delitem(sys.modules, "net_to_prove", raising=False)
         info = describe(job.data)
