@@ -26,6 +26,7 @@ from horizonml.engine.totals import TotalsSum
 from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
 from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.models.tracing import tried_out
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
@@ -196,6 +197,8 @@ class Session:
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
         self.staging.drain()
+        for stage in self.stages.values():
+            stage.refuse_changed()
         return actions, runs
 
     def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
@@ -349,11 +352,14 @@ class Session:
         for number, stage in self.stages.items():
             if all(micro.rows != 1 for micro in self._cut(size)[number]):
                 continue
-            buffers = {name: buffer.clone() for name, buffer in stage.module.named_buffers()}
+            module = stage.module
+            copies = {
+                name: tensor.detach().clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            }
             try:
-                with torch.no_grad(), self.staging.creating():
+                with torch.no_grad(), self.staging.creating(), tried_out(getattr(module, "root", module)):
                     entered = self.staging.all_to_device(stage.entry.zeros(1))
-                    torch.func.functional_call(stage.module.train(), buffers, entered)
+                    torch.func.functional_call(module.train(), copies, entered)
             except ValueError as error:
                 return str(error)
         return None

@@ -22,7 +22,7 @@ from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import Members, trainable
 from horizonml.engine.sync.norms import SyncedNorms
-from horizonml.errors import DataError
+from horizonml.errors import DataError, ModelError
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
@@ -30,6 +30,8 @@ from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
+
+_LOOKS = 3
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,11 @@ class StageRuntime:
         self.sync = sync_for(module, self._members)
         self._norms = SyncedNorms(module, self._members)
         self.parameters = trainable(module)
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._looks = (
+            _LOOKS if len(self.stage.ranks) > 1 else 0
+        )  # steps for which it is still seen what forwards change
+        self._sizes: list[Tensor] = []
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
         self._step: StageStep | None = None
@@ -206,9 +213,17 @@ class StageRuntime:
             link.sent_bytes = link.received_bytes = 0
 
     def begin_training(self, measure_divergence: bool) -> None:
-        """Prepare for computing gradients."""
+        """Prepare for computing gradients. Raises ModelError if another parameter is trained than at the beginning."""
+        thawed = next((name for name, parameter in self._frozen.items() if parameter.requires_grad), None)
+        if thawed is not None:
+            raise ModelError(
+                f"parameter {thawed} was frozen when training began, and the model's code trains it now; which "
+                "parameters are trained must not change. Train it from the beginning, or resume from a checkpoint with "
+                "another model.freeze"
+            )
         for parameter in self.parameters.values():
             parameter.grad = None
+        self._sizes = self._measured() if self._looks else []
         if self._changing is None or self._changing:
             self._before = {
                 name: buffer.clone()
@@ -218,6 +233,27 @@ class StageRuntime:
         if self._run is not self.module:
             self._cast_weights.open()
         self.sync.begin(measure_divergence)
+
+    def _measured(self) -> list[Tensor]:
+        with torch.no_grad():
+            return list(torch._foreach_norm(list(self.parameters.values()))) if self.parameters else []
+
+    def refuse_changed(self) -> None:
+        """Raise ModelError if the model's own code has changed a parameter, of which each member would have its own.
+
+        This is looked for in the first steps of a session only, as it takes time.
+        """
+        if not self._sizes:
+            return
+        self._looks -= 1
+        for name, old, new in zip(self.parameters, self._sizes, self._measured(), strict=True):
+            if not torch.equal(old, new):
+                raise ModelError(
+                    f"parameter {name} is changed by the model's own code while it trains, by each member of the "
+                    "stage on its own samples, so that members would no longer be equal; hold it as a buffer, or give "
+                    "every stage one rank (parallel.strategy: single or pipeline)"
+                )
+        self._sizes = []
 
     @property
     def before(self) -> dict[str, Tensor]:

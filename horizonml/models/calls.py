@@ -94,6 +94,7 @@ class _Tracker(TorchDispatchMode):
         self._alive: list[Any] = []  # keeps addresses from being reused
         self.control: frozenset[Source] = frozenset()  # what has been read back, and may have decided on the way taken
         self.paused = False
+        self._drawn = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -118,6 +119,9 @@ class _Tracker(TorchDispatchMode):
         if self.paused:
             return result
         sources = self.of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:  # each stage would draw other numbers
+            self._drawn += 1
+            sources |= {Pin(f"random numbers that the forward draws ({self._drawn})")}
         for leaf in tree_flatten(result)[0]:
             if isinstance(leaf, Tensor):
                 self.note(leaf, sources)

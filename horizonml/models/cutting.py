@@ -6,6 +6,7 @@ A model that can be cut in neither way is a single layer, which a rank trains wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,15 +76,14 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
 
 def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem: ModelError) -> tuple[Layers, str]:
     """Return the layers of a model of which no graph can be recorded. Raises ModelError if the model does not run."""
-    try:
+    with suppress(ModelError):
         structure = Structure(model, input, cutting.without)
         return structure, _note(model, structure)
-    except ModelError as error:
-        both = f"{problem} {error}"
     try:
         uncut = Uncut(model, input, f"it does not run in parts: {problem}")
-    except ModelError:
-        raise ModelError(both if isinstance(problem, Untraceable) else str(problem)) from problem
+    except ModelError as error:
+        # What the model itself says when it runs is the reason; a graph knows more only of what was given to it.
+        raise (error if isinstance(problem, Untraceable) else problem) from None
     return uncut, uncut.report()
 
 

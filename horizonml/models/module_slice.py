@@ -31,6 +31,10 @@ class Part:
         return self  # it never changes
 
 
+def _unknown(leaf: Leaf) -> float:
+    return math.nan if leaf.dtype.is_floating_point else 0
+
+
 class _Left(BaseException):
     """Leaves a forward after the last unit of a slice; no `except Exception` of the model's may stop it."""
 
@@ -56,7 +60,9 @@ class _Run:
         self._values = dict(zip(part.entering, values, strict=True))
         self._position, self._batch, self._draws = 0, len(values[0]), torch.get_rng_state()
         inputs = [
-            self._values[found] if (found := (INPUTS, place)) in self._values else self._stand_in(found, leaf, 0.0)
+            self._values[found]
+            if (found := (INPUTS, place)) in self._values
+            else self._stand_in(found, leaf, _unknown(leaf))
             for place, leaf in enumerate(part.calls.inputs)
         ]
         return arguments(inputs, part.names)
@@ -96,7 +102,7 @@ class _Run:
         if result in self._values or not isinstance(leaf, Leaf):
             return self._values.get(result, leaf)
         # If the forward goes another way than it went when it was cut, the loss shows that.
-        return self._stand_in(result, leaf, math.nan if leaf.dtype.is_floating_point else 0)
+        return self._stand_in(result, leaf, _unknown(leaf))
 
     def _stand_in(self, result: Result, leaf: Leaf, number: float) -> Tensor:
         """Return a tensor in place of a result that is not needed; only what is changed in place has its own memory."""
@@ -147,6 +153,7 @@ class ModuleSlice(nn.Module):
     _root: nn.Module
     _run: _Run
     _part: Part
+    _units: tuple[str, ...]
 
     def __init__(self, model: nn.Module, part: Part, units: Mapping[str, nn.Module], kept: Collection[str]) -> None:
         """Prepare the slice, which shares the model's tensors; `kept` are the units and tensors that are its own."""
@@ -160,8 +167,13 @@ class ModuleSlice(nn.Module):
         # The root is not a submodule, which would change all names; it shares its registries instead.
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registry] = root.__dict__[registry]
-        self.__dict__ |= {"_root": root, "_run": run, "_part": part, "constants": skeleton.constants}
+        own = {"_root": root, "_run": run, "_part": part, "_units": tuple(units), "constants": skeleton.constants}
+        self.__dict__ |= own
         self.train(model.training)
+
+    def has_in_unit(self, path: str) -> bool:
+        """Return whether a module is one of the units, or within one."""
+        return any(path == unit or path.startswith(f"{unit}.") for unit in self._units)
 
     def bring_constants(self, device: torch.device) -> None:
         """Move the constants to a device; parameters and buffers are moved as those of any module."""

@@ -1,9 +1,9 @@
 """Compares the layers that a model was cut into with the model itself, before anything is trained.
 
-The model as its author wrote it and the chain of its layers run on the same samples: twice in training mode, then in
-evaluation mode with and without gradients, with the same random numbers. Outputs, gradients, buffers, modes and what
-the author's code keeps in the modules must be the same. Whatever Python does in a forward and a cut would lose shows
-here.
+The model as its author wrote it and the chain of its layers run on the same samples: four times in training mode, with
+an update after each, then in evaluation mode with and without gradients, with the same random numbers. Outputs,
+gradients, buffers, modes and what the author's code keeps in the modules must be the same. Whatever Python does in a
+forward and a cut would lose shows here. What the code keeps outside of the model, stages could not share.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,13 +25,17 @@ from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.boundary import Values, flat, values_of
 from horizonml.models.cutting import Cutting
+from horizonml.models.module_slice import ModuleSlice
+from horizonml.models.own_state import OwnState, own_state_kept
 from horizonml.models.structure import Structure
-from horizonml.models.tracing import Attributes
+from horizonml.models.tracing import Attributes, tried_out
 from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
+from horizonml.text import some
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # of a tensor's largest value, and of the largest of all tensors of a kind
-_RUNS = ((True, True), (True, True), (False, True), (False, False))  # training mode, gradients
+_RUNS = (*[(True, True)] * 4, (False, True), (False, False))  # training mode, gradients
+_RATE = 0.01  # of the updates
 _SECONDS = 60.0  # after which no further way to cut is tried
 
 Run = Callable[[Values], tuple[Values, Callable[[Sequence[Tensor]], None]]]
@@ -61,9 +66,12 @@ def prove(model: Model, inputs: Values) -> Cutting:
     whole = model.stage(0, len(model.chain))
     assert isinstance(whole, WholeModule)
     try:
-        with _alone():
+        with _alone(), tried_out(whole.root):
             drawing = _drawing(whole, inputs)
+        with _alone(), own_state_kept():
+            state = OwnState()
             truth = _observe(_run_whole(whole), [("", whole.root)], inputs)
+            shared = state.changed()
     except HorizonError:
         raise
     except Exception as error:  # the model's own code runs here, and may fail in any way
@@ -72,6 +80,12 @@ def prove(model: Model, inputs: Values) -> Cutting:
         raise ModelError(f"{type(whole.root).__name__} does not run on samples of the data: {where(error)}") from error
     if drawing is not None:
         return Cutting("nothing", reason=drawing)
+
+    if shared:
+        code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(shared)}"
+        return Cutting(
+            "nothing", reason=f"{code}, which stages in several processes do not share; keep it in the model"
+        )
 
     def problem(cutting: Cutting) -> str | None:
         if time.monotonic() - started > _SECONDS:
@@ -115,24 +129,24 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
     """Return in words how the chain of a model's layers differs from the model `root`, or None."""
     if len(model.chain) == 1:
         return None  # which is the model itself
-    parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
-    named = [("", getattr(part, "_root", part)) for part in parts]
     try:
-        with _alone():
+        parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
+        named = [("", getattr(part, "_root", part)) for part in parts]
+        with _alone(), own_state_kept():
             found = _observe(_run_parts(model, parts), named, inputs)
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise
         return f"its layers do not run one after the other: {where(error)}"
     for one, other in zip(truth, found, strict=True):
-        difference = _compare(one, other)
+        difference = _compare(one, other, parts)
         if difference is not None:
             place, words = difference
             return f"{_place(root, place)}{words}"
     return None
 
 
-def _compare(one: _Seen, other: _Seen) -> tuple[str, str] | None:
+def _compare(one: _Seen, other: _Seen, parts: Sequence[nn.Module]) -> tuple[str, str] | None:
     """Return the module or tensor in which two runs differ, and how, or None."""
     if len(one.outputs) != len(other.outputs):
         return "", "it does not return the same tensors"
@@ -161,7 +175,11 @@ def _compare(one: _Seen, other: _Seen) -> tuple[str, str] | None:
     for path, values in one.changed:
         own = [found for place, found in other.changed if place == path]
         for name, changed in values.items():
-            if not any(_is_same(changed, found[name]) for found in own if name in found):
+            same = [_is_same(changed, found[name]) for found in own if name in found]
+            # Every slice runs the code around the units, and must see the counters and flags that it sets.
+            slices = [part for part in parts if isinstance(part, ModuleSlice) and not part.has_in_unit(path)]
+            everywhere = bool(slices) and isinstance(changed, bool | int | float | str)
+            if not any(same) or (everywhere and not (all(same) and len(same) == len(slices))):
                 return path, f"{name}, which its code sets, is not the same"
     return None
 
@@ -226,12 +244,12 @@ def _observe(run: Run, roots: Sequence[tuple[str, nn.Module]], inputs: Values) -
     before = [Attributes(module, prefix) for prefix, module in roots]
     modules = [module for _, module in roots]
     found = []
-    for training, gradients in _RUNS:
+    for number, (training, gradients) in enumerate(_RUNS):
         for module in modules:
             module.train(training)
             module.zero_grad(set_to_none=True)
-        torch.default_generator.manual_seed(1)
-        with nullcontext() if gradients else torch.no_grad(), python_seeded(1):
+        torch.default_generator.manual_seed(number)
+        with nullcontext() if gradients else torch.no_grad(), python_seeded(number):
             outputs, backward = run(tuple(value.clone() for value in inputs))
             if gradients:
                 backward([torch.randn_like(value) for value in outputs if value.requires_grad])
@@ -245,6 +263,9 @@ def _observe(run: Run, roots: Sequence[tuple[str, nn.Module]], inputs: Values) -
                 [(path, _copied(values)) for one in before for path, values in one.changed().items()],
             )
         )
+        with torch.no_grad():  # so that a copy of a parameter shows, which no update reaches
+            for parameter in {p for module in modules for p in module.parameters() if training and p.grad is not None}:
+                parameter.sub_(cast(Tensor, parameter.grad), alpha=_RATE)
     return found
 
 
@@ -331,7 +352,6 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
         for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
     ]
     kept = {name: buffer.clone() for name, buffer in whole.named_buffers()}
-    attributes = Attributes(whole.root)
     try:
         whole.train()
         with torch.no_grad():
@@ -339,7 +359,6 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-        attributes.restore()
         for name, buffer in whole.named_buffers():
             buffer.copy_(kept[name])
     if not found:

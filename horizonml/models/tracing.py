@@ -20,6 +20,7 @@ from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.in_place import changed_by
+from horizonml.models.own_state import copy_of, is_same, own_state_kept, put_back
 from horizonml.text import some
 
 
@@ -105,9 +106,9 @@ class _Tracer(fx.Tracer):
         unchanged = _context() == self._context
         if unchanged:
             self._entered.append(self.path_of_module(m))
-        before = python_state()
+        before = _draws()
         result = super().call_module(m, forward, args, kwargs)
-        if python_state() != before:
+        if _draws() != before:
             raise _Hidden(self.path_of_module(m), _DRAWS)
         if unchanged:
             self._entered.pop()
@@ -119,7 +120,14 @@ class _Tracer(fx.Tracer):
         return super().create_node(kind, *args, **kwargs)
 
 
-_DRAWS = "it draws from Python's or numpy's random numbers"
+_DRAWS = "it draws random numbers, and Python decides on them"
+
+
+def _draws() -> tuple[Any, ...]:
+    """Return the state of all generators: operations of a graph do not draw while it is recorded."""
+    return *python_state(), bytes(torch.get_rng_state().numpy())
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -152,7 +160,8 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
             graphs: list[fx.Graph] = []
             for mode, gradients in ((True, True), (False, True), (False, False)):
                 model.train(mode)
-                with torch.set_grad_enabled(gradients), python_seeded(0):
+                alone = torch.random.fork_rng(devices=[])
+                with torch.set_grad_enabled(gradients), python_seeded(0), alone, own_state_kept():
                     graph = _trace_once(model, leaves, defaults)
                 if graph is None:
                     break
@@ -187,7 +196,7 @@ def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
 def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) -> fx.Graph | None:
     """Trace once; return None, and add a leaf, if a submodule prevented the trace."""
     tracer = _Tracer(leaves)
-    tensors, attributes, before = _Tensors(model), Attributes(model), python_state()
+    tensors, attributes, before = _Tensors(model), Attributes(model), _draws()
     try:
         graph = tracer.trace(model, defaults or None)
         if tracer.refused is not None:  # and the model's own code has caught it
@@ -197,7 +206,7 @@ def _trace_once(model: nn.Module, leaves: set[str], defaults: dict[str, Any]) ->
                 raise _Hidden(changed, "it changes its own parameters or buffers")
         for path, names in attributes.changed().items():
             raise _Hidden(path, f"it sets {some(sorted(names))}")
-        if python_state() != before:
+        if _draws() != before:
             raise _Hidden("", _DRAWS)
         _drop_checks(graph, defaults)
         return graph
@@ -247,7 +256,7 @@ class Attributes:
             (
                 f"{prefix}.{path}".strip("."),
                 module,
-                {name: (value, _copy_of(value)) for name, value in module.__dict__.items() if name not in self._OWN},
+                {name: (value, copy_of(value)) for name, value in module.__dict__.items() if name not in self._OWN},
             )
             for path, module in model.named_modules()
         ]
@@ -257,7 +266,7 @@ class Attributes:
         found: dict[str, dict[str, Any]] = {}
         for path, module, before in self._held:
             for name, value in module.__dict__.items():
-                if name in self._OWN or (name in before and _is_same(value, *before[name])):
+                if name in self._OWN or (name in before and is_same(value, *before[name])):
                     continue
                 found.setdefault(path, {})[name] = value
         return found
@@ -268,11 +277,7 @@ class Attributes:
             for name in [name for name in module.__dict__ if name not in self._OWN and name not in before]:
                 del module.__dict__[name]
             for name, (value, copy) in before.items():
-                if isinstance(value, list):
-                    value[:] = copy
-                elif isinstance(value, dict | set):
-                    value.clear()
-                    value.update(copy)
+                put_back(value, copy)
                 module.__dict__[name] = value
 
 
@@ -281,29 +286,12 @@ def tried_out(model: nn.Module) -> Iterator[None]:
     """Let a model run without consequences: its modes and attributes are as before afterwards."""
     modes, attributes = {module: module.training for module in model.modules()}, Attributes(model)
     try:
-        yield
+        with own_state_kept():
+            yield
     finally:
         attributes.restore()
         for module, mode in modes.items():
             module.training = mode
-
-
-def _copy_of(value: Any) -> Any:
-    """Return a copy of a value that code may change in place."""
-    return type(value)(value) if type(value) in (list, dict, set) else None
-
-
-def _is_same(now: Any, value: Any, copy: Any) -> bool:
-    if now is not value:
-        return isinstance(now, bool | int | float | str) and type(now) is type(value) and bool(now == value)
-    if copy is None:
-        return True
-    if len(now) != len(copy):
-        return False
-    if isinstance(now, set):
-        return bool(now == copy)
-    pairs = zip(now, copy, strict=True) if isinstance(now, list) else ((now[key], copy.get(key)) for key in now)
-    return all(one is other for one, other in pairs)
 
 
 class _Tensors:
@@ -316,6 +304,8 @@ class _Tensors:
             for registry in (module._parameters, module._buffers)
             for name, tensor in registry.items()
         ]
+        registries = (registry for module in model.modules() for registry in (module._parameters, module._buffers))
+        self._names = [(registry, set(registry)) for registry in registries]
 
     def changed(self) -> str | None:
         """Return the path of a module of which a tensor has changed, or None."""
@@ -329,6 +319,9 @@ class _Tensors:
         """Put the tensors back: a forward that replaces one has put a proxy there."""
         for _, registry, name, tensor, _ in self._held:
             registry[name] = tensor
+        for registry, names in self._names:
+            for name in registry.keys() - names:
+                del registry[name]
 
 
 def _drop_checks(graph: fx.Graph, defaults: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 `record` runs a model's constructor on the meta device and records every operation that gives a parameter its initial
 value. `materialise` replays these operations for the parameters of one module only, each with random numbers seeded by
-the job's seed and the parameter's own name. A rank therefore holds the layers of its stage and never the whole model,
-and a parameter's initial value depends neither on the plan nor on the other parameters.
+the job's seed and the operation's number. A rank therefore holds the layers of its stage and never the whole model, and
+a parameter's initial value does not depend on the plan.
 
 The idea is that of deferred initialisation in pytorch/torchdistx.
 """
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -116,12 +115,17 @@ class Tape(TorchDispatchMode):
             raise without_value(name) from error
 
     def replay(self, target: Tensor, seed: int) -> Tensor:
-        """Return a real tensor with the initial value of `target`, a meta tensor of the recording."""
+        """Return a real tensor with the initial value of `target`, a meta tensor of the recording.
+
+        Each operation draws from a seed of its own, whichever tensor it is repeated for. So tensors that are made of
+        one another, such as copies or the parts of a normed weight, belong together here, too.
+        """
         view = self._view(target)
-        needed, calls = {view.storage}, []
-        for call in reversed(self._calls):
+        needed, calls = {view.storage}, list[tuple[int, _Call]]()
+        for number in range(len(self._calls) - 1, -1, -1):
+            call = self._calls[number]
             if call.writes & needed:
-                calls.append(call)
+                calls.append((number, call))
                 needed |= call.inputs
         real: dict[int, Tensor] = {}
 
@@ -131,8 +135,8 @@ class Tape(TorchDispatchMode):
             return leaf
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(seed)
-            for call in reversed(calls):
+            for number, call in reversed(calls):
+                torch.default_generator.manual_seed(name_seed(seed, number))
                 args, kwargs = tree_unflatten([window(leaf) for leaf in call.leaves], call.structure)
                 for output, made in zip(call.outputs, tree_flatten(call.function(*args, **kwargs))[0], strict=True):
                     if output is not None:
@@ -216,14 +220,12 @@ def materialise(
     tape: Tape,
     seed: int,
     held: Mapping[str, Tensor],
-    same: Mapping[str, str] = MappingProxyType({}),
     read: Callable[[Tensor, str], Tensor | None] = lambda like, name: None,
 ) -> nn.Module:
     """Return a copy of `module` in which every parameter and buffer of the recording has its initial value.
 
     Those in `held`, by name, become part of the copy as the very same tensors. `read(like, name)` returns a pretrained
-    value, or None. A parameter in `same` begins with the values of the one that it names there. The `constants` of a
-    `ModuleSlice` get their values, too.
+    value, or None. The `constants` of a `ModuleSlice` get their values, too.
     """
     values: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
@@ -238,13 +240,13 @@ def materialise(
                 if value is None:
                     if tensor.device.type != "meta":
                         continue
-                    value = tape.initial(full, tensor, name_seed(seed, same.get(full, full)))
+                    value = tape.initial(full, tensor, seed)
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value
-    for name, constant in getattr(module, "constants", {}).items():
+    for constant in getattr(module, "constants", {}).values():
         if constant.is_meta:
-            values[id(constant)] = tape.replay(constant, name_seed(seed, name))
+            values[id(constant)] = tape.replay(constant, seed)
     made = copy.deepcopy(module, values)
     copy_persistence(module, made)
     for name, tensor in module.named_parameters():

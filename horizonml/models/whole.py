@@ -73,13 +73,18 @@ class Uncut:
 
 def _output(model: nn.Module, input: InputSpec) -> Boundary:
     """Return the description of what a model returns for batches of one and of two samples. Raises ModelError."""
-    found = [_returned(model, input, rows) for rows in (1, 2)]
+    sizes = 1, 2
+    try:
+        found = [_returned(model, input, rows) for rows in sizes]
+    except ModelError:  # some layers cannot do with one sample
+        sizes = 2, 3
+        found = [_returned(model, input, rows) for rows in sizes]
     specs = []
     for one, two in zip(*found, strict=True):
         if one is None:
             continue
         batch_first = isinstance(one, Tensor) and isinstance(two, Tensor) and one.shape[1:] == two.shape[1:]
-        if not batch_first or (one.shape[:1], two.shape[:1]) != ((1,), (2,)):
+        if not batch_first or (*one.shape[:1], *two.shape[:1]) != sizes:
             raise ModelError(f"{type(model).__name__} does not return tensors with the batch in their first dimension")
         specs.append(TensorSpec(tuple(one.shape[1:]), one.dtype))
     if not specs:

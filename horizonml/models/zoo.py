@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from horizonml.data.seeds import name_seed, python_seeded
+from horizonml.data.seeds import python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import Boundary
 from horizonml.models.calls import arguments
@@ -73,10 +73,9 @@ class Model:
         """
         if (start, stop) == (0, len(self.chain)) and not as_graph:
             return self._whole(held)
-        same = {name: names[0] for names in self.ties for name in names}
         module = self.chain.slice(start, stop)
         read = self.pretrained.read if self.pretrained is not None else _nothing
-        made = materialise(module, self.tape, self.seed, held, same, read)
+        made = materialise(module, self.tape, self.seed, held, read)
         if self.modes is not None:
             carry_modes(made, self.modes)
         return made
@@ -98,13 +97,12 @@ class Model:
         of a copy. Raises ModelError if the constructor does not make the same model each time.
         """
         root = self.make()
-        ties = untie(root)
+        untie(root)
         _require_same(self.recorded, root)
         modules = dict(root.named_modules())
         for path, module in self.recorded.named_modules():
             if is_still(module):
                 keep_still(modules[path])
-        same = {name: names[0] for names in ties for name in names}
         recorded = _tensors(self.recorded)
         for name, tensor in _tensors(root).items():
             if name in held:
@@ -112,7 +110,7 @@ class Model:
             else:
                 value = self.pretrained.read(tensor, name) if self.pretrained is not None else None
                 if value is None and recorded[name].is_meta:
-                    value = self.tape.initial(name, recorded[name], name_seed(self.seed, same.get(name, name)))
+                    value = self.tape.initial(name, recorded[name], self.seed)
             if tensor.is_meta:
                 raise without_value(name)
             if value is not None:
@@ -167,7 +165,18 @@ def build(
     if pretrained is not None and frozen:
         pretrained.notes += (trained_note(model, ties),)
     make = functools.partial(_in_memory, spec, constructor, seed, input)
-    made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
+    try:
+        made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
+    except ModelError:
+        if not any(tensor.is_meta for tensor in _tensors(model).values()):
+            raise
+        # Perhaps it holds tensors of which PyTorch does not know, and they have no values on the meta device.
+        model, tape = make(), Tape()
+        untie(model)
+        if pretrained is not None:
+            pretrained = begin_from(spec, model, ties)
+        frozen = frozen_tensors(spec, model, ties, pretrained)
+        made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
     returned = [tensor.shape for tensor in made.chain.boundaries[-1].tensors]
     if wanted.shape is not None and returned != [wanted.shape]:
         needed = wanted.count if wanted.shape == (wanted.count,) else f"{list(wanted.shape)}"
@@ -265,7 +274,7 @@ def _require_same(recorded: nn.Module, made: nn.Module) -> None:
     if different:
         raise ModelError(
             f"{type(made).__name__} is not the same each time it is constructed: {some(different)} differ; its "
-            "constructor must depend on nothing but its options"
+            "constructor must depend on nothing but its options, and its forward must create no modules"
         )
 
 

@@ -7,6 +7,7 @@ included. What it picks is finally run as a whole against the plain model, and t
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from horizonml.engine.backward import backward
 from horizonml.engine.execution import convert, lay_out, precision_of, runs_for
+from horizonml.errors import is_out_of_memory
+from horizonml.machine.code import where
 from horizonml.machine.resources import memory_left
 from horizonml.models.boundary import Values, flat, values_of
 from horizonml.models.chain import Chain
@@ -24,6 +27,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions
 
 WORTH = 0.97  # of the plain model's time, or less, for a choice to be taken
+_log = logging.getLogger(__name__)
 _TINY_SECONDS = 0.005  # a pass that takes less is not worth the trial
 _PASS_SECONDS = 0.3  # of the plain model, to be timed with; fewer samples are taken if they take longer
 _LEAST_ROWS = 2
@@ -57,7 +61,13 @@ def try_modes(model: Model, rows: int, modes: Sequence[Execution], worth_trying:
     """
     trial = _Trial(model, rows, modes)
     with torch.random.fork_rng(devices=[]):
-        return trial.run(worth_trying)
+        try:
+            return trial.run(worth_trying)
+        except Exception as error:  # the model's own code runs here, and may fail in any way
+            if model.proven or is_out_of_memory(error):
+                raise
+            _log.info("all layers run plain, because they do not run by themselves: %s", where(error))
+            return Choice((modes[0],) * len(model.chain))
 
 
 class _Trial:

@@ -6,6 +6,7 @@ programs compete for the cores, every layer waits for the most delayed thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,9 @@ from torch import nn
 from horizonml.comm.expected import optional, whole
 from horizonml.comm.group import Group
 from horizonml.engine.backward import backward
+from horizonml.errors import is_out_of_memory
 from horizonml.job.schema import Job
+from horizonml.machine.code import where
 from horizonml.machine.host import processor_name
 from horizonml.machine.resources import OtherWork, available_cores, threads_per_rank
 from horizonml.models.boundary import Boundary, flat
@@ -24,6 +27,7 @@ from horizonml.models.zoo import Model
 from horizonml.planner.hardware import Host
 from horizonml.profiling import kept
 
+_log = logging.getLogger(__name__)
 _MOST_THREADS = 4096
 _FORMAT = 1
 _REPEATS = 3
@@ -100,12 +104,28 @@ def try_threads(model: Model, rows: int, most: int) -> dict[int, float]:
             for index in _spread(len(model.chain)):
                 if time.perf_counter() > deadline:
                     break
-                layer = model.stage(index, index + 1).train()
-                for threads, seconds in _try_layer(layer, model.chain.boundaries[index], rows, candidates, deadline):
+                for threads, seconds in _try(model, index, rows, candidates, deadline):
                     totals[threads] += seconds
     finally:
         torch.set_num_threads(before)
     return totals
+
+
+def _try(model: Model, index: int, rows: int, candidates: list[int], deadline: float) -> list[tuple[int, float]]:
+    """Return the seconds of a layer with each number of threads, or of the whole model if it does not run in layers.
+
+    A plan that does not cut the model needs no layers that run by themselves.
+    """
+    try:
+        return list(
+            _try_layer(model.stage(index, index + 1).train(), model.chain.boundaries[index], rows, candidates, deadline)
+        )
+    except Exception as error:  # the model's own code runs here, and may fail in any way
+        if is_out_of_memory(error):
+            raise
+        _log.info("the whole model is run to choose the number of threads: %s", where(error))
+    whole = model.stage(0, len(model.chain)).train()
+    return list(_try_layer(whole, model.chain.boundaries[0], rows, candidates, deadline))
 
 
 def _try_layer(

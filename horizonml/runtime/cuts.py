@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from horizonml import __version__
 from horizonml.comm.expected import optional
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
@@ -129,6 +130,7 @@ def _key(job: Job, model: Model) -> dict[str, Any]:
         code.update(path.read_bytes())
     return {
         "format": _FORMAT,
+        "version": __version__,
         "torch": torch.__version__,
         "model": job.model.identity(),
         "code": code.hexdigest(),

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from horizonml.comm.tree import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.staging import CPU
-from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
+from horizonml.engine.sync.base import Members, as_bytes, float_and_other, synced_buffers, trainable
+from horizonml.errors import ModelError
 from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
 from horizonml.state.parts import Part
 
@@ -34,6 +35,7 @@ class Bucket:
     parameters: list[nn.Parameter]
     extra: int = 0
     device: torch.device = CPU
+    wide: bool = False  # whether what follows needs 64 bits
     flat: Tensor = field(init=False)
     views: list[Tensor] = field(init=False)
     missing: int = 0
@@ -41,7 +43,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         sizes = [parameter.numel() for parameter in self.parameters]
-        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        double = self.wide or any(parameter.dtype == torch.float64 for parameter in self.parameters)
         dtype = torch.float64 if double else torch.float32
         self.flat = torch.zeros(sum(sizes) + self.extra, dtype=dtype, device=self.device)
         parts = self.flat[: sum(sizes)].split(sizes) if sizes else ()
@@ -69,11 +71,14 @@ class AllReduce:
         self.parts: Mapping[str, Part] = split or {}
         self._members, self._group, self._clock = members, members.group, members.clock
         self._staging, self._device = members.staging, members.staging.device
-        self._parameters = [parameter for name, parameter in trainable(module).items() if name not in self.parts]
+        self._named = {name: parameter for name, parameter in trainable(module).items() if name not in self.parts}
+        self._parameters = list(self._named.values())
+        self._seen: set[int] = set()  # those whose gradients are complete, by their hooks
         self._averaged, self._copied = float_and_other(
             buffer for name, buffer in synced_buffers(module).items() if name not in self.parts
         )
-        numbers = sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
+        numbers = sum(buffer.numel() for buffer in self._averaged)
+        numbers += sum(buffer.numel() * buffer.element_size() for buffer in self._copied)
         self._buckets = self._make_buckets(len(self._parameters) + numbers)
         self._present: list[bool] = []  # whether each parameter that has been sent has a gradient, in their order
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
@@ -94,7 +99,9 @@ class AllReduce:
         """Return the buckets in the order in which they are sent; the last has room for `extra` values of buffers."""
         parts = in_buckets([parameter.nbytes for parameter in self._parameters], BUCKET_BYTES)
         grouped = [[self._parameters[index] for index in part] for part in parts] or [[]]
-        return [*(Bucket(own, device=self._device) for own in grouped[:-1]), Bucket(grouped[-1], extra, self._device)]
+        wide = any(buffer.dtype == torch.float64 for buffer in self._averaged)
+        last = Bucket(grouped[-1], extra, self._device, wide)
+        return [*(Bucket(own, device=self._device) for own in grouped[:-1]), last]
 
     def _make_tree(self, total: int) -> TreeSum | None:
         """Return a tree if it is faster than a ring for `total` bytes, or None."""
@@ -116,6 +123,7 @@ class AllReduce:
     def begin(self, measure_divergence: bool) -> None:
         """See `GradientSync`."""
         self._measure, self._works, self._present, self._armed = measure_divergence, [], [], False
+        self._seen = set()
         self.bytes_sent = self._bytes
         for bucket in self._buckets:
             bucket.missing, bucket.own = len(bucket.parameters), None
@@ -128,7 +136,7 @@ class AllReduce:
         if self._averaged or self._copied:
             first = float(self._members.leads)
             averaged = [buffer.flatten() * weight for buffer in self._averaged]
-            copied = [buffer.flatten().float() * first for buffer in self._copied]
+            copied = [as_bytes(buffer) * first for buffer in self._copied]
             self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(averaged + copied))
         if pending is not None:
             missing = {id(parameter) for parameter in pending}
@@ -137,8 +145,15 @@ class AllReduce:
             self._send_full()
 
     def _ready(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter has its gradient of the whole step."""
+        """Note that a parameter has its gradient of the whole step. Raises ModelError if it had it before."""
         if self._armed:
+            if id(parameter) in self._seen:
+                name = next(name for name, one in self._named.items() if one is parameter)
+                raise ModelError(
+                    f"parameter {name} gets its gradient in several pieces, as with a checkpoint that uses the same "
+                    "module more than once; call torch.utils.checkpoint with use_reentrant=False"
+                )
+            self._seen.add(id(parameter))
             self._bucket_of[id(parameter)].missing -= 1
             self._send_full()
 
@@ -204,12 +219,15 @@ class AllReduce:
         return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
 
     def _take_buffers(self) -> None:
-        buffers = [*self._averaged, *self._copied]
-        if not buffers:
+        sizes = [buffer.numel() for buffer in self._averaged]
+        sizes += [buffer.numel() * buffer.element_size() for buffer in self._copied]
+        if not sizes:
             return
-        parts = self._buckets[-1].tail[len(self._parameters) :].split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        parts = iter(self._buckets[-1].tail[len(self._parameters) :].split(sizes))
+        for buffer in self._averaged:
+            buffer.copy_(next(parts).view_as(buffer))
+        for buffer in self._copied:
+            buffer.copy_(next(parts).to(torch.uint8).view(buffer.dtype).view_as(buffer))
 
     def _divergence(self, weight: float) -> float:
         difference = norm = 0.0

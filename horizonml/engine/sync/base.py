@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
@@ -115,3 +116,8 @@ def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tenso
     """Return the buffers that can be averaged, and those that are counts or flags."""
     every = list(buffers)
     return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
+
+
+def as_bytes(buffer: Tensor) -> Tensor:
+    """Return a buffer's bytes as numbers, which sums with zeros leave as they are: larger numbers would be rounded."""
+    return buffer.detach().contiguous().flatten().view(torch.uint8).float()

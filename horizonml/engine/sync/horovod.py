@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.engine.sync.base import Members, float_and_other, synced_buffers, trainable
+from horizonml.engine.sync.base import Members, as_bytes, float_and_other, synced_buffers, trainable
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Sync
@@ -75,7 +75,8 @@ class HorovodSync:
         self._parameters = trainable(module)
         self._averaged, self._copied = float_and_other(synced_buffers(module).values())
         size = sum(parameter.nbytes for parameter in self._parameters.values()) // (2 if half else 1)
-        size += 4 * sum(buffer.numel() for buffer in [*self._averaged, *self._copied])
+        size += 4 * sum(buffer.numel() for buffer in self._averaged)
+        size += 4 * sum(buffer.nbytes for buffer in self._copied)
         count = len(members.ranks)
         self.bytes_sent = 2 * (count - 1) * size // count  # as a ring sends them
         self._armed = self._measure = False
@@ -154,10 +155,11 @@ class HorovodSync:
         if not buffers:
             return
         parts = [buffer.flatten() * weight for buffer in self._averaged]
-        parts += [buffer.flatten().float() * float(self._first) for buffer in self._copied]
+        parts += [as_bytes(buffer) * float(self._first) for buffer in self._copied]
         total = self._sum(torch.cat(parts), "buffers").wait()
-        for buffer, part in zip(buffers, total.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
+        for buffer, part in zip(buffers, total.split([part.numel() for part in parts]), strict=True):
+            found = part if buffer.is_floating_point() else part.to(torch.uint8).view(buffer.dtype)
+            buffer.copy_(found.view_as(buffer))
 
     def close(self) -> None:
         """See `GradientSync`."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from horizonml.engine.sync.base import Members
+from horizonml.errors import ModelError
 
 _OF_NORMS = 1 << 16  # sets these sums apart from those of the stages' gradients, whose order is another
 
@@ -29,6 +30,11 @@ class SyncedNorms:
         self._norms = [one for one in module.modules() if isinstance(one, nn.SyncBatchNorm)] if shares else []
         self._ranks: tuple[int, ...] = ()  # the members that have rows of the micro-batch under way
         for norm in self._norms:
+            if type(norm).forward is not nn.SyncBatchNorm.forward:
+                raise ModelError(
+                    f"{type(norm).__name__} has a forward of its own, so that members cannot synchronise it; use "
+                    "nn.SyncBatchNorm itself, and put the rest into a module around it"
+                )
             norm.forward = _Forward(self, norm)  # type: ignore[method-assign, assignment]
         if self._norms:
             self._members.group.among(self._members.ranks, _OF_NORMS + self._members.number)
