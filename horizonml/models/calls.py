@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from horizonml.data.seeds import python_seeded
 from horizonml.data.tensors import TensorSpec
 from horizonml.models.boundary import flat
 from horizonml.models.skeleton import Forward, Skeleton
@@ -218,7 +217,7 @@ class _Run:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
         """Return the model's result, what it is made of, and the results that the glue has changed."""
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), python_seeded(0), self.tracker:
+        with torch.no_grad(), self.tracker:
             result = self._root(*args, **kwargs)
             changed = frozenset(found for found, tensor in self._results.items() if tensor._version)
             return result, self.tracker.of(result) | self.tracker.control, changed

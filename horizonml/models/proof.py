@@ -111,6 +111,42 @@ def prove(model: Model, inputs: Values) -> Cutting:
     return by_modules(frozenset(kept)) if kept else Cutting("nothing", reason=first)
 
 
+def check_shared(model: Model, inputs: Values) -> None:
+    """Raise ModelError if parameters that several modules share cannot be held as copies, as every plan here does.
+
+    Copies have the sum of all their gradients. That is not what the author wrote if the code asks whether they are one,
+    or changes one of them.
+    """
+    whole = model.stage(0, len(model.chain))
+    assert isinstance(whole, WholeModule)
+    root = model.make()
+    values = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    for name, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+        tensor.data = values[name].detach().clone()
+    results = []
+    for module in (WholeModule(root, model.input.names), whole):
+        with _alone(), own_state_kept():
+            torch.default_generator.manual_seed(0)
+            outputs, backward = _run_whole(module.train())(tuple(value.clone() for value in inputs))
+            backward([torch.randn_like(value) for value in outputs if value.requires_grad])
+        results.append(outputs)
+    one, other = dict(root.named_parameters()), dict(whole.named_parameters())
+    wrong = any(_distance(a, b, 0.0) is not None for a, b in zip(*results, strict=True))
+    for names in model.all_ties:
+        copies = [other[name] for name in names]
+        wrong |= any(not torch.equal(copies[0], copy) for copy in copies[1:])
+        own = next(one[name] for name in names if name in one).grad
+        gradients = [copy.grad for copy in copies if copy.grad is not None]
+        total = torch.stack(gradients).sum(0) if gradients else None
+        wrong |= _distance(own, total, _size(own)) is not None
+        if wrong:
+            raise ModelError(
+                f"{' and '.join(names)} are one parameter in {_owner(root)}, and its code does with them what it would "
+                "not do with copies that are kept equal: it asks whether they are the same object, or changes one of "
+                "them; use the same module twice instead of sharing a parameter"
+            )
+
+
 def _most(points: Sequence[int], is_right: Callable[[Sequence[int]], bool]) -> Sequence[int]:
     """Return points that are right together, found by halving those that are not."""
     if not points or is_right(points):

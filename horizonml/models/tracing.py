@@ -160,8 +160,7 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
             graphs: list[fx.Graph] = []
             for mode, gradients in ((True, True), (False, True), (False, False)):
                 model.train(mode)
-                alone = torch.random.fork_rng(devices=[])
-                with torch.set_grad_enabled(gradients), python_seeded(0), alone, own_state_kept():
+                with torch.set_grad_enabled(gradients), tried_out(model):
                     graph = _trace_once(model, leaves, defaults)
                 if graph is None:
                     break
@@ -286,7 +285,8 @@ def tried_out(model: nn.Module) -> Iterator[None]:
     """Let a model run without consequences: its modes and attributes are as before afterwards."""
     modes, attributes = {module: module.training for module in model.modules()}, Attributes(model)
     try:
-        with own_state_kept():
+        with own_state_kept(), torch.random.fork_rng(devices=[]), python_seeded(0):
+            torch.default_generator.manual_seed(0)  # all ranks must see the same
             yield
     finally:
         attributes.restore()

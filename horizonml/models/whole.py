@@ -102,7 +102,7 @@ def _returned(model: nn.Module, input: InputSpec, rows: int) -> tuple[object, ..
     values = [torch.zeros(rows, *spec.shape, dtype=spec.dtype) for spec in input.tensors]
     args, kwargs = arguments(values, input.names)
     try:
-        with torch.random.fork_rng(devices=[]), tried_out(model):
+        with tried_out(model):
             model.eval()
             return flat(torch.func.functional_call(model, zeros, args, kwargs))
     except Exception as error:  # the model's own code runs here, and may fail in any way

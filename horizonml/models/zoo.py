@@ -24,6 +24,7 @@ from horizonml.models.freezing import Modes, carry_modes, is_still, keep_still, 
 from horizonml.models.language import gpt_model
 from horizonml.models.libraries import LIBRARIES, check_options
 from horizonml.models.lora import with_adapters
+from horizonml.models.own_state import OwnState
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
@@ -146,9 +147,11 @@ def build(
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
+    before = OwnState()  # constructors may count, and are called again
     try:
         with python_seeded(seed):
             model, tape = record(constructor)
+        before.restore()
     except RuntimeError as reason:  # includes NotImplementedError
         # Either the constructor reads values back, which the meta device does not have, and the model can be built in
         # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
@@ -164,7 +167,11 @@ def build(
     frozen = frozen_tensors(spec, model, ties, pretrained)
     if pretrained is not None and frozen:
         pretrained.notes += (trained_note(model, ties),)
-    make = functools.partial(_in_memory, spec, constructor, seed, input)
+
+    def make() -> nn.Module:
+        before.restore()
+        return _in_memory(spec, constructor, seed, input)
+
     try:
         made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
     except ModelError:
@@ -274,7 +281,7 @@ def _require_same(recorded: nn.Module, made: nn.Module) -> None:
     if different:
         raise ModelError(
             f"{type(made).__name__} is not the same each time it is constructed: {some(different)} differ; its "
-            "constructor must depend on nothing but its options, and its forward must create no modules"
+            "constructor must depend on nothing but its options, and its forward must create no modules or buffers"
         )
 
 

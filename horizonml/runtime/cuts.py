@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from horizonml import __version__
-from horizonml.comm.expected import optional
+from horizonml.comm.expected import boolean, optional
 from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
@@ -26,7 +26,7 @@ from horizonml.machine.code import own_files
 from horizonml.machine.resources import memory_left
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.cutting import AUTOMATIC, Cutting
-from horizonml.models.proof import prove
+from horizonml.models.proof import check_shared, prove
 from horizonml.models.zoo import Model
 from horizonml.planner.strategies import may_cut
 from horizonml.text import count, human_bytes, human_seconds
@@ -36,6 +36,7 @@ _FORMAT = 1
 _ROWS = 2
 _COPIES = 6  # of the parameters, with gradients, that the comparison holds
 _TOLD_SECONDS = 1.0
+_shared: set[int] = set()  # the models whose shared parameters have been looked at
 
 Say = Callable[[str], None]
 
@@ -46,6 +47,14 @@ def agree_on_cuts(job: Job, model: Model, info: DataInfo, group: Group, say: Say
     A rank that has trained with the model before tells the others how it was cut. Otherwise rank 0 compares the layers
     with the model. Raises ModelError on all ranks if the model does not run on its data.
     """
+    if model.all_ties and any(group.gather_json(id(model.recorded) not in _shared, boolean)):
+        _shared.add(id(model.recorded))
+
+        def check() -> None:
+            if group.rank == 0 and not _is_too_large(model):
+                check_shared(model, _samples(job, model, info)[0])
+
+        group.agree(check)
     if not may_cut(job.parallel, group.world_size):
         return model
     known = group.gather_json(model.cutting.to_json() if model.proven else None, optional(Cutting.from_json))
@@ -76,11 +85,10 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
     """
     if len(model.chain) == 1:
         return model.cutting
-    parameters = sum(parameter.nbytes for parameter in model.recorded.parameters())
-    if parameters * _COPIES > memory_left():
+    if _is_too_large(model):
         say(
             f"warning: {job.model.name} is not compared with its layers before it is cut, because that takes "
-            f"{human_bytes(parameters * _COPIES)} of memory on this device; what its Python code does beside PyTorch's "
+            f"{human_bytes(_bytes(model))} of memory on this device; what its Python code does beside PyTorch's "
             "operations may be lost"
         )
         return model.cutting
@@ -104,6 +112,15 @@ def proven_cutting(job: Job, model: Model, info: DataInfo, say: Say) -> Cutting:
     except OSError as error:
         _log.info("how the model may be cut is not remembered: %s: %s", path, error.strerror or error)
     return cutting
+
+
+def _bytes(model: Model) -> int:
+    """Return the memory that a comparison takes."""
+    return _COPIES * sum(parameter.nbytes for parameter in model.recorded.parameters())
+
+
+def _is_too_large(model: Model) -> bool:
+    return _bytes(model) > memory_left()
 
 
 def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
