@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from horizonml.errors import ModelError
+from horizonml.models.tracing import tried_out
 
 Modes = Mapping[bool, Mapping[str, bool]]
 """For training and for evaluation of a model, which of its modules are then in training mode, by path."""
@@ -74,16 +75,12 @@ def modes_of(model: nn.Module) -> Modes | None:
     """
     if all(type(one).train is nn.Module.train and type(one).eval is nn.Module.eval for one in model.modules()):
         return None
-    before = {module: module.training for module in model.modules()}
-    try:
-        found = {}
-        for mode in (True, False):
+    found = {}
+    for mode in (True, False):
+        with tried_out(model):
             model.train(mode)
             found[mode] = {path: module.training for path, module in model.named_modules(remove_duplicate=False)}
-        return found
-    finally:
-        for module, mode in before.items():
-            module.training = mode
+    return found
 
 
 def carry_modes(part: nn.Module, modes: Modes) -> None:

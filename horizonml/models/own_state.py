@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -15,11 +15,14 @@ from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
 from horizonml.machine.code import own_files
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple)
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, OrderedDict, set, deque)
+# PyTorch keeps hooks for all modules in these.
+_HOOKS = [name for name in vars(torch_modules) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
 def copy_of(value: Any) -> Any:
@@ -81,6 +84,8 @@ class OwnState:
             (place, owner, {name: (value, copy_of(value)) for name, value in space.items() if _counts(name, value)})
             for place, owner, space in spaces
         ]
+        hooks = {name: vars(torch_modules)[name] for name in _HOOKS}
+        self._held.append(("torch", torch_modules, {name: (value, copy_of(value)) for name, value in hooks.items()}))
         self._context = dict(contextvars.copy_context().items())
 
     def changed(self) -> list[str]:
@@ -89,7 +94,8 @@ class OwnState:
             f"{place}.{name}"
             for place, owner, before in self._held
             for name, value in vars(owner).items()
-            if _counts(name, value) and not (name in before and is_same(value, *before[name]))
+            if _counts(name, value) and (owner is not torch_modules or name in before)
+            if not (name in before and is_same(value, *before[name]))
         ]
         context = contextvars.copy_context()
         return found + [var.name for var, value in context.items() if not is_same(value, self._context.get(var), None)]

@@ -70,7 +70,7 @@ def prove(model: Model, inputs: Values) -> Cutting:
             drawing = _drawing(whole, inputs)
         with _alone(), own_state_kept():
             state = OwnState()
-            truth = _observe(_run_whole(whole), [("", whole.root)], inputs)
+            truth = _observe(_run_whole(whole), [whole], inputs)
             shared = state.changed()
     except HorizonError:
         raise
@@ -167,9 +167,8 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
         return None  # which is the model itself
     try:
         parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
-        named = [("", getattr(part, "_root", part)) for part in parts]
         with _alone(), own_state_kept():
-            found = _observe(_run_parts(model, parts), named, inputs)
+            found = _observe(_run_parts(model, parts), parts, inputs)
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise
@@ -275,15 +274,15 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _observe(run: Run, roots: Sequence[tuple[str, nn.Module]], inputs: Values) -> list[_Seen]:
-    """Return what all runs do."""
-    before = [Attributes(module, prefix) for prefix, module in roots]
-    modules = [module for _, module in roots]
+def _observe(run: Run, parts: Sequence[nn.Module], inputs: Values) -> list[_Seen]:
+    """Return what all runs do; the parts are the whole model or its layers."""
+    modules = [vars(part).get("root", vars(part).get("_root", part)) for part in parts]  # with all that code has set
+    before = [Attributes(module) for module in modules]
     found = []
     for number, (training, gradients) in enumerate(_RUNS):
-        for module in modules:
-            module.train(training)
-            module.zero_grad(set_to_none=True)
+        for part in parts:
+            part.train(training)
+            part.zero_grad(set_to_none=True)
         torch.default_generator.manual_seed(number)
         with nullcontext() if gradients else torch.no_grad(), python_seeded(number):
             outputs, backward = run(tuple(value.clone() for value in inputs))

@@ -154,31 +154,27 @@ def trace(model: nn.Module, names: Sequence[str] = ()) -> fx.Graph:
     it does (it changes its buffers, or switches gradients off).
     """
     leaves: set[str] = set()
-    training, defaults = model.training, _defaults(model, names)
-    try:
-        while True:
-            graphs: list[fx.Graph] = []
-            for mode, gradients in ((True, True), (False, True), (False, False)):
+    defaults = _defaults(model, names)
+    while True:
+        graphs: list[fx.Graph] = []
+        for mode, gradients in ((True, True), (False, True), (False, False)):
+            with torch.set_grad_enabled(gradients), tried_out(model):
                 model.train(mode)
-                with torch.set_grad_enabled(gradients), tried_out(model):
-                    graph = _trace_once(model, leaves, defaults)
-                if graph is None:
-                    break
-                graphs.append(graph)
-            else:
-                train, *others = graphs
-                found = [one for other in others if (one := _first_difference(train, other, leaves)) is not None]
-                if not found:
-                    return train
-                if not found[0]:
-                    raise Untraceable(
-                        f"the forward of {type(model).__name__} itself depends on train/eval mode, or on whether "
-                        "gradients are computed; move that part into a submodule, so that the model can be cut into "
-                        "layers"
-                    )
-                leaves.add(found[0])
-    finally:
-        model.train(training)
+                graph = _trace_once(model, leaves, defaults)
+            if graph is None:
+                break
+            graphs.append(graph)
+        else:
+            train, *others = graphs
+            found = [one for other in others if (one := _first_difference(train, other, leaves)) is not None]
+            if not found:
+                return train
+            if not found[0]:
+                raise Untraceable(
+                    f"the forward of {type(model).__name__} itself depends on train/eval mode, or on whether "
+                    "gradients are computed; move that part into a submodule, so that the model can be cut into layers"
+                )
+            leaves.add(found[0])
 
 
 def _defaults(model: nn.Module, names: Sequence[str]) -> dict[str, Any]:
@@ -283,14 +279,14 @@ class Attributes:
 @contextmanager
 def tried_out(model: nn.Module) -> Iterator[None]:
     """Let a model run without consequences: its modes and attributes are as before afterwards."""
-    modes, attributes = {module: module.training for module in model.modules()}, Attributes(model)
+    modes, attributes = [(module, module.training) for module in model.modules()], Attributes(model)
     try:
         with own_state_kept(), torch.random.fork_rng(devices=[]), python_seeded(0):
             torch.default_generator.manual_seed(0)  # all ranks must see the same
             yield
     finally:
         attributes.restore()
-        for module, mode in modes.items():
+        for module, mode in modes:
             module.training = mode
 
 

@@ -276,7 +276,16 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _require_same(recorded: nn.Module, made: nn.Module) -> None:
     """Raise ModelError if two calls of a model's constructor have made different models."""
-    one, other = ({name: tuple(tensor.shape) for name, tensor in _tensors(model).items()} for model in (recorded, made))
+    one, other = (
+        {name: tuple(tensor.shape) for name, tensor in _tensors(model).items()}
+        | {
+            f"{path}.{name}".lstrip("."): value
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, bool | int | str) and name != "training"
+        }
+        for model in (recorded, made)
+    )
     different = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
     if different:
         raise ModelError(
