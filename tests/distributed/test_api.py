@@ -238,7 +238,7 @@ print("LEFT", [child.name() for child in psutil.Process().children(recursive=Tru
         assert one.startswith("rank ")
         assert "rank-" in one.splitlines()[-1]  # names the log
     assert re.search(r"script\.py:\d+: ValueError: sample 77 is odd", data)
-    assert re.search(r"the model's forward pass, at `words = .*`: IndexError: index out of range", model)
+    assert re.search(r"script\.py:\d+ \(in forward\): IndexError: index out of range", model)
     assert re.search(r"script\.py:\d+ \(in judge\): ZeroDivisionError: in my task", task)
 
 
