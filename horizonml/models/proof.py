@@ -36,7 +36,7 @@ from horizonml.text import some
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # of a tensor's largest value, and of the largest of all tensors of a kind
 _RUNS = (*[(True, True)] * 4, (False, True), (False, False))  # training mode, gradients
 _RATE = 0.01  # of the updates
-_SECONDS = 60.0  # after which no further way to cut is tried
+_SECONDS = 60.0  # after which no other way to cut than the first one is tried
 
 Run = Callable[[Values], tuple[Values, Callable[[Sequence[Tensor]], None]]]
 """Returns the outputs for some inputs, and what computes all gradients from those of the outputs."""
@@ -80,7 +80,6 @@ def prove(model: Model, inputs: Values) -> Cutting:
         raise ModelError(f"{type(whole.root).__name__} does not run on samples of the data: {where(error)}") from error
     if drawing is not None:
         return Cutting("nothing", reason=drawing)
-
     if shared:
         code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(shared)}"
         return Cutting(
@@ -88,8 +87,6 @@ def prove(model: Model, inputs: Values) -> Cutting:
         )
 
     def problem(cutting: Cutting) -> str | None:
-        if time.monotonic() - started > _SECONDS:
-            return f"comparing its layers with it took more than {_SECONDS:.0f} s"
         try:
             return _difference(model.recut(cutting), whole.root, truth, inputs)
         except ModelError as error:
@@ -107,7 +104,10 @@ def prove(model: Model, inputs: Values) -> Cutting:
     def by_modules(kept: frozenset[int]) -> Cutting:
         return Cutting("modules", points - kept, f"a recorded graph of it computes something else: {first}")
 
-    kept = _most(sorted(points), lambda kept: problem(by_modules(frozenset(kept))) is None)
+    def is_right(kept: Sequence[int]) -> bool:
+        return time.monotonic() - started < _SECONDS and problem(by_modules(frozenset(kept))) is None
+
+    kept = _most(sorted(points), is_right)
     return by_modules(frozenset(kept)) if kept else Cutting("nothing", reason=first)
 
 
