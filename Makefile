@@ -97,8 +97,8 @@ kind-up: images ## Make a Kubernetes cluster on this machine, with the image and
 		$(KIND) create cluster --name $(KIND_CLUSTER) --config $(KIND_CONFIG) \
 			$(if $(KIND_NODE_IMAGE),--image $(KIND_NODE_IMAGE))
 	$(KIND) load docker-image --name $(KIND_CLUSTER) $(IMAGE) $(KIND_LOAD)
-	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -k $(MONITORING)
 	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -f k8s/base/namespace.yaml
+	$(KUBECTL) --context kind-$(KIND_CLUSTER) apply -k $(MONITORING)
 	@$(IN_KIND) get secret horizonml-token >/dev/null 2>&1 || \
 		$(PYTHON) scripts/new_token.py secret | $(IN_KIND) create -f -
 	@echo
