@@ -162,7 +162,11 @@ def test_a_rank_that_fails_by_itself_ends_all_with_its_reason(folder: Path) -> N
         (["train", "job.yaml", "--set", "model.name=digits_cn"], 2, "did you mean 'digits_cnn'?"),
         (["train", "job.yaml", "--set", "data.samples=5000"], 1, "digits has 1438 training samples"),
         (["train", "job.yaml", "--set", "data.name=cifar10", "--set", "data.download=false"], 1, "cifar10 is missing"),
-        (["train", "job.yaml", "--set", "model.name=tests.models:two_outputs"], 1, "returns [1, 8, 8] and [1, 8, 8] values per sample"),
+        (
+            ["train", "job.yaml", "--set", "model.name=tests.models:two_outputs"],
+            1,
+            "returns [1, 8, 8] and [1, 8, 8] values per sample",
+        ),
         (["train", "job.yaml", "--set", "data.samples=33", "--set", "model.name=resnet18"], 1, "with one sample"),
         (["plan", "job.yaml", "--set", "parallel.strategy=pipeline", "--workers", "18"], 2, "at most 17 stages"),
         (["train", "job.yaml", "--device", "tpu"], 2, "error: --device: 'tpu' is not one of auto, cpu, cuda, cuda:N"),

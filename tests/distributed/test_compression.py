@@ -6,6 +6,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None
             ratio = {"fp16": 0.5, "powersgd": 0.2, "int4": 0.14}[kind]
             assert reports[-1].bytes_sent < 1.01 * ratio * exact_reports[-1].bytes_sent
         assert 0 < deviation(state, other, model) < error
-        assert reports[-1].divergence == pytest.approx(exact_reports[-1].divergence, rel=0.3)
+        # That of a single step depends on where the training is by then, which is not the same place in both.
+        own, usual = (median(report.divergence for report in found[-10:]) for found in (reports, exact_reports))
+        assert own == pytest.approx(usual, rel=0.3)
         if kind == "powersgd":  # whole at first
             early = [report.totals.loss for report in reports[:10]]
             assert early == pytest.approx([report.totals.loss for report in exact_reports[:10]], rel=1e-4)

@@ -29,7 +29,9 @@ from tests.distributed.sessions import state_of
 from tests.distributed.test_gradients import FULL, LR, ONE, SHAPE, Case, RandomBatch, distance, reference
 
 LAST, NARROW, BOTH = Execution(True), Execution(False, "bf16"), Execution(True, "bf16")
-BF16_BOUND = 0.1  # of how far a rank's parameters have moved in three steps, all together
+# Of how far a rank's parameters have moved in three steps, all together. How much rounding is amplified depends on the
+# initial values: with torch's own autocast in one process, the residual network ends 0.04 to 0.20 apart (eight seeds).
+BF16_BOUND = 0.25
 
 # How the layers run, by rank: whole models, layers that alternate, and members of a stage that differ.
 WAYS: dict[str, list[tuple[Execution, ...]]] = {
