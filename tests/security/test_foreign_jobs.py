@@ -128,7 +128,7 @@ def test_a_field_without_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_place_that_is_read_is_named_and_every_place_that_is_written_is_the_devices_own(tmp_path: Path) -> None:
     text = (
         "folder: /etc\ndata: {name: text, path: /etc/passwd, folder: /root, tokens: /t.json}\n"
-        "rendezvous: {address: 'a:1'}\ntelemetry: {mlflow: 'sqlite:////root/.ssh/authorized_keys'}\n"
+        "rendezvous: {address: 'a:1'}\ntelemetry: {mlflow: 'sqlite:////home/pi/.ssh/authorized_keys'}\n"
         "model: {weights: {source: https://example.org/x, sha256: " + 64 * "a" + ", base_url: https://example.org}}\n"
     )
     taken = accept(text, "it", tmp_path, False)
