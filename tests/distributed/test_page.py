@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from horizonml.page.server import PageServer
+from horizonml.plan.plan import Plan
 from horizonml.security.token import make_token
+from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, ours, wait_for
 from tests.programs import need, need_package
 from tests.runs import append
@@ -222,6 +224,9 @@ def test_a_phone_scrolls_in_one_direction_only(run: Path, visit: Callable[..., V
 
 
 def test_a_step_that_nobody_recorded_is_simulated_and_the_page_says_so(run: Path, visit: Callable[..., Visit]) -> None:
+    plan = Plan.from_json(next(line["plan"] for line in read_lines(run / "rank-0.jsonl") if line["kind"] == "run"))
+    working = 3 - len(plan.spare)  # on a machine with two cores, a rank is left out
+    assert working >= 2
     for path in run.glob("rank-*.jsonl"):
         kept = [line for line in path.read_text().splitlines(keepends=True) if '"kind": "timeline"' not in line]
         path.write_text("".join(kept))
@@ -229,7 +234,7 @@ def test_a_step_that_nobody_recorded_is_simulated_and_the_page_says_so(run: Path
         look = visit()
         page = look.go(server)
         page.wait_for_selector("#timeline .note:has-text('Simulated')")
-        assert page.locator("#timeline .chart rect.k-backward").count() >= 3
+        assert page.locator("#timeline .chart rect.k-backward").count() >= working
         assert look.complaints == []
 
 

@@ -107,9 +107,10 @@ def test_any_plan_follows_any_other(pool: Pool) -> None:
     assert all(value.isfinite().all() for state, _ in results for value in state.values())
 
 
-# A search may take seconds beside other tests, and ten times its own length passes until the next.
+# A search may take seconds beside other tests, and ten times its own length passes until the next. Both ranks have a
+# core to themselves on any machine for tests, so that no plan leaves one of them with nothing to be measured by.
 JOB = """name: test
-epochs: 120
+epochs: 80
 batch_size: 48
 model: {name: "tests.models:slow"}
 data: {name: digits, samples: 480}
@@ -122,11 +123,11 @@ def test_a_device_that_slows_down_gets_less_to_do(
 ) -> None:
     (folder / "job.yaml").write_text(JOB)
     slow = tmp_path / "slow"
-    process = start("train", "job.yaml", "-n", "3", "--set", "parallel.strategy=auto", HORIZONML_TEST_SLOW=str(slow))
+    process = start("train", "job.yaml", "-n", "2", "--set", "parallel.strategy=auto", HORIZONML_TEST_SLOW=str(slow))
     wait_for(lambda: steps(folder) >= 8, "eight steps")
     lines = read_lines(folder / "runs" / "test" / "rank-0.jsonl")
     stages = next(line["plan"]["stages"] for line in lines if line["kind"] == "run")
-    busiest = max(range(3), key=lambda rank: sum(_share(stage, rank) for stage in stages))
+    busiest = max(range(2), key=lambda rank: sum(_share(stage, rank) for stage in stages))
     slow.write_text(str(busiest))
     at = steps(folder)
     wait_for(lambda: len(_plans(folder)) > 1, "another plan", 60)
@@ -139,14 +140,14 @@ def test_a_device_that_slows_down_gets_less_to_do(
     assert process.returncode == 0, err
     assert f"rank {busiest} computes " in out, out
     assert " times as long as planned, compared with the others" in out
-    records = [list(read_lines(folder / "runs" / "test" / f"rank-{rank}.jsonl")) for rank in range(3)]
+    records = [list(read_lines(folder / "runs" / "test" / f"rank-{rank}.jsonl")) for rank in range(2)]
     plans = [[line["plan"] for line in lines if line["kind"] == "run"] for lines in records]
-    assert plans[0] == plans[1] == plans[2]
+    assert plans[0] == plans[1]
     assert len(plans[0]) > 2
     looks = [[line["slowdowns"] for line in lines if line["kind"] == "slowdowns"] for lines in records]
-    assert looks[0] == looks[1] == looks[2]
+    assert looks[0] == looks[1]
     assert max(look[busiest] for look in looks[0]) > 2
-    assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 1201))
+    assert [line["step"] for line in records[0] if line["kind"] == "step"] == list(range(1, 801))
     assert "changed hands" in out
     run = LiveRun(folder / "runs" / "test")
     run.poll()
