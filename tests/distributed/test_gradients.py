@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import Store
+from torch.func import functional_call
 from torch.nn import functional
 
 from horizonml.comm.group import Group
 from horizonml.models.boundary import values_of
 from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
+from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Sgd
@@ -175,11 +177,30 @@ def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) 
     return state, reports
 
 
-def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float]]:
+class Called(nn.Module):
+    """A stage that is called in some way, so that `functional_call` can give it other buffers."""
+
+    def __init__(self, stage: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.call = call
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.call(*values)
+
+
+def plainly(model: Model, stage: nn.Module, spec: Stage, rank: int) -> Callable[..., Any]:
+    """A stage as PyTorch runs it."""
+    return stage
+
+
+def reference(
+    case: Case, steps: int = 3, as_run: Callable[[Model, nn.Module, Stage, int], Callable[..., Any]] = plainly
+) -> tuple[dict[str, Tensor], list[float]]:
     """The same in one process with plain PyTorch, and the loss of every step.
 
     BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
-    same start, averaged by samples after the step.
+    same start, averaged by samples after the step. A stage of the model is called `as_run` by each rank.
     """
     model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
     plan = case.plan(len(model.chain))
@@ -190,6 +211,10 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
             owner = next(stage for stage in stages if name in dict(stage.named_parameters()))
             path, _, last = name.rpartition(".")
             owner.get_submodule(path).register_parameter(last, shared)
+    called = [
+        [Called(stage, as_run(model, stage, spec, rank)) for rank in spec.ranks]
+        for stage, spec in zip(stages, plan.stages, strict=True)
+    ]
     parameters = list({id(value): value for stage in stages for value in stage.parameters()}.values())
     if isinstance(case.optimizer, Sgd):
         spec = case.optimizer
@@ -204,15 +229,15 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
         batch = RandomBatch(step)
         optimizer.zero_grad()
         buffers = [
-            [{key: value.clone() for key, value in stage.named_buffers()} for _ in spec.ranks]
+            [{f"stage.{key}": value.clone() for key, value in stage.named_buffers()} for _ in spec.ranks]
             for stage, spec in zip(stages, plan.stages, strict=True)
         ]
         total, first = torch.zeros(()), 0
         for size in plan.micro_sizes(batch.size, FULL):
             values = (batch.inputs(first, first + size),)
-            for stage, spec, own in zip(stages, plan.stages, buffers, strict=True):
+            for ranks, spec, own in zip(called, plan.stages, buffers, strict=True):
                 parts = [
-                    values_of(torch.func.functional_call(stage, own[member], tuple(value[a:b] for value in values)))
+                    values_of(functional_call(ranks[member], own[member], tuple(value[a:b] for value in values)))
                     for member, (a, b) in enumerate(spec.rows(size))
                     if b > a
                 ]
@@ -229,9 +254,11 @@ def reference(case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[float
             ]
             for key, buffer in stage.named_buffers():
                 if buffer.is_floating_point():
-                    buffer.copy_(sum(values[key] * n / batch.size for values, n in zip(own, rows, strict=True)))
+                    buffer.copy_(
+                        sum(values[f"stage.{key}"] * n / batch.size for values, n in zip(own, rows, strict=True))
+                    )
                 else:
-                    buffer.copy_(own[0][key])
+                    buffer.copy_(own[0][f"stage.{key}"])
     return {f"model/{key}": value.detach() for stage in stages for key, value in stage.state_dict().items()}, losses
 
 
