@@ -146,7 +146,7 @@ def test_a_graph_is_verified_on_held_out_samples(tmp_path: Path, name: str) -> N
     path, _ = checkpoint_of(tmp_path / "run", job())
     found = export(path, tmp_path / name, verify=7).check
     assert re.fullmatch(
-        r"7 held-out samples of digits: largest difference \d\.\de-\d\d in outputs of up to [\d.]+ "
+        r"7 held-out samples of digits: largest difference \d\.\de[-+]\d\d in outputs of up to [\d.]+ "
         r"\(tolerance \d\.\de-0[3-6]\)",
         found,
     )
