@@ -28,6 +28,7 @@ from horizonml.errors import JobError
 from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+from horizonml.runtime.forkserver import start
 from horizonml.security.token import TOKEN, make_token
 
 STOP_SECONDS = 15.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
@@ -225,13 +226,12 @@ class Cluster:
 
     def _launch(self, command: list[str], log: Path, env: Mapping[str, str], **extra: Any) -> subprocess.Popen[bytes]:
         """Start a process whose output goes to a log."""
-        process = subprocess.Popen(
+        process = start(
             command,
             env={**self._env, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
             **extra,
         )
         self._output.take(process, log)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER, explain_signal, launcher_name
+from horizonml.runtime.forkserver import start
 
 STOP_SECONDS = 60.0  # for a rank that was asked to stop, to finish its step and save
 _GRACE_SECONDS = 3.0  # for one that has no rank yet
@@ -34,12 +35,11 @@ class Child:
         """
         self._ready, ready = os.pipe()  # says that it has loaded everything
         env = {name: value for name, value in os.environ.items() if name not in _UNSET}
-        self._process = subprocess.Popen(
+        self._process = start(
             python_module("horizonml.lobby.rank"),
             env={**env, LAUNCHER: launcher_name()},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is passed on by this process, once
             pass_fds=[ready],
         )
         os.close(ready)

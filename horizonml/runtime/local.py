@@ -1,8 +1,9 @@
 """Runs all ranks on this machine, with their rendezvous service, and leaves none of them behind.
 
-Every rank is the same command that a container would run. The first rank shares this terminal. The output of the
-others, and all errors and warnings, go to `rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C
-and SIGTERM reach all ranks as a request to stop after the step, and a rank that fails ends the others.
+Every rank is the same command that a container would run; on Linux, several of them are forked from one process that
+has loaded PyTorch. The first rank shares this terminal. The output of the others, and all errors and warnings, go to
+`rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C and SIGTERM reach all ranks as a request to
+stop after the step, and a rank that fails ends the others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
+from horizonml.runtime.forkserver import SERVER, ForkServer, start
 from horizonml.runtime.logs import RankLog, Warnings
 from horizonml.security.token import INSECURE, TOKEN, make_token
 
@@ -85,6 +88,7 @@ class LocalRun:
         self._kept, self._output, self._inherited = kept, output, tuple(inherited)
         self._world_size, self._command, self._logs, self._env = world_size, command, logs, dict(extra_env)
         self._service: subprocess.Popen[bytes] | None = None
+        self._forks: ForkServer | None = None
         self._ranks: list[_Rank] = []
         self._logs_of: list[RankLog] = []
         self._warnings = Warnings()
@@ -122,16 +126,23 @@ class LocalRun:
             env[TOKEN] = make_token().text  # for this run alone, so that no other user of the machine takes part
             env.pop(INSECURE, None)
             env["HORIZONML_RENDEZVOUS"] = self._start_service(env)
-        for rank in range(self._world_size):
-            log = RankLog(self._logs / f"rank-{rank}.log")
-            self._logs_of.append(log)
-            process = subprocess.Popen(
+        logs = [RankLog(self._logs / f"rank-{rank}.log") for rank in range(self._world_size)]
+        self._logs_of += logs
+        # One rank by itself would only wait for a second process.
+        if self._world_size > 1 and sys.platform == "linux" and SERVER not in env:
+            self._forks = ForkServer(env, logs[0].file)
+            while not self._forks.loaded():
+                if self._stop.wanted:
+                    print("stopped as asked, before the training began", flush=True)
+                    return
+        for rank, log in enumerate(logs):
+            process = start(
                 self._command,
+                self._forks.name if self._forks is not None else None,
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output if rank == 0 else log.file,
                 stderr=log.file,
-                start_new_session=True,  # Ctrl-C is passed on by this process, once
                 pass_fds=self._inherited,
             )
             self._ranks.append(_Rank(rank, process, log))
@@ -217,6 +228,8 @@ class LocalRun:
         for process in processes:
             _signal(process, signal.SIGKILL)
             process.wait()
+        if self._forks is not None:
+            self._forks.close()
         for log in self._logs_of:
             log.file.close()
         self._handling.__exit__(None, None, None)

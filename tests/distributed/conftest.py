@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.distributed import processes
 from tests.distributed.pool import Pool
 from tests.distributed.processes import Service, environment, ours
 
@@ -23,9 +23,9 @@ parallel: {strategy: ddp, workers: 3}
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Five processes, shared by all tests."""
-    processes = Pool(5)
-    yield processes
-    processes.close()
+    shared = Pool(5)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
@@ -41,14 +41,8 @@ def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, **extra: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "horizonml", *arguments],
-            cwd=folder,
-            env=environment(HORIZONML_TEST=str(folder), **extra),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = environment(HORIZONML_TEST=str(folder), **extra)
+        process = processes.begin(folder, *arguments, env=env, stderr=subprocess.STDOUT)
         started.append(process)
         return process
 

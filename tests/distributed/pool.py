@@ -1,6 +1,6 @@
 """Real ranks for tests: processes that are started once and run one function after another.
 
-Importing torch takes a second of processor time per process, so all tests share these.
+Importing torch takes a second of processor time, so these are forked, and all tests share them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "horizonml.engine.session", "horizonml.models.zoo"])
         self._runs = 0
         self._connections: list[Connection] = []
         self._processes = []

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+from horizonml.runtime.forkserver import PRELOAD, SERVER, ForkServer
+from horizonml.runtime.forkserver import start as fork
 
 
 @dataclass
@@ -21,17 +27,36 @@ class Service:
     address: str
 
 
+@cache
+def server() -> ForkServer:
+    """The process that all commands of these tests, and the ranks that they start, are forked from."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    made = ForkServer(env, 2, (*PRELOAD, "tests.distributed.preload"))
+    atexit.register(made.close)
+    return made
+
+
 def environment(**extra: str) -> dict[str, str]:
+    """The environment of a command; the ranks that it starts are forked from the tests' own server."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    return {**kept, "PYTHONPATH": str(Path.cwd()), **extra}
+    return {**kept, "PYTHONPATH": str(Path.cwd()), SERVER: server().name, **extra}
+
+
+def begin(folder: Path, *arguments: str, env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
+    """Start a command whose output is text."""
+    command = [sys.executable, "-m", "horizonml", *arguments]
+    return fork(command, server().name, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, **options)
 
 
 def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    command = [sys.executable, "-m", "horizonml", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, timeout=120, check=False
-    )
+    with begin(folder, *arguments, env=environment(**extra), stderr=subprocess.PIPE) as process:
+        try:
+            output, errors = process.communicate(timeout=120)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def ours(folder: Path) -> list[psutil.Process]:

@@ -1,0 +1,118 @@
+"""Processes that are forked from one that has loaded what they need: like any other, but sooner there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from horizonml.runtime.forkserver import SERVER, Forked, ForkServer, start
+
+VERSION = [sys.executable, "-P", "-m", "horizonml", "--version"]
+SERVICE = [sys.executable, "-m", "horizonml", "rendezvous", "--port", "0"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows and passes on what this needs")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """A server that has loaded the command line only."""
+    with ForkServer(os.environ, 2, ("horizonml.cli.app",)) as made:
+        while not made.loaded():
+            assert made.process.poll() is None
+        yield made
+
+
+def test_it_runs_the_command_with_its_own_streams_folder_and_environment(server: ForkServer, tmp_path: Path) -> None:
+    env = {**os.environ, "RANK": "3", "HORIZONML_HOME": str(tmp_path)}
+    with start(VERSION, server.name, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE) as process:
+        assert isinstance(process, Forked)
+        assert process.communicate(timeout=60)[0].startswith("horizonml ")
+    assert process.returncode == 0
+    wrong = [sys.executable, "-m", "horizonml", "train", "no-such-job"]
+    with start(wrong, server.name, cwd=tmp_path, text=True, stderr=subprocess.PIPE) as process:
+        assert "no-such-job" in process.communicate(timeout=60)[1]
+    assert process.returncode == 2
+
+
+@contextmanager
+def killed_at_the_end(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_others_see_the_command_and_its_environment(server: ForkServer, tmp_path: Path) -> None:
+    env = {**os.environ, "RANK": "3"}
+    command = [*SERVICE, "--", "cat"]
+    own = start(command, server.name, cwd=tmp_path, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    with killed_at_the_end(own) as process:
+        assert process.stderr is not None
+        assert b"127.0.0.1" in process.stderr.readline()
+        seen = psutil.Process(process.pid)
+        assert [part for part in seen.cmdline() if part] == command
+        assert (seen.environ()["RANK"], seen.cwd()) == ("3", str(tmp_path))
+        assert os.getsid(process.pid) == process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, 128 + signal.SIGTERM)
+
+
+def test_descriptors_keep_their_numbers(server: ForkServer, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        inherited = [*SERVICE[:4], "--inherited", str(listener.fileno())]
+        own = start(inherited, server.name, stdout=subprocess.PIPE, pass_fds=[listener.fileno()])
+        with killed_at_the_end(own) as process:
+            assert process.stdout is not None
+            assert str(listener.getsockname()[1]) in process.stdout.readline().decode()
+            process.terminate()
+            assert process.wait(10) == 0
+
+
+def test_anything_else_is_started_as_usual(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (["true"], [sys.executable, "-c", ""], [sys.executable, "-m", "json.tool", "--help"]):
+        with start(command, server.name, stdout=subprocess.DEVNULL) as process:
+            assert not isinstance(process, Forked)
+            assert process.wait(60) == 0
+    monkeypatch.delenv(SERVER, raising=False)
+    with start(VERSION, stdout=subprocess.DEVNULL) as process:
+        assert not isinstance(process, Forked)
+
+
+def test_what_it_has_started_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    with ForkServer(os.environ, 2, ()) as own:
+        with killed_at_the_end(start(SERVICE, own.name, stdout=subprocess.PIPE)) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert process.poll() is None
+            own.process.kill()
+            assert process.wait(10) == -signal.SIGKILL
+        with pytest.raises(OSError, match=r"refused|has ended"):
+            start(VERSION, own.name)
+
+
+def test_a_server_ends_with_who_started_it_and_says_why_it_cannot_load(tmp_path: Path) -> None:
+    code = (
+        "import os; from horizonml.runtime.forkserver import ForkServer; print(ForkServer(os.environ, 2).process.pid)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with (tmp_path / "log").open("wb") as log, ForkServer(os.environ, log, ("no_such_module",)) as own:
+        while not own.loaded():
+            pass
+        assert own.process.wait(10) != 0
+    assert "no_such_module" in (tmp_path / "log").read_text()
