@@ -105,7 +105,7 @@ def start(command: Sequence[str], server: str | None = None, **options: Any) -> 
     without a server, is started as usual.
     """
     name = server or os.environ.get(SERVER)
-    if name is None or _module(command) is None:
+    if not name or _module(command) is None:
         return subprocess.Popen(command, start_new_session=True, **options)
     return Forked(name, command, **options)
 

@@ -129,7 +129,7 @@ class LocalRun:
         logs = [RankLog(self._logs / f"rank-{rank}.log") for rank in range(self._world_size)]
         self._logs_of += logs
         # One rank by itself would only wait for a second process.
-        if self._world_size > 1 and sys.platform == "linux" and SERVER not in env:
+        if self._world_size > 1 and sys.platform == "linux" and not env.get(SERVER):
             self._forks = ForkServer(env, logs[0].file)
             while not self._forks.loaded():
                 if self._stop.wanted:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from horizonml.runtime.forkserver import SERVER
 from horizonml.runtime.local import LocalRun, RankFailed
-from tests.distributed.processes import ours, wait_for
+from tests.distributed.processes import ours, rank_process, steps, wait_for
 
 Start = Callable[..., "subprocess.Popen[str]"]
 ENDLESS = ["--set", "epochs=10000", "-n", "2"]
@@ -38,11 +40,33 @@ def interruptible() -> Iterator[None]:
 def test_a_launcher_that_ends_early_leaves_nothing(
     folder: Path, start: Start, number: signal.Signals, moment: float
 ) -> None:
-    launchers = [start(*command) for command in COMMANDS]
+    launchers = [start(*command, **{SERVER: ""}) for command in COMMANDS]
     time.sleep(moment)  # whatever has been reached by then: the busier the machine, the earlier
     for launcher in launchers:
         launcher.send_signal(number)
     wait_for(lambda: ours(folder) == [], "the end of all processes")
+
+
+def test_ranks_are_forked_from_one_process_which_ends_with_the_launcher(folder: Path, start: Start) -> None:
+    launcher = start(*COMMANDS[0], **{SERVER: ""})
+    wait_for(lambda: steps(folder) > 1, "a step")
+    ranks = [rank_process(folder, rank) for rank in range(2)]
+    (forking,) = {rank.ppid() for rank in ranks}
+    assert psutil.Process(forking).ppid() == launcher.pid
+    assert all("train" in rank.cmdline() for rank in ranks)
+    assert len(ours(folder)) == 5  # with the launcher and the service
+    launcher.kill()
+    wait_for(lambda: ours(folder) == [], "the end of all processes")
+
+
+def test_ranks_end_with_the_process_that_they_are_forked_from(folder: Path, start: Start) -> None:
+    launcher = start(*COMMANDS[0], **{SERVER: ""})
+    wait_for(lambda: steps(folder) > 1, "a step")
+    psutil.Process(rank_process(folder, 0).ppid()).kill()
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert "was killed by SIGKILL" in output
+    assert ours(folder) == []
 
 
 def test_ctrl_c_in_a_script_s_middle_saves_a_checkpoint(folder: Path, start: Start) -> None:
