@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from horizonml.chaos.network import Networks
+from horizonml.runtime.forkserver import SERVER
 from tests.distributed.processes import environment
 
 CABLE = "cable"  # the network interface of each device, beside its loopback interface
@@ -146,7 +147,7 @@ class Lab:
         assert said == "ready\n", f"{self.names[device]} cannot be set up: {said}{holder.stdout.read()}"
 
     def _environment(self, device: int, extra: dict[str, str]) -> dict[str, str]:
-        own = {"HOME": str(self.homes[device]), "HOSTNAME": self.names[device]}
+        own = {"HOME": str(self.homes[device]), "HOSTNAME": self.names[device], SERVER: ""}  # its ranks are its own
         return {key: value for key, value in environment().items() if not key.startswith("XDG_")} | own | extra
 
     def _address(self, device: int) -> str:
