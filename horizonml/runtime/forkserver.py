@@ -11,6 +11,7 @@ the process that started it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -84,7 +85,8 @@ class ForkServer:
     def loaded(self) -> bool:
         """Wait a moment; return whether the server has loaded everything. That it has ended counts, too."""
         with suppress(TimeoutError):
-            self._lifeline.recv(1)
+            if not self._lifeline.recv(1):
+                self.process.wait()
             return True
         return False
 
@@ -138,7 +140,7 @@ class Forked(subprocess.Popen[Any]):
             connection.sendall(content)
             answer = self._answer()
             if "error" in answer:
-                raise OSError(answer["error"])
+                raise OSError(answer["number"], answer["error"])
         except BaseException:
             connection.close()
             raise
@@ -168,7 +170,7 @@ class Forked(subprocess.Popen[Any]):
             with suppress(ConnectionResetError):
                 received = self._connection.recv(1 << 10, flags)
             if not received:
-                return {"error": "the process that forks ranks has ended"}
+                return {"error": "the process that forks ranks has ended", "number": errno.ECONNRESET}
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
@@ -202,8 +204,9 @@ def serve(listener: socket.socket, lifeline: socket.socket) -> None:
                 try:
                     pid = _fork(connection)
                 except (OSError, ValueError) as error:  # another user, or who asked is gone, or no memory is left
+                    number = error.errno if isinstance(error, OSError) else errno.EPERM
                     with suppress(OSError):
-                        connection.sendall(_line({"error": f"cannot fork: {error}"}))
+                        connection.sendall(_line({"error": f"cannot fork: {error}", "number": number}))
                     connection.close()
                     continue
                 asked[pid] = connection

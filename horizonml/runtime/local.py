@@ -135,6 +135,8 @@ class LocalRun:
                 if self._stop.wanted:
                     print("stopped as asked, before the training began", flush=True)
                     return
+            if self._forks.process.poll() is not None:
+                raise RankFailed(_Rank(0, self._forks.process, logs[0]).error())
         for rank, log in enumerate(logs):
             process = start(
                 self._command,

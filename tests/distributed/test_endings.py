@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from horizonml.runtime.forkserver import SERVER
+from horizonml.runtime import local
+from horizonml.runtime.forkserver import SERVER, ForkServer
 from horizonml.runtime.local import LocalRun, RankFailed
 from tests.distributed.processes import ours, rank_process, steps, wait_for
 
@@ -67,6 +69,12 @@ def test_ranks_end_with_the_process_that_they_are_forked_from(folder: Path, star
     assert launcher.returncode == 1
     assert "was killed by SIGKILL" in output
     assert ours(folder) == []
+
+
+def test_what_cannot_be_loaded_for_the_ranks_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "ForkServer", partial(ForkServer, preload=("no_such_module",)))
+    with pytest.raises(RankFailed, match="No module named 'no_such_module'"), LocalRun(2, TRAIN, tmp_path, {}):
+        pass
 
 
 def test_ctrl_c_in_a_script_s_middle_saves_a_checkpoint(folder: Path, start: Start) -> None:
