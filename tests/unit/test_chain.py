@@ -24,7 +24,11 @@ def shape_of(name: str) -> tuple[int, ...]:
     return SHAPES.get(name, (3, 32, 32))
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+HEAVY = {"vgg11_bn", "convnext_tiny"}
+EACH = [pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ()) for name in VISION_MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> None:
     """Outputs and gradients of all layers run one by one equal the original model's, and so do the names."""
     if name == "digits_cnn":
@@ -46,7 +50,7 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
     compare_with_model(original, chain, (torch.randn(2, *shape_of(name)),))
 
 
-@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("name", EACH)
 def test_training_mode_reaches_the_layers(name: str) -> None:
     model = build(ModelSpec(name=name), 0, 10, InputSpec.of(shape_of(name)))
     stage = model.stage(0, len(model.chain))

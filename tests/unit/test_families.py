@@ -57,7 +57,12 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+HEAVY = {"efficientnet_v2", "vgg without BatchNorm", "swin", "inception"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ()) for name in FAMILIES]
+)
 def test_a_model_cut_everywhere_computes_what_it_computed(name: str) -> None:
     constructor, shape, layers = FAMILIES[name]
     torch.manual_seed(0)
