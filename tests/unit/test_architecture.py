@@ -46,7 +46,7 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "page": {"machine", "plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
-    "chaos": {"machine", "report", "security"},
+    "chaos": {"machine", "report", "runtime", "security"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
     "api": {
         "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
