@@ -14,6 +14,7 @@ import ctypes
 import errno
 import fcntl
 import gc
+import hmac
 import importlib
 import json
 import logging
@@ -24,7 +25,6 @@ import secrets
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
@@ -37,7 +37,7 @@ from horizonml.machine.code import python_module
 from horizonml.machine.signals import LAUNCHER
 from horizonml.runtime.process import run_and_exit
 
-SERVER = "HORIZONML_FORKSERVER"  # the name of a server's socket, for processes whose children it forks
+SERVER = "HORIZONML_FORKSERVER"  # the address of a server, for processes whose children it forks
 # What a rank needs. Names, because this room must not know the command line.
 PRELOAD = (
     "horizonml.cli.app",
@@ -49,7 +49,8 @@ PRELOAD = (
     "horizonml.telemetry.server",
 )
 _ROOM = "HORIZONML_ROOM"  # makes room in the server's environment for those of its children
-_HEADER = 8  # bytes of a request's length
+_HEADER, _SECRET = 8, 32  # bytes of a request's length, and of the secret
+_MOST = 1 << 24  # bytes of a request
 _FIRST = 100  # received descriptors are moved here, out of the way of the numbers that they get
 _REQUEST_SECONDS = 10.0
 
@@ -59,10 +60,13 @@ class ForkServer:
 
     def __init__(self, env: Mapping[str, str], output: IO[bytes] | int, preload: Sequence[str] = PRELOAD) -> None:
         """Start the server, whose modules are loaded meanwhile; its errors go to `output`."""
-        self.name = f"horizonml-{secrets.token_hex(16)}"
+        # Who shares this machine's network, from within a container too, can list the names of such sockets: so whoever
+        # asks has to know a secret, which is in no list and on no command line.
+        name, secret = f"horizonml-{secrets.token_hex(8)}", secrets.token_hex(_SECRET // 2)
+        self.address = f"{name}:{secret}"
         self._lifeline, theirs = socket.socketpair()
         with socket.socket(socket.AF_UNIX) as listener, theirs:
-            listener.bind(f"\0{self.name}")  # a name without a file, so that nothing is left behind
+            listener.bind(f"\0{name}")  # a name without a file, so that nothing is left behind
             listener.listen(128)
             fds = (listener.fileno(), theirs.fileno())
             self.process = subprocess.Popen(
@@ -74,6 +78,7 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the process that started it
                 pass_fds=fds,
             )
+        self._lifeline.sendall(secret.encode())
         self._lifeline.settimeout(0.05)
 
     def __enter__(self) -> ForkServer:
@@ -84,11 +89,15 @@ class ForkServer:
 
     def loaded(self) -> bool:
         """Wait a moment; return whether the server has loaded everything. That it has ended counts, too."""
-        with suppress(TimeoutError):
-            if not self._lifeline.recv(1):
-                self.process.wait()
-            return True
-        return False
+        try:
+            if self._lifeline.recv(1):
+                return True
+        except TimeoutError:
+            return False
+        except ConnectionResetError:  # as it ends without having read the secret
+            pass
+        self.process.wait()
+        return True
 
     def close(self) -> None:
         """End the server; processes that it has started go on, but can no longer be waited for."""
@@ -106,10 +115,10 @@ def start(command: Sequence[str], server: str | None = None, **options: Any) -> 
     A module of this package is forked by `server`, or by the server that has forked this process; anything else, or
     without a server, is started as usual.
     """
-    name = server or os.environ.get(SERVER)
-    if not name or _module(command) is None:
+    address = server or os.environ.get(SERVER)
+    if not address or _module(command) is None:
         return subprocess.Popen(command, start_new_session=True, **options)
-    return Forked(name, command, **options)
+    return Forked(address, command, **options)
 
 
 class Forked(subprocess.Popen[Any]):
@@ -126,7 +135,9 @@ class Forked(subprocess.Popen[Any]):
         """Ask the server for the process; this stands in the place of the standard library's fork and exec."""
         _, pass_fds, cwd, env, _, _, _, *streams = more[:13]
         given = [number if number >= 0 else own for own, number in enumerate((streams[0], streams[3], streams[5]))]
+        name, _, secret = self._server.partition(":")
         request = {
+            "secret": secret,
             "command": list(args),
             "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
             "env": dict(os.environ if env is None else env),
@@ -134,7 +145,7 @@ class Forked(subprocess.Popen[Any]):
         }
         connection = self._connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(f"\0{self._server}")
+            connection.connect(f"\0{name}")
             content = json.dumps(request).encode()
             socket.send_fds(connection, [len(content).to_bytes(_HEADER, "big")], [*given, *pass_fds])
             connection.sendall(content)
@@ -190,6 +201,7 @@ def serve(listener: socket.socket, lifeline: socket.socket) -> None:
     with selectors.DefaultSelector() as ready:
         for source in (listener, lifeline, woken):
             ready.register(source, selectors.EVENT_READ)
+        secret = lifeline.recv(_SECRET, socket.MSG_WAITALL).decode()
         lifeline.send(b"1")
         while True:
             found = [key.fileobj for key, _ in ready.select()]
@@ -202,8 +214,8 @@ def serve(listener: socket.socket, lifeline: socket.socket) -> None:
                 connection, _ = listener.accept()
                 connection.settimeout(_REQUEST_SECONDS)
                 try:
-                    pid = _fork(connection)
-                except (OSError, ValueError) as error:  # another user, or who asked is gone, or no memory is left
+                    pid = _fork(connection, secret)
+                except (OSError, ValueError) as error:  # a stranger, or who asked is gone, or no memory is left
                     number = error.errno if isinstance(error, OSError) else errno.EPERM
                     with suppress(OSError):
                         connection.sendall(_line({"error": f"cannot fork: {error}", "number": number}))
@@ -228,17 +240,16 @@ def _line(values: Mapping[str, Any]) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-def _fork(connection: socket.socket) -> int:
+def _fork(connection: socket.socket, secret: str) -> int:
     """Read a request, and return the id of the process that was forked for it, which does not return."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.getuid():
-        raise ValueError("another user asked for it")
     start, fds, _, _ = socket.recv_fds(connection, _HEADER, 253)
     try:
         content = bytearray()
-        while len(content) < int.from_bytes(start, "big"):
-            content += connection.recv(1 << 16) or _gone()
+        while len(content) < min(int.from_bytes(start, "big"), _MOST):
+            content += connection.recv(1 << 16) or _refuse("who asked for it has ended")
         request = json.loads(content)
+        if not hmac.compare_digest(str(request.pop("secret", "")).encode(), secret.encode()):
+            _refuse("who asked for it does not know the secret")
         pid = os.fork()
         if pid == 0:
             try:
@@ -251,8 +262,8 @@ def _fork(connection: socket.socket) -> int:
             os.close(number)
 
 
-def _gone() -> NoReturn:
-    raise ValueError("who asked for it has ended")
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(why)
 
 
 def _become(request: Mapping[str, Any], fds: list[int]) -> None:
@@ -272,7 +283,7 @@ def _become(request: Mapping[str, Any], fds: list[int]) -> None:
     os.environ.clear()  # before its memory is written to
     os.environ.update(request["env"])
     _show(request["command"], request["env"])
-    safe, module, arguments = _module(request["command"]) or _gone()
+    safe, module, arguments = _module(request["command"]) or _refuse("it is no module of this package")
     paths = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     installed = [entry for entry in sys.path if entry not in own and entry not in ("", _HERE)]
     sys.path[:] = [*([] if safe else [os.getcwd()]), *paths, *installed]

@@ -140,7 +140,7 @@ class LocalRun:
         for rank, log in enumerate(logs):
             process = start(
                 self._command,
-                self._forks.name if self._forks is not None else None,
+                self._forks.address if self._forks is not None else None,
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output if rank == 0 else log.file,

@@ -39,13 +39,13 @@ def server() -> ForkServer:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a command; the ranks that it starts are forked from the tests' own server."""
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    return {**kept, "PYTHONPATH": str(Path.cwd()), SERVER: server().name, **extra}
+    return {**kept, "PYTHONPATH": str(Path.cwd()), SERVER: server().address, **extra}
 
 
 def begin(folder: Path, *arguments: str, env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
     """Start a command whose output is text."""
     command = [sys.executable, "-m", "horizonml", *arguments]
-    return fork(command, server().name, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, **options)
+    return fork(command, server().address, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, **options)
 
 
 def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -35,12 +35,12 @@ def server() -> Iterator[ForkServer]:
 
 def test_it_runs_the_command_with_its_own_streams_folder_and_environment(server: ForkServer, tmp_path: Path) -> None:
     env = {**os.environ, "RANK": "3", "HORIZONML_HOME": str(tmp_path)}
-    with start(VERSION, server.name, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE) as process:
+    with start(VERSION, server.address, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE) as process:
         assert isinstance(process, Forked)
         assert process.communicate(timeout=60)[0].startswith("horizonml ")
     assert process.returncode == 0
     wrong = [sys.executable, "-m", "horizonml", "train", "no-such-job"]
-    with start(wrong, server.name, cwd=tmp_path, text=True, stderr=subprocess.PIPE) as process:
+    with start(wrong, server.address, cwd=tmp_path, text=True, stderr=subprocess.PIPE) as process:
         assert "no-such-job" in process.communicate(timeout=60)[1]
     assert process.returncode == 2
 
@@ -57,7 +57,7 @@ def killed_at_the_end(process: subprocess.Popen[Any]) -> Iterator[subprocess.Pop
 def test_others_see_the_command_and_its_environment(server: ForkServer, tmp_path: Path) -> None:
     env = {**os.environ, "RANK": "3"}
     command = [*SERVICE, "--", "cat"]
-    own = start(command, server.name, cwd=tmp_path, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+    own = start(command, server.address, cwd=tmp_path, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     with killed_at_the_end(own) as process:
         assert process.stderr is not None
         assert b"127.0.0.1" in process.stderr.readline()
@@ -72,7 +72,7 @@ def test_others_see_the_command_and_its_environment(server: ForkServer, tmp_path
 def test_descriptors_keep_their_numbers(server: ForkServer, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         inherited = [*SERVICE[:4], "--inherited", str(listener.fileno())]
-        own = start(inherited, server.name, stdout=subprocess.PIPE, pass_fds=[listener.fileno()])
+        own = start(inherited, server.address, stdout=subprocess.PIPE, pass_fds=[listener.fileno()])
         with killed_at_the_end(own) as process:
             assert process.stdout is not None
             assert str(listener.getsockname()[1]) in process.stdout.readline().decode()
@@ -82,7 +82,7 @@ def test_descriptors_keep_their_numbers(server: ForkServer, tmp_path: Path) -> N
 
 def test_anything_else_is_started_as_usual(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["true"], [sys.executable, "-c", ""], [sys.executable, "-m", "json.tool", "--help"]):
-        with start(command, server.name, stdout=subprocess.DEVNULL) as process:
+        with start(command, server.address, stdout=subprocess.DEVNULL) as process:
             assert not isinstance(process, Forked)
             assert process.wait(60) == 0
     monkeypatch.delenv(SERVER, raising=False)
@@ -92,14 +92,14 @@ def test_anything_else_is_started_as_usual(server: ForkServer, monkeypatch: pyte
 
 def test_what_it_has_started_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     with ForkServer(os.environ, 2, ()) as own:
-        with killed_at_the_end(start(SERVICE, own.name, stdout=subprocess.PIPE)) as process:
+        with killed_at_the_end(start(SERVICE, own.address, stdout=subprocess.PIPE)) as process:
             assert process.stdout is not None
             process.stdout.readline()
             assert process.poll() is None
             own.process.kill()
             assert process.wait(10) == -signal.SIGKILL
         with pytest.raises(OSError, match=r"refused|has ended"):
-            start(VERSION, own.name)
+            start(VERSION, own.address)
 
 
 def test_a_server_ends_with_who_started_it_and_says_why_it_cannot_load(tmp_path: Path) -> None:
@@ -116,3 +116,16 @@ def test_a_server_ends_with_who_started_it_and_says_why_it_cannot_load(tmp_path:
             pass
         assert own.process.wait(10) != 0
     assert "no_such_module" in (tmp_path / "log").read_text()
+
+
+def test_who_does_not_know_the_secret_gets_no_process(server: ForkServer) -> None:
+    name, _, secret = server.address.partition(":")
+    for wrong in (f"{name}:", f"{name}:{'0' * len(secret)}", name):
+        with pytest.raises(PermissionError, match="does not know the secret"):
+            start(VERSION, wrong)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{name}")
+        socket.send_fds(stranger, [(1 << 60).to_bytes(8, "big")], [1])
+        stranger.sendall(b"x" * 100)
+    with start(VERSION, server.address, stdout=subprocess.DEVNULL) as process:
+        assert process.wait(60) == 0
