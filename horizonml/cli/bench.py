@@ -247,7 +247,10 @@ def _run(kind: str, cases: Sequence[Case], settings: StudySettings, out: Path, f
 
     for case in cases:
         check_strategy(case.job)
-    study = run_study(kind, cases, settings, out, fresh, lambda text: print(text, flush=True))
+    try:
+        study = run_study(kind, cases, settings, out, fresh, lambda text: print(text, flush=True))
+    except KeyboardInterrupt:  # between two runs
+        study = None
     if study is None:
         print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130)

@@ -119,7 +119,7 @@ def check_shared(model: Model, inputs: Values) -> None:
     """
     whole = model.stage(0, len(model.chain))
     assert isinstance(whole, WholeModule)
-    root = model.make()
+    root, _ = model.make()
     values = dict(whole.named_parameters()) | dict(whole.named_buffers())
     for name, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
         tensor.data = values[name].detach().clone()

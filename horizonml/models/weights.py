@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from horizonml.data.seeds import name_seed
@@ -98,6 +100,19 @@ class Tape(TorchDispatchMode):
             writes = made if not mutates else made | inputs
             self._calls.append(_Call(func, views, structure, inputs, outputs, writes))
 
+    def take_whole(self, function: Callable[..., Tensor], tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Record an initialiser as a whole."""
+        if not tensor.is_meta:
+            return function(tensor, *args, **kwargs)
+        leaves, structure = tree_flatten(((tensor, *args), kwargs))
+        self.write_down(function, leaves, structure, tensor, mutates=True)
+        return tensor
+
+    @property
+    def length(self) -> int:
+        """Return the number of operations that were recorded."""
+        return len(self._calls)
+
     def _view(self, tensor: Tensor) -> Any:
         if tensor.device.type != "meta":
             return tensor.detach().clone()
@@ -146,6 +161,59 @@ class Tape(TorchDispatchMode):
         return result.clone() if result.untyped_storage().nbytes() > result.nbytes else result
 
 
+class Seeded(TorchDispatchMode):
+    """Runs a constructor in memory, with the random numbers that `Tape.replay` draws: each operation has its own seed.
+
+    So every tensor of the model has the value that it has in any plan: also those that are neither parameters nor
+    buffers, and copies and views that a constructor makes of others.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0  # of the next operation that a tape would record
+        self._seed = seed
+        self._recorded: dict[int, Any] = {}  # the storages that a tape would have on the meta device, kept alive
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, as `Tape` does."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        inputs = {leaf.untyped_storage()._cdata for leaf in tensors} & self._recorded.keys()
+        is_factory = not tensors and "device" in {a.name for a in func._schema.arguments}
+        if not inputs and (not is_factory or func.overloadpacket in _KEPT_REAL):
+            return func(*args, **kwargs)
+        torch.default_generator.manual_seed(name_seed(self._seed, self.number))
+        result = func(*args, **kwargs)
+        storages = [leaf.untyped_storage() for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        made = {storage._cdata: storage for storage in storages}
+        self.number += bool(made.keys() - inputs or func._schema.is_mutable)
+        self._recorded |= made
+        return result
+
+    def take_whole(self, function: Callable[..., Tensor], tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Run an initialiser that a tape records as a whole."""
+        if tensor.untyped_storage()._cdata not in self._recorded:
+            return function(tensor, *args, **kwargs)
+        torch.default_generator.manual_seed(name_seed(self._seed, self.number))
+        self.number += 1
+        with _disable_current_modes():
+            return function(tensor, *args, **kwargs)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int, tape: Tape) -> tuple[nn.Module, bool]:
+    """Run a constructor in memory; return the model, and whether its values are those that `tape` replays."""
+    mode = Seeded(seed)
+    with _initialisers_on(mode), mode:
+        model = build()
+    return model, mode.number == tape.length
+
+
 def without_value(name: str) -> ModelError:
     """Return the error for a tensor that a constructor has put on the meta device."""
     return ModelError(f"{name} is constructed without a value; leave out device='meta' in the model's constructor")
@@ -160,17 +228,13 @@ def record(build: Callable[[], nn.Module]) -> tuple[nn.Module, Tape]:
 
 
 @contextmanager
-def _initialisers_on(tape: Tape) -> Iterator[None]:
-    """Let `tape` record the initialisers of `_TAKEN_WHOLE`, in whichever modules they have been imported."""
+def _initialisers_on(mode: Tape | Seeded) -> Iterator[None]:
+    """Let `mode` take the initialisers of `_TAKEN_WHOLE`, in whichever modules they have been imported."""
 
     def recorder(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @functools.wraps(original)
         def record_call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not tensor.is_meta:
-                return original(tensor, *args, **kwargs)
-            leaves, structure = tree_flatten(((tensor, *args), kwargs))
-            tape.write_down(original, leaves, structure, tensor, mutates=True)
-            return tensor
+            return mode.take_whole(original, tensor, args, kwargs)
 
         return record_call
 
@@ -211,8 +275,21 @@ def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
                 "with a parameter that one module uses"
             )
         for _, owner, name in others:
-            owner._parameters[name] = nn.Parameter(shared.detach(), shared.requires_grad)
+            value = shared.detach()  # which the tape knows by its storage
+            owner._parameters[name] = nn.Parameter(value if value.is_meta else value.clone(), shared.requires_grad)
     return tuple(tuple(full for full, _, _ in uses) for uses in found.values() if len(uses) > 1)
+
+
+def sharing(model: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a trained parameter and of another parameter or buffer in the same memory, if there are."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor) or not tensor.numel():
+            continue
+        other, one = found.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+        if one is not tensor and (one.requires_grad or tensor.requires_grad):
+            return other, name
+    return None
 
 
 def materialise(

@@ -31,7 +31,7 @@ from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.tracing import tried_out
 from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
-from horizonml.models.weights import Tape, materialise, record, untie, without_value
+from horizonml.models.weights import Tape, materialise, record, seeded, sharing, untie, without_value
 from horizonml.models.whole import WholeModule
 from horizonml.tasks.task import InputSpec, OutputSpec
 from horizonml.text import some
@@ -48,7 +48,7 @@ class Model:
     tape: Tape
     seed: int
     recorded: nn.Module  # the whole model, without memory for its tensors where that is possible
-    make: Callable[[], nn.Module]  # returns the whole model anew, in memory
+    make: Callable[[], tuple[nn.Module, bool]]  # returns the whole model anew, and whether it has its initial values
     input: InputSpec
     cutting: Cutting = AUTOMATIC  # how the chain was cut
     proven: bool = False  # whether its layers were compared with the model
@@ -97,7 +97,8 @@ class Model:
         It is constructed anew, so that what its author's code refers to are its own modules and parameters, not those
         of a copy. Raises ModelError if the constructor does not make the same model each time.
         """
-        root = self.make()
+        root, is_initial = self.make()
+        links = _links(root)
         untie(root)
         _require_same(self.recorded, root)
         modules = dict(root.named_modules())
@@ -110,12 +111,14 @@ class Model:
                 value: Tensor | None = held[name].detach()
             else:
                 value = self.pretrained.read(tensor, name) if self.pretrained is not None else None
-                if value is None and recorded[name].is_meta:
+                if value is None and recorded[name].is_meta and not is_initial:
                     value = self.tape.initial(name, recorded[name], self.seed)
             if tensor.is_meta:
                 raise without_value(name)
             if value is not None:
                 tensor.data = value
+                for plain in links.get(name, ()):  # goes on being a view of it
+                    plain.data = value.as_strided(plain.size(), plain.stride(), plain.storage_offset())
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(recorded[name].requires_grad)
         return WholeModule(root, self.input.names)
@@ -161,16 +164,27 @@ def build(
     _require_module(spec, model)
     if _is_lazy(model):  # the shapes of its parameters are found out by a batch
         model, tape = _in_memory(spec, constructor, seed, input), Tape()
+    recorded = tape
+
+    def make() -> tuple[nn.Module, bool]:
+        before.restore()
+        if not recorded.length:
+            return _in_memory(spec, constructor, seed, input), True
+        with torch.random.fork_rng(devices=[]), python_seeded(seed):
+            torch.default_generator.manual_seed(seed)
+            return seeded(lambda: _call(spec, constructor), seed, recorded)
+
+    if _has_plain(model):  # which parts of a chain take as they are
+        (model, _), tape = make(), Tape()
     _refuse_complex(spec, model)
+    if (shared := sharing(model)) is not None and cutting.by != "nothing":
+        words = "are different tensors in the same memory, which stages do not share; assign the parameter itself"
+        cutting = Cutting("nothing", reason=f"{' and '.join(shared)} {words}")
     ties = untie(model)
     pretrained = begin_from(spec, model, ties)
     frozen = frozen_tensors(spec, model, ties, pretrained)
     if pretrained is not None and frozen:
         pretrained.notes += (trained_note(model, ties),)
-
-    def make() -> nn.Module:
-        before.restore()
-        return _in_memory(spec, constructor, seed, input)
 
     try:
         made = _cut(tape, seed, model, make, input, ties, pretrained, frozen, cutting)
@@ -178,7 +192,7 @@ def build(
         if not any(tensor.is_meta for tensor in _tensors(model).values()):
             raise
         # Perhaps it holds tensors of which PyTorch does not know, and they have no values on the meta device.
-        model, tape = make(), Tape()
+        (model, _), tape = make(), Tape()
         untie(model)
         if pretrained is not None:
             pretrained = begin_from(spec, model, ties)
@@ -198,7 +212,7 @@ def _cut(
     tape: Tape,
     seed: int,
     model: nn.Module,
-    make: Callable[[], nn.Module],
+    make: Callable[[], tuple[nn.Module, bool]],
     input: InputSpec,
     ties: tuple[tuple[str, ...], ...],
     pretrained: Pretrained | None,
@@ -272,6 +286,24 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(
         itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     )
+
+
+def _links(model: nn.Module) -> dict[str, list[Tensor]]:
+    """Return the tensors beside parameters and buffers that are views of these, by the names of these."""
+    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    found: dict[str, list[Tensor]] = {}
+    for name, tensor in _tensors(model).items() if plain else ():
+        same = [one for one in plain if one.untyped_storage()._cdata == tensor.untyped_storage()._cdata]
+        if same:
+            found[name] = same
+    return found
+
+
+def _has_plain(model: nn.Module) -> bool:
+    """Return whether modules hold tensors without values beside their parameters and buffers."""
+    known = {id(tensor) for tensor in _tensors(model).values()}
+    held = (value for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, Tensor) and value.is_meta and id(value) not in known for value in held)
 
 
 def _require_same(recorded: nn.Module, made: nn.Module) -> None:

@@ -19,6 +19,9 @@ from horizonml.runtime.forkserver import PRELOAD, SERVER, ForkServer
 from horizonml.runtime.forkserver import start as fork
 
 
+ROOT = Path(__file__).parents[2]
+
+
 @dataclass
 class Service:
     """A rendezvous service in a process of its own."""
@@ -30,9 +33,12 @@ class Service:
 @cache
 def server() -> ForkServer:
     """The process that all commands of these tests, and the ranks that they start, are forked from."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     made = ForkServer(env, 2, (*PRELOAD, "tests.distributed.preload"))
     atexit.register(made.close)
+    while not made.loaded():
+        continue
+    assert made.process.poll() is None
     return made
 
 
