@@ -31,7 +31,7 @@ from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
 
-_LOOKS = 3
+_LOOKS, _SELDOM = 3, 64  # steps at the start of a session, and steps between two later looks at most
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,7 @@ class StageRuntime:
         self._norms = SyncedNorms(module, self._members)
         self.parameters = trainable(module)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self._looks = (
-            _LOOKS if len(self.stage.ranks) > 1 else 0
-        )  # steps for which it is still seen what forwards change
+        self._trained = 0  # steps in this session
         self._sizes: list[Tensor] = []
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
@@ -223,7 +221,7 @@ class StageRuntime:
             )
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._sizes = self._measured() if self._looks else []
+        self._sizes = self._measured() if self._looks() else []
         if self._changing is None or self._changing:
             self._before = {
                 name: buffer.clone()
@@ -234,24 +232,30 @@ class StageRuntime:
             self._cast_weights.open()
         self.sync.begin(measure_divergence)
 
+    def _looks(self) -> bool:
+        """Return whether it is seen in this step what forwards change: in the first steps, and ever more seldom."""
+        step = self._trained
+        return len(self.stage.ranks) > 1 and (step < _LOOKS or step & (step - 1) == 0 or step % _SELDOM == 0)
+
     def _measured(self) -> list[Tensor]:
+        own: list[Tensor] = [*self.parameters.values(), *self._frozen.values()]
         with torch.no_grad():
-            return list(torch._foreach_norm(list(self.parameters.values()))) if self.parameters else []
+            return list(torch._foreach_norm(own)) if own else []
 
     def refuse_changed(self) -> None:
         """Raise ModelError if the model's own code has changed a parameter, of which each member would have its own.
 
-        This is looked for in the first steps of a session only, as it takes time.
+        This is looked for in some steps only, as it takes time.
         """
+        self._trained += 1
         if not self._sizes:
             return
-        self._looks -= 1
-        for name, old, new in zip(self.parameters, self._sizes, self._measured(), strict=True):
+        for name, old, new in zip((*self.parameters, *self._frozen), self._sizes, self._measured(), strict=True):
             if not torch.equal(old, new):
                 raise ModelError(
                     f"parameter {name} is changed by the model's own code while it trains, by each member of the "
-                    "stage on its own samples, so that members would no longer be equal; hold it as a buffer, or give "
-                    "every stage one rank (parallel.strategy: single or pipeline)"
+                    "stage by itself, so that members may no longer be equal; change it by the optimizer only, hold "
+                    "what is computed from the data as a buffer, or train with one rank (parallel.strategy: single)"
                 )
         self._sizes = []
 

@@ -100,8 +100,13 @@ def _public(owner: Any) -> list[str]:
 def own_files() -> list[Path]:
     """Return the files of the code that this process has imported and that is neither HorizonML's nor installed."""
     files = {file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None}
-    own = (file for file in files if file.endswith(".py") and not file.startswith((_HOUSE, *_INSTALLED)))
+    own = (file for file in files if file.endswith(".py") and is_own_file(file))
     return [path for path in map(Path, sorted(own)) if path.is_file()]
+
+
+def is_own_file(file: str) -> bool:
+    """Return whether a file of code is neither HorizonML's nor installed."""
+    return not file.startswith((_HOUSE, *_INSTALLED, "<frozen"))
 
 
 def where(error: BaseException) -> str:

@@ -135,6 +135,9 @@ class _Recorder(Forward):
     def __init__(self, run: _Run, name: str, unit: nn.Module) -> None:
         self._run, self._name, self._unit = run, name, unit
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return self  # a copy that the model's code makes of a unit is another call of the unit
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run.call(self._name, self._unit, args, kwargs)
 

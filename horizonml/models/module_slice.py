@@ -35,6 +35,44 @@ def _unknown(leaf: Leaf) -> float:
     return math.nan if leaf.dtype.is_floating_point else 0
 
 
+class _StandIn(Tensor):
+    """Stands for a tensor that has not travelled to a slice; so does all that is computed from it.
+
+    The model's forward computes such values around the modules that other slices run. Nothing may depend on them: they
+    are neither read, nor written into other tensors, nor handed to this slice's modules.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READS:
+            raise ModelError(f"the model's forward reads a tensor ({getattr(func, '__name__', func)}) {_UNSEEN}")
+        kwargs = kwargs or {}
+        given = tree_flatten((args, kwargs))[0]
+        real = [leaf for leaf in given if isinstance(leaf, Tensor) and not isinstance(leaf, _StandIn)]
+        versions = [leaf._version for leaf in real]
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if versions != [leaf._version for leaf in real]:
+            raise ModelError(f"the model's forward changes a tensor by another one {_UNSEEN}")
+        return result
+
+
+_UNSEEN = (
+    "that it did not use when the model was cut into parts; the way that a forward takes must not depend on the size "
+    "of the batch, on the data, or on how often it was called (parallel.strategy: ddp trains the model whole)"
+)
+_READS = frozenset(
+    getattr(owner, name)
+    for owner, names in (
+        (Tensor, "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ item tolist numpy equal "
+         "allclose is_nonzero nonzero"),
+        (torch, "equal allclose is_nonzero nonzero"),
+    )
+    for name in names.split()
+)  # fmt: skip
+
+
 class _Left(BaseException):
     """Leaves a forward after the last unit of a slice; no `except Exception` of the model's may stop it."""
 
@@ -106,7 +144,7 @@ class _Run:
 
     def _stand_in(self, result: Result, leaf: Leaf, number: float) -> Tensor:
         """Return a tensor in place of a result that is not needed; only what is changed in place has its own memory."""
-        made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed)
+        made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed).as_subclass(_StandIn)
         of = (
             "an input of the model" if result[0] == INPUTS else f"what {self._part.calls.calls[result[0]].unit} returns"
         )
@@ -116,11 +154,9 @@ class _Run:
     def _check(self, unit: str, given: Any) -> None:
         """Raise ModelError if a unit is given something that has not travelled here."""
         for leaf in tree_flatten(given)[0]:
-            if isinstance(leaf, Tensor) and (found := self._stand_ins.get(leaf.untyped_storage()._cdata)) is not None:
-                raise ModelError(
-                    f"the model's forward hands {found[0]} to {unit}, which it did not do when the model was cut; the "
-                    "way it takes must not depend on the data"
-                )
+            if isinstance(leaf, _StandIn):
+                of, _ = self._stand_ins.get(leaf.untyped_storage()._cdata, ("a tensor", leaf))
+                raise ModelError(f"the model's forward hands {of} to {unit} {_UNSEEN}")
 
     def leave(self) -> tuple[Tensor, ...]:
         """Return the tensors that travel on."""
@@ -201,4 +237,6 @@ class ModuleSlice(nn.Module):
             self._run.end()
         if self._part.leaving is not None:
             raise ModelError("the model's forward ended before it had called all modules that it called before")
+        if any(isinstance(leaf, _StandIn) for leaf in tree_flatten(result)[0]):
+            raise ModelError(f"the model's forward returns a tensor {_UNSEEN}")
         return result

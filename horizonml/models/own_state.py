@@ -1,4 +1,4 @@
-"""Watches what the user's own code keeps outside of models: the globals of its modules, and the attributes of classes.
+"""Watches what the user's own code keeps in objects of its own: in globals, class attributes, closures and modules.
 
 A model's forward may read and change them. Trying it out must not, and stages in several processes do not share them.
 """
@@ -6,86 +6,273 @@ A model's forward may read and change them. Trying it out must not, and stages i
 from __future__ import annotations
 
 import contextvars
+import functools
+import operator
+import os
+import random
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
-from types import FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from dataclasses import dataclass, is_dataclass
+from types import CellType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from horizonml.machine.code import own_files
+from horizonml.machine.code import is_own_file, own_files
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple)
-_CONTAINERS = (list, dict, OrderedDict, set, deque)
+_MOST_OBJECTS, _MOST_INSIDE = 3000, 1000  # that are looked at, from one value on, and in one container
+_MOST_VALUES = 1 << 20  # of a tensor or array, of which copies are kept
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # PyTorch keeps hooks for all modules in these.
 _HOOKS = [name for name in vars(torch_modules) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
-def copy_of(value: Any) -> Any:
-    """Return a copy of what code may change in place of a value, or None if that is not known of its kind."""
-    if type(value) in _CONTAINERS:
-        return value.copy()
-    return dict(vars(value)) if _is_record(value) else None
+@dataclass(frozen=True)
+class _Kept:
+    """Holds what one object held: `read` returns it now, `write` puts it back."""
+
+    owner: Any
+    held: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], None] = lambda owner, held: None
+
+    @property
+    def is_same(self) -> bool:
+        return _are_same(self.read(self.owner), self.held)
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether two objects are one, or equal where nothing in them can be changed."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_are_same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Tensor):
+        return bool(torch.equal(one, other))
+    return isinstance(one, (*_PLAIN, set, frozenset)) and bool(one == other)
 
 
-def is_same(now: Any, value: Any, copy: Any) -> bool:
+def _refill(owner: Any, held: Any) -> None:
+    owner.clear()
+    (owner.extend if isinstance(owner, list | deque) else owner.update)(held)
+
+
+def _draws_on(owner: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]]:
+    """Return how the state of a random number generator is read and written."""
+    if isinstance(owner, random.Random):
+        return lambda one: one.getstate(), lambda one, state: one.setstate(state)
+    if isinstance(owner, np.random.Generator):
+        return lambda one: one.bit_generator.state, lambda one, state: setattr(one.bit_generator, "state", state)
+    return lambda one: one.get_state(), lambda one, state: one.set_state(state)
+
+
+def _write_cell(cell: CellType, held: tuple[Any, ...]) -> None:
+    if held:
+        cell.cell_contents = held[0]
+
+
+def _read_cell(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # nothing was assigned yet
+        return ()
+
+
+def _slots(owner: Any) -> list[str]:
+    names = (name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [name for name in names if not name.startswith("__")]
+
+
+def _read_object(owner: Any) -> dict[str, Any]:
+    return {**getattr(owner, "__dict__", {}), **{name: getattr(owner, name, None) for name in _slots(owner)}}
+
+
+def _write_object(owner: Any, held: dict[str, Any]) -> None:
+    own = getattr(owner, "__dict__", None)
+    if own is not None:
+        slots = set(_slots(owner))
+        own.clear()
+        own.update({name: value for name, value in held.items() if name not in slots})
+    for name in _slots(owner):
+        setattr(owner, name, held[name])
+
+
+@functools.cache
+def _is_own(kind: type) -> bool:
+    """Return whether a class is the user's own, or one that only holds what it is given."""
+    if issubclass(kind, SimpleNamespace | threading.local) or is_dataclass(kind):
+        return True
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or (file is not None and is_own_file(file))
+
+
+def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
+    """Return what an object holds that code may change in place, and the objects in it."""
+    if isinstance(owner, list | deque):
+        return _Kept(owner, list(owner), list, _refill), owner
+    if isinstance(owner, dict):
+        return _Kept(owner, dict(owner), dict, _refill), owner.values()
+    if isinstance(owner, set):
+        return _Kept(owner, set(owner), set, _refill), ()
+    if isinstance(owner, tuple):
+        return None, owner
+    if isinstance(owner, Tensor):
+        if owner.is_inference():
+            return None, ()
+        if owner.is_meta or owner.numel() > _MOST_VALUES:
+            return _Kept(owner, owner._version, lambda one: one._version), ()
+        return _Kept(
+            owner, owner.detach().clone(), lambda one: one.detach(), lambda one, held: one.data.copy_(held)
+        ), ()
+    if isinstance(owner, np.ndarray):
+        if owner.size > _MOST_VALUES or owner.dtype.hasobject:
+            return None, ()
+        return _Kept(owner, owner.copy(), lambda one: one, lambda one, held: np.copyto(one, held)), ()
+    if isinstance(owner, _GENERATORS):
+        read, write = _draws_on(owner)
+        return _Kept(owner, read(owner), read, write), ()
+    if isinstance(owner, FunctionType):
+        if not is_own_file(owner.__code__.co_filename):
+            return None, ()
+        return _Kept(owner.__dict__, dict(owner.__dict__), dict, _refill), [
+            *owner.__dict__.values(),
+            *(owner.__closure__ or ()),
+        ]
+    if isinstance(owner, CellType):
+        held = _read_cell(owner)
+        return _Kept(owner, held, _read_cell, _write_cell), held
+    if isinstance(owner, MethodType):
+        return None, (owner.__self__, owner.__func__)
+    if isinstance(owner, functools.partial):
+        return None, (owner.func, *owner.args, *owner.keywords.values())
+    if isinstance(owner, GeneratorType):
+        return _Kept(owner, _position(owner), _position), ()
+    if hasattr(type(owner), "__next__"):
+        return _Kept(owner, _left(owner), _left), ()
+    if isinstance(owner, type) or not (isinstance(owner, nn.Module) or _is_own(owner.__class__)):
+        return None, ()
+    inside = _read_object(owner)
+    return _Kept(owner, inside, _read_object, _write_object), inside.values()
+
+
+def _position(generator: Any) -> int:
+    return generator.gi_frame.f_lasti if generator.gi_frame is not None else -1
+
+
+def _left(iterator: Any) -> tuple[str, int]:
+    """Return what tells how far an iterator is: what it shows of itself, and how much it has left."""
+    return repr(iterator) if type(iterator).__module__ == "itertools" else "", operator.length_hint(iterator, -1)
+
+
+class _Contents:
+    """Remembers all that can be reached from a value and may be changed in place."""
+
+    def __init__(self, value: Any, skip: frozenset[int]) -> None:
+        self.kept: list[_Kept] = []
+        seen, waiting = set(skip), deque([value])
+        while waiting and len(seen) - len(skip) < _MOST_OBJECTS:
+            owner = waiting.popleft()
+            if isinstance(owner, _PLAIN[:-1]) or id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            kept, inside = _kept(owner)
+            if kept is not None:
+                self.kept.append(kept)
+            inside = list(inside)
+            waiting.extend(inside if len(inside) <= _MOST_INSIDE else ())
+
+
+def copy_of(value: Any, skip: frozenset[int] = frozenset()) -> _Contents | None:
+    """Return what code may change in place of a value, or None if there is nothing of that kind.
+
+    Objects whose `id` is in `skip` are left out.
+    """
+    if isinstance(value, _PLAIN[:-1]):
+        return None
+    contents = _Contents(value, skip)
+    return contents if contents.kept else None
+
+
+def is_same(now: Any, value: Any, copy: _Contents | None) -> bool:
     """Return whether a value is what it was, when it was `value` and `copy` was made of it."""
     if now is not value:
-        if type(now) is not type(value) or not isinstance(now, _PLAIN):
-            return False
-        if isinstance(now, tuple):
-            return len(now) == len(value) and all(is_same(one, two, None) for one, two in zip(now, value, strict=True))
-        return bool(now == value)
-    if copy is None:
-        return True
-    held = now if type(now) in _CONTAINERS else vars(now)
-    if len(held) != len(copy):
-        return False
-    if isinstance(held, set):
-        return bool(held == copy)
-    pairs = ((held[key], copy.get(key)) for key in held) if isinstance(held, dict) else zip(held, copy, strict=True)
-    return all(is_same(one, other, None) for one, other in pairs)
+        return not isinstance(now, Tensor | np.ndarray) and _are_same(now, value)
+    return copy is None or all(one.is_same for one in copy.kept)
 
 
-def put_back(value: Any, copy: Any) -> None:
-    """Give a value what it held when `copy` was made of it."""
-    if copy is None or is_same(value, value, copy):
-        return
-    held = value if type(value) in _CONTAINERS else vars(value)
-    held.clear()
-    if isinstance(held, list | deque):
-        held.extend(copy)
-    else:
-        held.update(copy)
+def put_back(copy: _Contents | None) -> None:
+    """Give all objects what they held when `copy` was made of them."""
+    for one in copy.kept if copy is not None else ():
+        if not one.is_same:
+            one.write(one.owner, one.held)
+
+
+def draws(copy: _Contents | None) -> bool:
+    """Return whether numbers were drawn from a random number generator since `copy` was made."""
+    return copy is not None and any(isinstance(one.owner, _GENERATORS) and not one.is_same for one in copy.kept)
+
+
+def described(value: Any, depth: int = 6) -> Any:
+    """Return a value as plain values, tensors and containers of these, so that two can be compared."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, _PLAIN[:-1]) or depth == 0:
+        return value if isinstance(value, _PLAIN[:-1]) else type(value).__qualname__
+    if isinstance(value, np.ndarray):
+        return value.tolist() if value.size <= _MOST_INSIDE else hash(value.tobytes())
+    if isinstance(value, dict):
+        return {str(key): described(inside, depth - 1) for key, inside in list(value.items())[:_MOST_INSIDE]}
+    if isinstance(value, list | tuple | deque):
+        return [described(inside, depth - 1) for inside in list(value)[:_MOST_INSIDE]]
+    if isinstance(value, set):
+        return sorted(map(repr, value))
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    kept, _ = _kept(value)
+    return described(kept.held, depth - 1) if kept is not None else type(value).__qualname__
 
 
 class OwnState:
     """Remembers the globals of the user's own modules, the attributes of their classes, and the context."""
 
-    def __init__(self) -> None:
-        """Remember them as they are."""
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """Remember them as they are, together with what the classes of a model's modules hold."""
         files = set(map(str, own_files()))
         modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
-        spaces: list[tuple[str, Any, Any]] = []
+        spaces: dict[int, tuple[str, Any, Any]] = {}
         for module in modules:
-            spaces.append((module.__name__, module, vars(module)))
+            spaces[id(module)] = module.__name__, module, vars(module)
             for name, value in list(vars(module).items()):
                 if isinstance(value, type) and value.__module__ == module.__name__:
-                    spaces.append((f"{module.__name__}.{name}", value, vars(value)))
+                    spaces[id(value)] = f"{module.__name__}.{name}", value, vars(value)
+        for kind in {kind for inner in model.modules() for kind in type(inner).__mro__} if model is not None else ():
+            if _is_own(kind):
+                spaces.setdefault(id(kind), (kind.__qualname__, kind, vars(kind)))
+        skip = frozenset(map(id, parts_of(model))) if model is not None else frozenset()
         self._held = [
-            (place, owner, {name: (value, copy_of(value)) for name, value in space.items() if _counts(name, value)})
-            for place, owner, space in spaces
+            (
+                place,
+                owner,
+                {name: (value, copy_of(value, skip)) for name, value in space.items() if _counts(name, value)},
+            )
+            for place, owner, space in spaces.values()
         ]
         hooks = {name: vars(torch_modules)[name] for name in _HOOKS}
         self._held.append(("torch", torch_modules, {name: (value, copy_of(value)) for name, value in hooks.items()}))
+        self._environment = copy_of(os.environ._data)  # type: ignore[attr-defined]
         self._context = dict(contextvars.copy_context().items())
 
     def changed(self) -> list[str]:
@@ -97,6 +284,8 @@ class OwnState:
             if _counts(name, value) and (owner is not torch_modules or name in before)
             if not (name in before and is_same(value, *before[name]))
         ]
+        if not is_same(None, None, self._environment):
+            found.append("os.environ")
         context = contextvars.copy_context()
         return found + [var.name for var, value in context.items() if not is_same(value, self._context.get(var), None)]
 
@@ -104,22 +293,31 @@ class OwnState:
         """Put back what has changed, apart from the context, which whoever has set it resets."""
         for _, owner, before in self._held:
             for name, (value, copy) in before.items():
-                put_back(value, copy)
+                put_back(copy)
                 if vars(owner).get(name) is not value:
                     setattr(owner, name, value)
+        put_back(self._environment)
+
+
+def parts_of(model: nn.Module) -> Iterator[Any]:
+    """Yield a model's modules, and what these register: what is watched elsewhere."""
+    for module in model.modules():
+        yield module
+        yield from (module._parameters, module._buffers, module._modules)
+        yield from (*module._parameters.values(), *module._buffers.values())
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Return whether a name may stand for state: neither Python's own, nor code."""
-    if name.startswith("__") or isinstance(value, type | FunctionType | ModuleType | MappingProxyType | nn.Module):
+    """Return whether a name may stand for state: neither Python's own, nor a class or module of code."""
+    if name.startswith("__") or isinstance(value, type):
         return False
-    return isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor)) or _is_record(value)
+    return isinstance(value, _PLAIN) or _kept(value)[0] is not None
 
 
 @contextmanager
-def own_state_kept() -> Iterator[None]:
+def own_state_kept(model: nn.Module | None = None) -> Iterator[None]:
     """Let code run without consequences for the user's own modules and classes."""
-    state = OwnState()
+    state = OwnState(model)
     try:
         yield
     finally:

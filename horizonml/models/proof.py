@@ -26,7 +26,7 @@ from horizonml.machine.code import where
 from horizonml.models.boundary import Values, flat, values_of
 from horizonml.models.cutting import Cutting
 from horizonml.models.module_slice import ModuleSlice
-from horizonml.models.own_state import OwnState, own_state_kept
+from horizonml.models.own_state import OwnState, described, own_state_kept
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import Attributes, tried_out
 from horizonml.models.whole import WholeModule
@@ -69,7 +69,7 @@ def prove(model: Model, inputs: Values) -> Cutting:
         with _alone(), tried_out(whole.root):
             drawing = _drawing(whole, inputs)
         with _alone(), own_state_kept():
-            state = OwnState()
+            state = OwnState(whole.root)
             truth = _observe(_run_whole(whole), [whole], inputs)
             shared = state.changed()
     except HorizonError:
@@ -213,7 +213,7 @@ def _compare(one: _Seen, other: _Seen, parts: Sequence[nn.Module]) -> tuple[str,
             same = [_is_same(changed, found[name]) for found in own if name in found]
             # Every slice runs the code around the units, and must see the counters and flags that it sets.
             slices = [part for part in parts if isinstance(part, ModuleSlice) and not part.has_in_unit(path)]
-            everywhere = bool(slices) and isinstance(changed, bool | int | float | str)
+            everywhere = bool(slices) and not any(isinstance(one, Tensor) for one in tree_flatten(changed)[0])
             if not any(same) or (everywhere and not (all(same) and len(same) == len(slices))):
                 return path, f"{name}, which its code sets, is not the same"
     return None
@@ -319,7 +319,7 @@ def _kept(gradient: Tensor | None) -> Tensor | None:
 
 
 def _copied(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
+    return {name: described(value) for name, value in values.items()}
 
 
 def _run_whole(whole: WholeModule) -> Run:
@@ -388,14 +388,22 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
     ]
     kept = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:
+        attributes = Attributes(whole.root)
         whole.train()
         with torch.no_grad():
             whole(*(value.clone() for value in inputs))
+        own = attributes.drawn()
     finally:
         for handle in handles:
             handle.remove()
         for name, buffer in whole.named_buffers():
             buffer.copy_(kept[name])
+    if own and not found:
+        path, name = own[0]
+        owner = _owner(whole.root.get_submodule(path))
+        return (
+            f"{path or 'the forward'} of {owner} draws from a generator of its own ({name}), which stages cannot share"
+        )
     if not found:
         return None
     owner = _owner(whole.root.get_submodule(found[0]))

@@ -20,7 +20,7 @@ from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.in_place import changed_by
-from horizonml.models.own_state import copy_of, is_same, own_state_kept, put_back
+from horizonml.models.own_state import copy_of, draws, is_same, own_state_kept, parts_of, put_back
 from horizonml.text import some
 
 
@@ -247,11 +247,12 @@ class Attributes:
 
     def __init__(self, model: nn.Module, prefix: str = "") -> None:
         """Remember the attributes of all modules; `prefix` goes before their paths."""
+        skip = frozenset(map(id, parts_of(model)))
         self._held = [
             (
                 f"{prefix}.{path}".strip("."),
                 module,
-                {name: (value, copy_of(value)) for name, value in module.__dict__.items() if name not in self._OWN},
+                {n: (value, copy_of(value, skip)) for n, value in module.__dict__.items() if n not in self._OWN},
             )
             for path, module in model.named_modules()
         ]
@@ -266,13 +267,17 @@ class Attributes:
                 found.setdefault(path, {})[name] = value
         return found
 
+    def drawn(self) -> list[tuple[str, str]]:
+        """Return the modules' own random number generators from which numbers were drawn: their paths and names."""
+        return [(path, name) for path, _, before in self._held for name, (_, copy) in before.items() if draws(copy)]
+
     def restore(self) -> None:
         """Put everything back."""
         for _, module, before in self._held:
             for name in [name for name in module.__dict__ if name not in self._OWN and name not in before]:
                 del module.__dict__[name]
             for name, (value, copy) in before.items():
-                put_back(value, copy)
+                put_back(copy)
                 module.__dict__[name] = value
 
 
@@ -281,7 +286,7 @@ def tried_out(model: nn.Module) -> Iterator[None]:
     """Let a model run without consequences: its modes and attributes are as before afterwards."""
     modes, attributes = [(module, module.training) for module in model.modules()], Attributes(model)
     try:
-        with own_state_kept(), torch.random.fork_rng(devices=[]), python_seeded(0):
+        with own_state_kept(model), torch.random.fork_rng(devices=[]), python_seeded(0):
             torch.default_generator.manual_seed(0)  # all ranks must see the same
             yield
     finally:
@@ -294,8 +299,8 @@ class _Tensors:
     """Remembers the parameters and buffers of a model's modules, which a forward may change or replace."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: list[tuple[str, dict[str, Any], str, Tensor | None, int]] = [
-            (path, registry, name, tensor, 0 if tensor is None else tensor._version)
+        self._held: list[tuple[str, dict[str, Any], str, Tensor | None, Tensor | None, int]] = [
+            (path, registry, name, tensor, None if tensor is None else tensor.detach(), _version(tensor))
             for path, module in model.named_modules()
             for registry in (module._parameters, module._buffers)
             for name, tensor in registry.items()
@@ -305,19 +310,32 @@ class _Tensors:
 
     def changed(self) -> str | None:
         """Return the path of a module of which a tensor has changed, or None."""
-        for path, registry, name, tensor, version in self._held:
+        for path, registry, name, tensor, data, version in self._held:
             now: Tensor | None = registry.get(name)
-            if now is not tensor or (tensor is not None and tensor._version != version):
+            if now is not tensor or _version(tensor) != version or not _is_in(tensor, data):
                 return path
         return None
 
     def restore(self) -> None:
-        """Put the tensors back: a forward that replaces one has put a proxy there."""
-        for _, registry, name, tensor, _ in self._held:
+        """Put the tensors back: a forward that replaces one, or its `data`, has put something else there."""
+        for _, registry, name, tensor, data, _ in self._held:
             registry[name] = tensor
+            if tensor is not None and data is not None and not _is_in(tensor, data):
+                tensor.data = data
         for registry, names in self._names:
             for name in registry.keys() - names:
                 del registry[name]
+
+
+def _version(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
+
+
+def _is_in(tensor: Tensor | None, data: Tensor | None) -> bool:
+    """Return whether a tensor lies in the memory of another one."""
+    if tensor is None or data is None:
+        return tensor is data
+    return bool(tensor.untyped_storage()._cdata == data.untyped_storage()._cdata)
 
 
 def _drop_checks(graph: fx.Graph, defaults: dict[str, Any]) -> None:
