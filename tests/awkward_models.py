@@ -5,6 +5,9 @@ Each takes images of [1, 8, 8] and returns ten values. `ROWS` says what becomes 
 
 from __future__ import annotations
 
+import copy
+import itertools
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -445,6 +448,189 @@ class SynchronisesNorm(Base):
     block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SyncBatchNorm(WIDTH))  # noqa: E731
 
 
+class SharesMemory(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.inner.weight.data = self.first.inner.weight.data
+
+
+class LooksAtWeight(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.middle.inner.weight.detach()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * (1 + self.view.square().mean())
+
+
+class _FollowsByAverage(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            for key, query in zip(self.key.parameters(), self.inner.parameters(), strict=True):
+                key.data = key.data * 0.9 + query.data * 0.1
+        return super().forward(value) + self.key(value)
+
+
+class FollowsByAverage(Base):
+    block = _FollowsByAverage
+
+
+class _ClampsItself(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        self.inner.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(value)
+
+
+class ClampsItself(Base):
+    block = _ClampsItself
+
+
+class _WritesWhatItSees(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.calls = nn.Parameter(torch.zeros(WIDTH), requires_grad=False), 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5:
+            self.code.data.copy_(value.detach().mean(0))
+        return super().forward(value) + self.code
+
+
+class WritesWhatItSees(Base):
+    block = _WritesWhatItSees
+
+
+class CopiesABlock(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value) + copy.deepcopy(self.middle)(self.stem(value.flatten(1))))
+
+
+class Context:
+    """Is an object of the author's own class, which all modules see."""
+
+    scale, count = 1.0, 0
+
+
+SHARED, SEEN = Context(), np.ones(1)
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * getattr(scaled, "factor", 1.0)
+
+
+class _SetsObject(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        SHARED.scale = 1.0 + self.training
+        return super().forward(value)
+
+
+class SharesAnObject(Base):
+    block = _SetsObject
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * SHARED.scale
+
+
+class _SetsArray(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        SEEN[0] = 1.0 + self.training
+        return super().forward(value)
+
+
+class SharesAnArray(Base):
+    block = _SetsArray
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * float(SEEN[0])
+
+
+class _SetsFunction(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        scaled.factor = 1.0 + self.training  # type: ignore[attr-defined]
+        return super().forward(value)
+
+
+class SharesAFunction(Base):
+    block = _SetsFunction
+
+    def forward(self, value: Tensor) -> Tensor:
+        return scaled(self.head(self.body(value)))
+
+
+class _SetsEnvironment(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        os.environ["SCALE_FOR_TEST"] = "2" if self.training else "1"
+        return super().forward(value)
+
+
+class SharesTheEnvironment(Base):
+    block = _SetsEnvironment
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * float(os.environ.get("SCALE_FOR_TEST", "1"))
+
+
+class CountsInAnObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Context()
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        self.counter.count += self.training
+        return self.head(found) * (3 if self.counter.count > 1 else 1)
+
+
+class _CountsInBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Context()
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.counter.count += self.training
+        return super().forward(value) * (3 if self.counter.count > 1 else 1)
+
+
+class CountsInAnObjectOfABlock(Base):
+    block = _CountsInBlock
+
+
+class CountsInADictionary(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"inner": {"calls": 0}}
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        self.state["inner"]["calls"] += self.training
+        return self.head(found) * (3 if self.state["inner"]["calls"] > 1 else 1)
+
+
+class CountsByIterator(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        return self.head(found) * (3 if next(self.calls) % 2 else 1)
+
+
+class DrawsFromItsOwn(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(7)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        return self.head(found if self.generator.random() < 0.9 else found * 2)
+
+
 @dataclass(frozen=True)
 class Row:
     """Says what becomes of a model: `cut` is what its pipelines are refused with, or None if it can be cut."""
@@ -467,4 +653,11 @@ ROWS = [
     Row(UsesModuleTwice), Row(ReturnsMapping), Row(BuildsLazily), Row(Checkpoints), Row(NormsWeights),
     Row(ScalesGradient), Row(BranchesOnData), Row(HoldsPlainTensor), Row(HasExtraState), Row(DetachesByFlag),
     Row(SynchronisesNorm),
+    Row(SharesMemory, "different tensors in the same memory"), Row(LooksAtWeight, "view, which its code sets"),
+    Row(FollowsByAverage, "its outputs differ"), Row(ClampsItself), Row(CopiesABlock, "in the same order each time"),
+    Row(SharesAnObject, r"changes tests\.awkward_models\.SHARED"), Row(SharesAnArray, r"\.SEEN, which stages"),
+    Row(SharesAFunction, r"\.scaled, which stages"), Row(SharesTheEnvironment, "changes os.environ"),
+    Row(CountsInAnObject, "counter, which its code sets, is not the same"), Row(CountsInAnObjectOfABlock),
+    Row(CountsInADictionary, "state, which its code sets"), Row(CountsByIterator, "its outputs differ"),
+    Row(DrawsFromItsOwn, r"a generator of its own \(generator\)"),
 ]  # fmt: skip

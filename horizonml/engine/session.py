@@ -197,14 +197,15 @@ class Session:
         actions = self._with_rows(self.plan.actions(self.group.rank, self._micro_batches(batch)), runs)
         run_passes([action for action in actions if action.micro >= 0], self.stages, self.clock)
         self.staging.drain()
-        for stage in self.stages.values():
-            stage.refuse_changed()
         return actions, runs
 
     def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
         """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured."""
         reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
         divergences = [stage.sync.finish(stage.weight) for stage in reduced]
+        if self.following is None:  # a rank that follows does not hold the others' parameters yet
+            for stage in reduced:
+                stage.refuse_unequal()
         self._tied.sum()
         return divergences
 

@@ -161,7 +161,6 @@ class StageRuntime:
         self.parameters = trainable(module)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._trained = 0  # steps in this session
-        self._sizes: list[Tensor] = []
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
         self._step: StageStep | None = None
@@ -221,7 +220,7 @@ class StageRuntime:
             )
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._sizes = self._measured() if self._looks() else []
+        self._trained += 1
         if self._changing is None or self._changing:
             self._before = {
                 name: buffer.clone()
@@ -232,32 +231,34 @@ class StageRuntime:
             self._cast_weights.open()
         self.sync.begin(measure_divergence)
 
-    def _looks(self) -> bool:
-        """Return whether it is seen in this step what forwards change: in the first steps, and ever more seldom."""
-        step = self._trained
-        return len(self.stage.ranks) > 1 and (step < _LOOKS or step & (step - 1) == 0 or step % _SELDOM == 0)
+    def _is_looked_at(self) -> bool:
+        """Return whether members compare their parameters in this step: in the first steps, and ever more seldom."""
+        step, shared = self._trained, len(self.stage.ranks) > 1 and not self.stage.splits_channels
+        has_any = bool(self.parameters or self._frozen)
+        return shared and has_any and (step <= _LOOKS or step & (step - 1) == 0 or step % _SELDOM == 0)
 
-    def _measured(self) -> list[Tensor]:
-        own: list[Tensor] = [*self.parameters.values(), *self._frozen.values()]
-        with torch.no_grad():
-            return list(torch._foreach_norm(own)) if own else []
+    def refuse_unequal(self) -> None:
+        """Raise ModelError if the members' parameters are no longer equal, because the model's own code changes them.
 
-    def refuse_changed(self) -> None:
-        """Raise ModelError if the model's own code has changed a parameter, of which each member would have its own.
-
-        This is looked for in some steps only, as it takes time.
+        This is looked for in some steps only, by the parameters' norms, and all members call it together.
         """
-        self._trained += 1
-        if not self._sizes:
+        if not self._is_looked_at():
             return
-        for name, old, new in zip((*self.parameters, *self._frozen), self._sizes, self._measured(), strict=True):
-            if not torch.equal(old, new):
-                raise ModelError(
-                    f"parameter {name} is changed by the model's own code while it trains, by each member of the "
-                    "stage by itself, so that members may no longer be equal; change it by the optimizer only, hold "
-                    "what is computed from the data as a buffer, or train with one rank (parallel.strategy: single)"
-                )
-        self._sizes = []
+        named: dict[str, Tensor] = {**self.parameters, **self._frozen}
+        with torch.no_grad():
+            norms = torch.stack(torch._foreach_norm(list(named.values())))
+        own = self._staging.to_host(norms).double()
+        group, ranks = self._members.group, self._members.ranks
+        total = own.clone()
+        group.wait(group.all_reduce(total, ranks, self._members.number))
+        apart = (total - len(ranks) * own).abs() > 1e-9 * len(ranks) * own.abs()
+        if bool(apart.any()):
+            name = list(named)[int(apart.nonzero()[0, 0])]
+            raise ModelError(
+                f"parameter {name} is no longer the same on all members of its stage: the model's own code changes it "
+                "while it trains, by each member from its own samples; change it by the optimizer only, hold what is "
+                "computed from the data as a buffer, or train with one rank (parallel.strategy: single)"
+            )
 
     @property
     def before(self) -> dict[str, Tensor]:

@@ -70,8 +70,8 @@ def prove(model: Model, inputs: Values) -> Cutting:
             drawing = _drawing(whole, inputs)
         with _alone(), own_state_kept():
             state = OwnState(whole.root)
-            truth = _observe(_run_whole(whole), [whole], inputs)
-            shared = state.changed()
+            shared: dict[str, None] = {}  # an ordered set
+            truth = _observe(_run_whole(whole), [whole], inputs, lambda: shared.update(dict.fromkeys(state.changed())))
     except HorizonError:
         raise
     except Exception as error:  # the model's own code runs here, and may fail in any way
@@ -81,7 +81,7 @@ def prove(model: Model, inputs: Values) -> Cutting:
     if drawing is not None:
         return Cutting("nothing", reason=drawing)
     if shared:
-        code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(shared)}"
+        code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(list(shared))}"
         return Cutting(
             "nothing", reason=f"{code}, which stages in several processes do not share; keep it in the model"
         )
@@ -274,8 +274,10 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _observe(run: Run, parts: Sequence[nn.Module], inputs: Values) -> list[_Seen]:
-    """Return what all runs do; the parts are the whole model or its layers."""
+def _observe(
+    run: Run, parts: Sequence[nn.Module], inputs: Values, after: Callable[[], object] = lambda: None
+) -> list[_Seen]:
+    """Return what all runs do; the parts are the whole model or its layers. `after` is called after each run."""
     modules = [vars(part).get("root", vars(part).get("_root", part)) for part in parts]  # with all that code has set
     before = [Attributes(module) for module in modules]
     found = []
@@ -288,6 +290,7 @@ def _observe(run: Run, parts: Sequence[nn.Module], inputs: Values) -> list[_Seen
             outputs, backward = run(tuple(value.clone() for value in inputs))
             if gradients:
                 backward([torch.randn_like(value) for value in outputs if value.requires_grad])
+        after()
         found.append(
             _Seen(
                 [value.detach().clone() for value in outputs],

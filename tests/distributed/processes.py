@@ -18,7 +18,6 @@ import psutil
 from horizonml.runtime.forkserver import PRELOAD, SERVER, ForkServer
 from horizonml.runtime.forkserver import start as fork
 
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -145,3 +145,24 @@ def test_what_the_author_wrote_is_what_trains(pool: Pool, kind: str) -> None:
         if expected.keys() - seen:
             wrong.setdefault(name, f"no rank holds {sorted(expected.keys() - seen)}")
     assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
+
+
+def train_drifting(rank: int, world_size: int, store: Store) -> str:
+    group = Group(store, rank, world_size, 60.0)
+    model = build(ModelSpec(name="tests.awkward_models:WritesWhatItSees"), 0, 10, InputSpec.of(SHAPE))
+    plan = plan_for(PLANS["ddp 2"], len(model.chain))
+    session = Session(plan, TrainState(model, Sgd()), group, Classification(), FULL)
+    try:
+        for step in range(20):
+            session.step(RandomBatch(step), LR)
+    except ModelError as error:
+        return f"{session.state.step}: {error}"
+    finally:
+        session.close()
+        group.close()
+    return "nothing was noticed"
+
+
+def test_members_that_no_longer_hold_the_same_are_named(pool: Pool) -> None:
+    for found in pool.run(2, train_drifting):
+        assert re.fullmatch(r"[78]: parameter middle.code is no longer the same on all members .*", found), found

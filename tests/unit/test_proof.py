@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from horizonml.data.choose import describe
 from horizonml.errors import ModelError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
+from horizonml.models.boundary import values_of
+from horizonml.models.proof import prove
 from horizonml.models.spec import ModelSpec
 from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import build
@@ -111,3 +114,72 @@ def test_a_target_that_is_no_class_is_named_with_its_row() -> None:
         with pytest.raises(WrongClass, match=f"has the class {wrong}, but classes are numbered from 0 to 9") as found:
             check_classes(torch.tensor([0, 1, wrong]), 10)
         assert found.value.row == 2
+
+
+class MasksLargeBatches(nn.Module):
+    """Uses in its last part what an earlier one returned, but not for the few samples of a comparison."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.first, self.second = Masked(), nn.Linear(8, 8)
+        self.third, self.head = nn.Linear(8, 8), nn.Linear(8, num_classes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found, mask = self.first(value.flatten(1))
+        found = self.third(self.second(found))
+        if len(value) > 4:
+            found = found * mask
+        return self.head(found)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 8)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.inner(value)
+        return found, found > 0
+
+
+def test_what_has_not_travelled_to_a_part_is_never_used() -> None:
+    model = build(ModelSpec(name=f"{__name__}:MasksLargeBatches"), 0, 10, IMAGES)
+    model = model.recut(prove(model, (torch.randn(2, 1, 8, 8),)))
+    assert len(model.chain) >= 3
+    parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
+
+    def run(samples: int) -> None:
+        values: Any = (torch.randn(samples, 1, 8, 8),)
+        for part in parts:
+            values = values_of(part(*values))
+
+    run(4)
+    with pytest.raises(ModelError, match=r"forward hands a tensor to head that it did not use when the model was cut"):
+        run(5)
+
+
+class KeepsInitial(nn.Module):
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(64, 8), nn.Linear(8, num_classes)
+        nn.init.orthogonal_(self.inner.weight)
+        self.anchor = self.inner.weight.detach().clone()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.inner(value.flatten(1))) + (self.inner.weight - self.anchor).square().sum()
+
+
+@pytest.mark.parametrize("name", [f"{__name__}:KeepsInitial", "tests.models:plain", "tests.models:normed", "resnet18"])
+def test_a_model_in_memory_has_the_values_of_its_parts(name: str) -> None:
+    """So whatever else its author has made of initial values is made of these."""
+    shape = (3, 32, 32) if name == "resnet18" else (1, 8, 8)
+    model = build(ModelSpec(name=name), 3, 10, InputSpec.of(shape))
+    root, is_initial = model.make()
+    assert is_initial
+    if isinstance(root, KeepsInitial):
+        assert torch.equal(root.anchor, root.inner.weight)
+    whole = dict(root.named_parameters())
+    parts = [model.stage(index, index + 1, as_graph=True) for index in range(len(model.chain))]
+    found = {name: value for part in parts for name, value in part.named_parameters()}
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
