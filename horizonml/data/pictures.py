@@ -13,6 +13,8 @@ from horizonml.errors import DataError, is_out_of_files, is_out_of_memory
 PHOTO_MEAN, PHOTO_STD, PHOTO_SIZE = 0.449, 0.226, 224  # of pixels from 0 to 1, and the side of a square photo
 
 
+# Pillow reads many more, some of them by other programs.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 MOST_PIXELS = 89_478_485  # of a picture: where Pillow begins to warn of bombs, at 256 MiB in RGB
 
 
@@ -28,7 +30,7 @@ def read_picture(file: Any, decode: Callable[[Any], Tensor]) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # refused below
-            with Image.open(file) as image:
+            with Image.open(file, formats=FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise DataError(
                         f"it has {image.width} x {image.height} pixels, and more than {MOST_PIXELS:,} would take too "
@@ -40,7 +42,8 @@ def read_picture(file: Any, decode: Callable[[Any], Tensor]) -> Tensor:
     except Exception as error:  # Pillow's readers fail on damaged files in any way
         if is_out_of_memory(error) or is_out_of_files(error):
             raise
-        raise DataError(f"it is damaged, or not a picture: {str(error) or type(error).__name__}") from error
+        known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+        raise DataError(f"it is damaged, or no {known}: {str(error) or type(error).__name__}") from error
 
 
 def rgb_of(image: Any) -> Any:

@@ -33,7 +33,10 @@ class Preparation:
         """Return lines of Python that make the array `input` of a picture's file."""
         arranged = "pixels.mean(2)[None, None]" if self.channels == 1 else "pixels.transpose(2, 0, 1)[None]"
         return [
-            f'picture = ImageOps.exif_transpose(Image.open("{file}")).convert("RGBA")',
+            f'picture = ImageOps.exif_transpose(Image.open("{file}"))',
+            'if picture.mode.startswith("I"):  # grey values of 16 bits',
+            '    picture = Image.fromarray((numpy.asarray(picture) / 257).round().astype("uint8"))',
+            'picture = picture.convert("RGBA")',
             'white = Image.new("RGBA", picture.size, "white")',
             'picture = Image.alpha_composite(white, picture).convert("RGB")',
             f"picture = ImageOps.fit(picture, ({self.width}, {self.height}))",

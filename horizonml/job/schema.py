@@ -44,7 +44,7 @@ class Job(Spec):
         "job", description="Names the run; letters, digits, dots, dashes and underscores."
     )
     folder: str | None = Field(None, description="Where records and checkpoints go (default: runs/NAME).")
-    seed: int = Field(0, ge=0, description="Seed of initial parameters, order of samples, and dropout.")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="Seed of initial parameters, order of samples, and dropout.")
     epochs: int = Field(8, ge=1, description="Passes over the training data.")
     steps: int | None = Field(
         None,

@@ -164,7 +164,7 @@ class Visit:
         done = f"after {count(progress.step, 'step')}" if progress.step else "before its first step"
         if asked and asked != _OVER:
             self._voice.leave(asked)
-            print(f"this device has left the run {done}; the others go on", flush=True)
+            print(f"this device has left the run {done}", flush=True)
             return Ending.LEFT if self._stop.wanted else Ending.YIELDED
         if code == 0:
             self._voice.say(Standing.DONE)

@@ -69,8 +69,9 @@ def timm_model(name: str, outputs: int, input: InputSpec) -> Constructor:
 
 # Options by which a library would read files, ask servers, or load code, none of which a job file's options may do.
 _LEADS_ELSEWHERE = (
-    "attn_implementation", "backbone", "cache_dir", "checkpoint_path", "experts_implementation", "kernel",
-    "name_or_path", "pretrained", "quantization", "auto_map", "trust_remote_code", "custom_pipelines",
+    "attn_implementation", "backbone", "cache_dir", "checkpoint_path", "experts_implementation",
+    "kernel_config", "use_kernel", "name_or_path", "pretrained", "quantization", "auto_map", "trust_remote_code",
+    "custom_pipelines",
 )  # fmt: skip
 _WEIGHTS = ("weights", "weights_backbone")  # by which torchvision's constructors download files
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")

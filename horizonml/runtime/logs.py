@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -17,12 +18,13 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file: IO[bytes] = path.open("ab")
+        self.file: IO[bytes] = path.open("a+b")  # which is also read, as somebody may delete the folder meanwhile
         self._start = self._shown = self.file.tell()
 
     def text(self) -> str:
         """Return everything that the rank has printed in this run."""
-        content = self._read(max(self._start, self.path.stat().st_size - _MOST_TEXT)).decode(errors="replace")
+        end = os.fstat(self.file.fileno()).st_size
+        content = self._read(max(self._start, end - _MOST_TEXT)).decode(errors="replace")
         return plain_lines(content).strip()
 
     def new_lines(self) -> list[str]:
@@ -33,9 +35,7 @@ class RankLog:
         return [escaped(line) for line in whole.decode(errors="replace").split("\n")[:-1]]
 
     def _read(self, start: int) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(start)
-            return file.read(_MOST_TEXT)
+        return os.pread(self.file.fileno(), _MOST_TEXT, start)  # where others write does not change
 
 
 class Warnings:

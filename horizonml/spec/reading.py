@@ -22,6 +22,7 @@ from horizonml.text import human_bytes
 _MOST_BYTES = 4 << 20
 _MOST_VALUES = 100_000  # in a file, with every alias counted as what it stands for
 _MOST_DEEP = 40  # levels of nesting
+_BITS = 64  # of whole numbers
 _SECONDS = 10.0  # until a pipe must have delivered everything
 
 
@@ -100,6 +101,8 @@ class _Loader(yaml.SafeLoader):
         found: int | float
         whole = node.tag.endswith(":int")
         found = self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
+        if whole and int(found).bit_length() > _BITS:
+            raise yaml.constructor.ConstructorError(None, None, f"not a number of {_BITS} bits", node.start_mark)
         return found
 
     def get_single_data(self) -> Any:

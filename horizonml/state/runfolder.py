@@ -91,8 +91,9 @@ def _content(folder: Path) -> list[Path]:
 
 
 def _holds_files(path: Path) -> bool:
-    """Return whether a path is a file, or a folder with a file somewhere in it."""
-    return path.is_file() or any(inner.is_file() for inner in path.rglob("*"))
+    """Return whether a path is a file, or a folder with a file somewhere in it; the marks of groups are none."""
+    files = (path,) if path.is_file() else (inner for inner in path.rglob("*") if inner.is_file())
+    return any(not file.name.startswith(".") for file in files)
 
 
 def _never_trained(folder: Path) -> bool:

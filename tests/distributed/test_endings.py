@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,3 +145,12 @@ def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Si
             assert cluster._service is not None
             cluster._service.send_signal(kill_service)
         cluster.wait()
+
+
+def test_a_launcher_goes_on_when_the_folder_of_its_logs_is_deleted(folder: Path, start: Start) -> None:
+    launcher = start("train", "job.yaml", "-n", "2", "--set", "epochs=60")
+    wait_for(lambda: steps(folder) > 5, "the first steps")
+    shutil.rmtree(folder / "runs" / "test", ignore_errors=True)
+    output, _ = launcher.communicate(timeout=100)
+    assert launcher.returncode == 0, output
+    assert "please report this" not in output

@@ -1,4 +1,5 @@
 import gzip
+import os
 import pickle
 import struct
 from dataclasses import replace
@@ -12,6 +13,7 @@ from PIL import ExifTags, Image
 from horizonml.data.choose import agree, describe, load
 from horizonml.data.dataset import Data
 from horizonml.data.files import FolderSource
+from horizonml.data.pictures import pixels_of, read_picture
 from horizonml.data.sampler import Sampler
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
@@ -164,6 +166,21 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
 
 
 SHADES = torch.arange(256).reshape(16, 16)  # a picture with every shade of grey
+
+
+def test_a_picture_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would let Ghostscript draw this one, whatever its name is."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "x.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(DataError, match="no BMP, GIF, JPEG"):
+        read_picture(tmp_path / "x.png", lambda image: pixels_of(image, 8))
+    assert not (tmp_path / "started").exists()
+
+
 SIDEWAYS = Image.Exif()
 SIDEWAYS[ExifTags.Base.Orientation] = 6  # it is to be turned clockwise before it is shown
 

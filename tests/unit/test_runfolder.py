@@ -92,6 +92,10 @@ def test_a_run_that_ended_before_its_first_step_does_not_cost_the_one_before(tmp
     assert place.set_aside() is None
     assert '"step"' in (tmp_path / "run.previous" / "rank-0.jsonl").read_text()
     assert not (run / "rank-0.jsonl").exists()
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / ".generation-0-0-8f0f2949").write_text("the mark of the group that is about to train")
+    assert place.set_aside() is None
+    assert '"step"' in (tmp_path / "run.previous" / "rank-0.jsonl").read_text()
 
 
 def test_a_run_folder_that_is_deleted_while_training_is_made_again(
