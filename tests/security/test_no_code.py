@@ -18,6 +18,7 @@ from horizonml.api.transfer import packed
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.job.schema import Job
+from horizonml.models.libraries import check_options
 from horizonml.models.spec import ModelSpec, WeightsSpec
 from horizonml.models.weightfiles import opened
 from horizonml.models.zoo import build
@@ -156,6 +157,7 @@ def test_options_cannot_make_a_library_read_files_or_load_code(
 
 
 def test_a_librarys_model_is_still_built_with_options_that_are_a_configuration() -> None:
+    check_options("transformers:ConvBertModel", {"conv_kernel_size": 9})  # of a convolution
     built = build(ModelSpec(name="timm:resnet18", options={"drop_rate": 0.1}), 0, 10, IMAGES)
     assert len(built.chain) > 1
 
