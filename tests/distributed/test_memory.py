@@ -17,6 +17,7 @@ from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.capacity import state_bytes
+from horizonml.runtime.forkserver import SERVER
 from horizonml.state import checkpoint
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.spec import Sgd
@@ -52,7 +53,7 @@ def limited(code: str, *arguments: str, folder: Path) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, "-c", LIMITED + code, str(LIMIT), *arguments],
         cwd=folder,
-        env=environment(),
+        env=environment(**{SERVER: ""}),  # what forks its ranks is limited, too
         capture_output=True,
         text=True,
         timeout=200,
