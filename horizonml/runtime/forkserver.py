@@ -49,8 +49,7 @@ PRELOAD = (
     "horizonml.telemetry.server",
 )
 _ROOM = "HORIZONML_ROOM"  # makes room in the server's environment for those of its children
-_HEADER, _SECRET = 8, 32  # bytes of a request's length, and of the secret
-_MOST = 1 << 24  # bytes of a request
+_SECRET, _LENGTH = 32, 8  # bytes of the secret, and of a request's length, with which it begins
 _FIRST = 100  # received descriptors are moved here, out of the way of the numbers that they get
 _REQUEST_SECONDS = 10.0
 
@@ -137,7 +136,6 @@ class Forked(subprocess.Popen[Any]):
         given = [number if number >= 0 else own for own, number in enumerate((streams[0], streams[3], streams[5]))]
         name, _, secret = self._server.partition(":")
         request = {
-            "secret": secret,
             "command": list(args),
             "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
             "env": dict(os.environ if env is None else env),
@@ -147,8 +145,10 @@ class Forked(subprocess.Popen[Any]):
         try:
             connection.connect(f"\0{name}")
             content = json.dumps(request).encode()
-            socket.send_fds(connection, [len(content).to_bytes(_HEADER, "big")], [*given, *pass_fds])
-            connection.sendall(content)
+            header = secret.encode().ljust(_SECRET) + len(content).to_bytes(_LENGTH, "big")
+            socket.send_fds(connection, [header], [*given, *pass_fds])
+            with suppress(ConnectionError):  # the server has refused it without reading it, and says so
+                connection.sendall(content)
             answer = self._answer()
             if "error" in answer:
                 raise OSError(answer["number"], answer["error"])
@@ -242,14 +242,14 @@ def _line(values: Mapping[str, Any]) -> bytes:
 
 def _fork(connection: socket.socket, secret: str) -> int:
     """Read a request, and return the id of the process that was forked for it, which does not return."""
-    start, fds, _, _ = socket.recv_fds(connection, _HEADER, 253)
+    header, fds, _, _ = socket.recv_fds(connection, _SECRET + _LENGTH, 253)
     try:
+        if not hmac.compare_digest(header[:_SECRET], secret.encode()):
+            _refuse("who asked for it does not know the secret")
         content = bytearray()
-        while len(content) < min(int.from_bytes(start, "big"), _MOST):
+        while len(content) < int.from_bytes(header[_SECRET:], "big"):
             content += connection.recv(1 << 16) or _refuse("who asked for it has ended")
         request = json.loads(content)
-        if not hmac.compare_digest(str(request.pop("secret", "")).encode(), secret.encode()):
-            _refuse("who asked for it does not know the secret")
         pid = os.fork()
         if pid == 0:
             try:

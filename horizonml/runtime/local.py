@@ -188,6 +188,10 @@ class LocalRun:
                     if code < 0
                     else f"the rendezvous service ended with code {code}: {said[-1000:]}"
                 )
+            if self._forks is not None and self._forks.process.poll() is not None:
+                code = self._forks.process.returncode
+                why = f"was killed by {explain_signal(-code)}" if code < 0 else f"ended with code {code}"
+                raise RankFailed(f"the process from which the ranks are forked {why}")
             if failed and now - min(rank.ended or now for rank in failed) > _GRACE_SECONDS:
                 break
             if self.interrupted and asked == math.inf:
