@@ -139,7 +139,7 @@ def test_the_cluster_commands_from_submit_to_delete(cluster: Cluster) -> None:
     )
     time.sleep(12)
     follow.send_signal(signal.SIGINT)
-    followed, _ = follow.communicate(timeout=20)
+    followed, _ = follow.communicate(timeout=60)
     assert follow.returncode == 0, followed
     assert followed.count("rank 0 | epoch") > 2, followed
 

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = "horizonml/worker:dev"
 USER = 10001
+PATIENCE = 3  # limits are for four cores to itself; what hangs does so for a little longer on a machine with less
 DASHBOARDS = [ROOT / "grafana" / "dashboards" / f"{name}.json" for name in ("overview", "faults", "time", "devices")]
 VARIABLES = {"__rate_interval": "20s", "__interval": "10s", "__range": "5m", "rank": ".*", "namespace": ".*"}
 
@@ -42,7 +43,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT if both else subprocess.PIPE,
         text=True,
-        timeout=timeout,
+        timeout=PATIENCE * timeout,
         check=False,
     )
     shown = f"{result.stdout[-4000:]}{(result.stderr or '')[-4000:]}"
@@ -52,6 +53,7 @@ def run(
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float) -> Any:
     """The first result of `condition` that is true."""
+    seconds *= PATIENCE
     deadline = time.monotonic() + seconds
     while True:
         found = condition()
