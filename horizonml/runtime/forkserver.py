@@ -270,7 +270,6 @@ def _become(request: Mapping[str, Any], fds: list[int]) -> None:
     """Let this process be what was asked for, as if it had been started by itself, and run it."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     high = [_move(number) for number in fds]
     os.closerange(0, _FIRST)
@@ -349,6 +348,7 @@ _HERE = os.getcwd()
 
 def main() -> None:
     """Serve on inherited sockets, with the modules named by the other arguments loaded."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores, and its children would
     listener, lifeline = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     for name in sys.argv[3:]:
         importlib.import_module(name)
