@@ -621,6 +621,33 @@ class CountsByIterator(Base):
         return self.head(found) * (3 if next(self.calls) % 2 else 1)
 
 
+class _CountsInteger(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(value)
+
+
+class ReadsWhatABlockCounts(Base):
+    block = _CountsInteger
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * (1 if self.middle.passes > 20 else 2)
+
+
+class CountsInBytes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = bytearray(1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.passes[0] += self.training
+        return self.head(self.body(value)) * (3 if self.passes[0] > 1 else 1)
+
+
 class DrawsFromItsOwn(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -659,5 +686,6 @@ ROWS = [
     Row(SharesAFunction, r"\.scaled, which stages"), Row(SharesTheEnvironment, "changes os.environ"),
     Row(CountsInAnObject, "counter, which its code sets, is not the same"), Row(CountsInAnObjectOfABlock),
     Row(CountsInADictionary, "state, which its code sets"), Row(CountsByIterator, "its outputs differ"),
+    Row(ReadsWhatABlockCounts, "sets passes, which ReadsWhatABlockCounts reads"), Row(CountsInBytes),
     Row(DrawsFromItsOwn, r"a generator of its own \(generator\)"),
 ]  # fmt: skip

@@ -5,18 +5,21 @@ A model's forward may read and change them. Trying it out must not, and stages i
 
 from __future__ import annotations
 
+import array
 import contextvars
+import ctypes
 import functools
+import io
 import operator
 import os
 import random
 import sys
-import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from types import CellType, FunctionType, GeneratorType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,7 @@ _MOST_OBJECTS, _MOST_INSIDE = 3000, 1000  # that are looked at, from one value o
 _MOST_VALUES = 1 << 20  # of a tensor or array, of which copies are kept
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # PyTorch keeps hooks for all modules in these.
+_OF_PYTHON = ("builtins", "logging", "functools", "re", "abc", "typing")  # whose objects hold nothing, or caches only
 _HOOKS = [name for name in vars(torch_modules) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
@@ -112,8 +116,9 @@ def _write_object(owner: Any, held: dict[str, Any]) -> None:
 
 @functools.cache
 def _is_own(kind: type) -> bool:
-    """Return whether a class is the user's own, or one that only holds what it is given."""
-    if issubclass(kind, SimpleNamespace | threading.local) or is_dataclass(kind):
+    """Return whether a class is the user's own, or one of Python's or of data that holds what it is given."""
+    top = kind.__module__.partition(".")[0]
+    if is_dataclass(kind) or (top in sys.stdlib_module_names and top not in _OF_PYTHON):
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or (file is not None and is_own_file(file))
@@ -158,6 +163,12 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
         return None, (owner.__self__, owner.__func__)
     if isinstance(owner, functools.partial):
         return None, (owner.func, *owner.args, *owner.keywords.values())
+    if isinstance(owner, io.StringIO | io.BytesIO):
+        return _Kept(owner, owner.getvalue(), lambda one: one.getvalue()), ()
+    if isinstance(owner, bytearray | array.array | ctypes._SimpleCData | ctypes.Array | ctypes.Structure):
+        return _Kept(owner, bytes(owner), bytes, _write_bytes), ()
+    if isinstance(owner, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+        return _Kept(owner, dict(owner.items()), lambda one: dict(one.items())), [*owner.values()]
     if isinstance(owner, GeneratorType):
         return _Kept(owner, _position(owner), _position), ()
     if hasattr(type(owner), "__next__"):
@@ -168,8 +179,17 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
     return _Kept(owner, inside, _read_object, _write_object), inside.values()
 
 
-def _position(generator: Any) -> int:
-    return generator.gi_frame.f_lasti if generator.gi_frame is not None else -1
+def _write_bytes(owner: Any, held: bytes) -> None:
+    if isinstance(owner, bytearray):
+        owner[:] = held
+    elif len(bytes(owner)) == len(held):
+        memoryview(owner).cast("B")[:] = held
+
+
+def _position(generator: Any) -> tuple[Any, ...]:
+    """Return where a generator is, and the plain values that it holds there."""
+    frame = generator.gi_frame
+    return () if frame is None else (frame.f_lasti, *map(repr, frame.f_locals.items()))
 
 
 def _left(iterator: Any) -> tuple[str, int]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CodeType
 from typing import cast
 
 import torch
@@ -85,6 +86,10 @@ def prove(model: Model, inputs: Values) -> Cutting:
         return Cutting(
             "nothing", reason=f"{code}, which stages in several processes do not share; keep it in the model"
         )
+
+    read = _read_elsewhere(whole.root, truth)
+    if read is not None:
+        return Cutting("nothing", reason=read)
 
     def problem(cutting: Cutting) -> str | None:
         try:
@@ -219,6 +224,36 @@ def _compare(one: _Seen, other: _Seen, parts: Sequence[nn.Module]) -> tuple[str,
     return None
 
 
+def _read_elsewhere(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
+    """Return which attribute a module's code sets and that of another class may read, or None.
+
+    A stage that does not run the module would not see it. Tensors are looked after by the way they are computed.
+    """
+    changed = {(path, name) for seen in runs for path, values in seen.changed for name, value in values.items()
+               if not any(isinstance(one, Tensor) for one in tree_flatten(value)[0])}  # fmt: skip
+    kinds = {type(module) for module in root.modules()} if changed else set()
+    for path, name in sorted(changed):
+        setter = type(root.get_submodule(path))
+        for kind in kinds if path else ():
+            if issubclass(setter, kind) or kind.__module__.startswith("torch."):
+                continue
+            code = [vars(base).get("forward") for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+            if any(name in _names_in(getattr(one, "__code__", None)) for one in code):
+                return (
+                    f"{path} = {_owner(root.get_submodule(path))} sets {name}, which {kind.__name__} reads, and which "
+                    f"a stage without {path} does not see"
+                )
+    return None
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """Return the attributes that a function names, and the functions in it."""
+    if code is None:
+        return set()
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 def _size(value: Tensor | None) -> float:
     return 0.0 if value is None or not value.numel() else float(value.detach().double().abs().max())
 
@@ -342,7 +377,8 @@ def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
             boundary = model.chain.boundaries[index]
             entered = values
             if index:
-                entered = boundary.leaves(tuple(value.detach() for value in values), torch.is_grad_enabled())
+                sent = (value.detach().clone(memory_format=torch.contiguous_format) for value in values)
+                entered = boundary.leaves(tuple(sent), torch.is_grad_enabled())
             result = part(*entered)
             last = index + 1 == len(parts)
             values = tuple(one for one in flat(result) if isinstance(one, Tensor)) if last else values_of(result)
