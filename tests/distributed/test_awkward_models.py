@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,10 @@ def truth(row: Row) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("kind", PLANS)
 def test_what_the_author_wrote_is_what_trains(pool: Pool, kind: str) -> None:
     wrong: dict[str, str] = {}
-    results = pool.run(1 + max(rank for ranks in PLANS[kind] for rank in ranks), train, ROWS, kind)
+    results: list[list[Any]] = [[] for _ in range(1 + max(rank for ranks in PLANS[kind] for rank in ranks))]
+    for first in range(0, len(ROWS), 10):  # the pool answers within its limit, on a busy machine too
+        for own, more in zip(results, pool.run(len(results), train, ROWS[first : first + 10], kind), strict=True):
+            own += more
     for row, *found in zip(ROWS, *results, strict=True):
         name = row.model.__name__
         if isinstance(found[0], str):
