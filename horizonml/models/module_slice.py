@@ -144,7 +144,9 @@ class _Run:
 
     def _stand_in(self, result: Result, leaf: Leaf, number: float) -> Tensor:
         """Return a tensor in place of a result that is not needed; only what is changed in place has its own memory."""
-        made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed).as_subclass(_StandIn)
+        made = leaf.filled(number, self._batch, in_memory=result in self._part.calls.changed)
+        if type(made) is Tensor:  # and not that of a device with a class of its own
+            made = made.as_subclass(_StandIn)
         of = (
             "an input of the model" if result[0] == INPUTS else f"what {self._part.calls.calls[result[0]].unit} returns"
         )
@@ -154,8 +156,9 @@ class _Run:
     def _check(self, unit: str, given: Any) -> None:
         """Raise ModelError if a unit is given something that has not travelled here."""
         for leaf in tree_flatten(given)[0]:
-            if isinstance(leaf, _StandIn):
-                of, _ = self._stand_ins.get(leaf.untyped_storage()._cdata, ("a tensor", leaf))
+            known = self._stand_ins.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
+            if known is not None or isinstance(leaf, _StandIn):
+                of, _ = known or ("a tensor", leaf)
                 raise ModelError(f"the model's forward hands {of} to {unit} {_UNSEEN}")
 
     def leave(self) -> tuple[Tensor, ...]:
