@@ -213,10 +213,10 @@ class Checkpoints:
         self.skipped += 1
         if self.skipped == 1:
             _log.warning(
-                "there will be no checkpoint of step %d: the one before is still being written by rank %s. Further "
+                "there will be no checkpoint of step %d: the one before is still being written by %s. Further "
                 "ones may be left out as well; a larger checkpoint.every_steps or a faster disk helps",
                 step,
-                " and ".join(map(str, ranks)),
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}",
             )
 
     def _note(self, saved: Saved) -> None:
