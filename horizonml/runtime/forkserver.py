@@ -293,7 +293,10 @@ def _become(request: Mapping[str, Any], fds: list[int]) -> None:
         sys.modules["numpy.random"].seed()
     code = 0
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        code = 130
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  (this process is another, which ends with it)
@@ -354,6 +357,8 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # or the first collection in a child would write to all that it shares
+    # A child is told of Ctrl-C when it runs its command: Python swallows exceptions in what it does right after a fork.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     serve(listener, lifeline)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -20,6 +21,7 @@ from horizonml.text import escaped, plain_lines
 
 _PACKAGE = Path(horizonml.__file__).parent
 _BEGIN_SECONDS, _LOOK_SECONDS = 10.0, 0.25  # for a thread to begin, and between two looks
+_AGAIN_SECONDS = 0.1  # until an interrupt that was lost is repeated
 _python_start = threading.Thread.start
 
 
@@ -45,6 +47,7 @@ def _run(action: Callable[[], object]) -> int:
     """Run a process's action, print its error if it fails, and return the exit code."""
     watch_launcher()
     threading.Thread.start = _start  # type: ignore[method-assign, assignment]
+    sys.unraisablehook = _interrupt_again
     faulthandler.enable()  # an instruction that the processor lacks, in PyTorch, would end this without a word
     handler = logging.StreamHandler()
     handler.setFormatter(_Plain("%(levelname)s: %(message)s"))
@@ -102,6 +105,16 @@ def _start(thread: threading.Thread) -> None:
     """Start a thread, whoever made it; raise RuntimeError if it does not begin, instead of waiting for ever."""
     thread._started = _Begun()  # type: ignore[attr-defined]
     _python_start(thread)
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Interrupt the main thread anew if Ctrl-C came in a callback whose exceptions Python ignores, as in an import."""
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(ignored)
+        return
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
 
 
 class _Plain(logging.Formatter):

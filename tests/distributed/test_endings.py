@@ -47,6 +47,8 @@ def test_a_launcher_that_ends_early_leaves_nothing(
     time.sleep(moment)  # whatever has been reached by then: the busier the machine, the earlier
     for launcher in launchers:
         launcher.send_signal(number)
+    for launcher in launchers:
+        launcher.wait(60)
     wait_for(lambda: ours(folder) == [], "the end of all processes")
 
 

@@ -178,3 +178,21 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(module: str)
     command = [sys.executable, "-c", code, "plan", "digits"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_ctrl_c_where_python_ignores_exceptions_is_not_lost() -> None:
+    code = textwrap.dedent("""
+        import signal, time, weakref
+        from horizonml.runtime.process import run_and_exit
+
+        def action():
+            watched = set()
+            reference = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))
+            del watched
+            time.sleep(60)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        run_and_exit(action)
+    """)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
