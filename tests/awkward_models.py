@@ -658,6 +658,21 @@ class DrawsFromItsOwn(Base):
         return self.head(found if self.generator.random() < 0.9 else found * 2)
 
 
+class Transposes(Block):
+    """Returns a tensor that is transposed in memory."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.inner(value).t().contiguous().t()
+
+
+class AsksForLayout(Base):
+    block = Transposes
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.middle(self.first(self.stem(value.flatten(1))))
+        return self.head(self.last(found) * (1.0 if found.is_contiguous() else 0.5))
+
+
 @dataclass(frozen=True)
 class Row:
     """Says what becomes of a model: `cut` is what its pipelines are refused with, or None if it can be cut."""
@@ -687,5 +702,5 @@ ROWS = [
     Row(CountsInAnObject, "counter, which its code sets, is not the same"), Row(CountsInAnObjectOfABlock),
     Row(CountsInADictionary, "state, which its code sets"), Row(CountsByIterator, "its outputs differ"),
     Row(ReadsWhatABlockCounts, "sets passes, which ReadsWhatABlockCounts reads"), Row(CountsInBytes),
-    Row(DrawsFromItsOwn, r"a generator of its own \(generator\)"),
+    Row(AsksForLayout), Row(DrawsFromItsOwn, r"a generator of its own \(generator\)"),
 ]  # fmt: skip

@@ -66,7 +66,7 @@ _READS = frozenset(
     getattr(owner, name)
     for owner, names in (
         (Tensor, "__bool__ __int__ __float__ __index__ __complex__ __contains__ __array__ item tolist numpy equal "
-         "allclose is_nonzero nonzero"),
+         "allclose is_nonzero nonzero is_contiguous stride storage_offset data_ptr dim_order"),
         (torch, "equal allclose is_nonzero nonzero"),
     )
     for name in names.split()

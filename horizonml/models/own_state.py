@@ -16,10 +16,10 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -150,7 +150,7 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
         read, write = _draws_on(owner)
         return _Kept(owner, read(owner), read, write), ()
     if isinstance(owner, FunctionType):
-        if not is_own_file(owner.__code__.co_filename):
+        if not (owner.__dict__ or owner.__closure__) or not is_own_file(owner.__code__.co_filename):
             return None, ()
         return _Kept(owner.__dict__, dict(owner.__dict__), dict, _refill), [
             *owner.__dict__.values(),
@@ -200,14 +200,16 @@ def _left(iterator: Any) -> tuple[str, int]:
 class _Contents:
     """Remembers all that can be reached from a value and may be changed in place."""
 
-    def __init__(self, value: Any, skip: frozenset[int]) -> None:
+    def __init__(self, value: Any, skip: Set[int], seen: set[int] | None) -> None:
         self.kept: list[_Kept] = []
-        seen, waiting = set(skip), deque([value])
-        while waiting and len(seen) - len(skip) < _MOST_OBJECTS:
+        seen = set() if seen is None else seen
+        waiting, left = deque([value]), _MOST_OBJECTS
+        while waiting and left:
             owner = waiting.popleft()
-            if isinstance(owner, _PLAIN[:-1]) or id(owner) in seen:
+            if isinstance(owner, _PLAIN[:-1]) or id(owner) in skip or id(owner) in seen:
                 continue
             seen.add(id(owner))
+            left -= 1
             kept, inside = _kept(owner)
             if kept is not None:
                 self.kept.append(kept)
@@ -215,14 +217,14 @@ class _Contents:
             waiting.extend(inside if len(inside) <= _MOST_INSIDE else ())
 
 
-def copy_of(value: Any, skip: frozenset[int] = frozenset()) -> _Contents | None:
+def copy_of(value: Any, skip: Set[int] = frozenset(), seen: set[int] | None = None) -> _Contents | None:
     """Return what code may change in place of a value, or None if there is nothing of that kind.
 
-    Objects whose `id` is in `skip` are left out.
+    Objects whose `id` is in `skip` or `seen` are left out; those that are looked at are added to `seen`.
     """
     if isinstance(value, _PLAIN[:-1]):
         return None
-    contents = _Contents(value, skip)
+    contents = _Contents(value, skip, seen)
     return contents if contents.kept else None
 
 
@@ -266,32 +268,35 @@ def described(value: Any, depth: int = 6) -> Any:
 
 
 class OwnState:
-    """Remembers the globals of the user's own modules, the attributes of their classes, and the context."""
+    """Remembers the globals of the user's own modules, the attributes of their classes, and the context.
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        """Remember them as they are, together with what the classes of a model's modules hold."""
-        files = set(map(str, own_files()))
-        modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in files]
+    These are the modules in which the classes and functions of a model are defined, and those that their code names.
+    """
+
+    def __init__(self, model: nn.Module | None = None, module: str = "") -> None:
+        """Remember what a model's code can reach, or what that of a module by name can."""
+        kinds = {kind for inner in model.modules() for kind in type(inner).__mro__} if model is not None else set()
+        hooks = {name: vars(torch_modules)[name] for name in _HOOKS}
         spaces: dict[int, tuple[str, Any, Any]] = {}
-        for module in modules:
-            spaces[id(module)] = module.__name__, module, vars(module)
-            for name, value in list(vars(module).items()):
-                if isinstance(value, type) and value.__module__ == module.__name__:
-                    spaces[id(value)] = f"{module.__name__}.{name}", value, vars(value)
-        for kind in {kind for inner in model.modules() for kind in type(inner).__mro__} if model is not None else ():
+        attributes = (value for inner in model.modules() for value in vars(inner).values()) if model is not None else ()
+        for own in _own_modules([module, *_homes([*kinds, *attributes, *hooks.values()])]):
+            spaces[id(own)] = own.__name__, own, vars(own)
+            for name, value in list(vars(own).items()):
+                if isinstance(value, type) and value.__module__ == own.__name__:
+                    spaces[id(value)] = f"{own.__name__}.{name}", value, vars(value)
+        for kind in kinds:
             if _is_own(kind):
                 spaces.setdefault(id(kind), (kind.__qualname__, kind, vars(kind)))
-        skip = frozenset(map(id, parts_of(model))) if model is not None else frozenset()
+        skip = set(map(id, parts_of(model))) if model is not None else set()
+        seen: set[int] = set()  # what several names share is looked at once
         self._held = [
             (
                 place,
                 owner,
-                {name: (value, copy_of(value, skip)) for name, value in space.items() if _counts(name, value)},
+                {name: (value, copy_of(value, skip, seen)) for name, value in space.items() if _counts(name)},
             )
-            for place, owner, space in spaces.values()
+            for place, owner, space in [*spaces.values(), ("torch", torch_modules, hooks)]
         ]
-        hooks = {name: vars(torch_modules)[name] for name in _HOOKS}
-        self._held.append(("torch", torch_modules, {name: (value, copy_of(value)) for name, value in hooks.items()}))
         self._environment = copy_of(os.environ._data)  # type: ignore[attr-defined]
         self._context = dict(contextvars.copy_context().items())
 
@@ -301,8 +306,8 @@ class OwnState:
             f"{place}.{name}"
             for place, owner, before in self._held
             for name, value in vars(owner).items()
-            if _counts(name, value) and (owner is not torch_modules or name in before)
-            if not (name in before and is_same(value, *before[name]))
+            if _counts(name) and (owner is not torch_modules or name in before)
+            if not (name in before and is_same(value, *before[name])) and _is_state(value)
         ]
         if not is_same(None, None, self._environment):
             found.append("os.environ")
@@ -319,6 +324,54 @@ class OwnState:
         put_back(self._environment)
 
 
+def _own_modules(names: Iterable[str]) -> list[ModuleType]:
+    """Return the user's own modules of these names, and those that the code in them names, in turn."""
+    files = set(map(str, own_files()))
+    own = {name: one for name, one in list(sys.modules.items()) if getattr(one, "__file__", None) in files}
+    found: dict[str, ModuleType] = {}
+    waiting = deque(names)
+    while waiting:
+        name = waiting.popleft()
+        if name not in own or name in found:
+            continue
+        found[name] = own[name]
+        values = list(vars(own[name]).values())
+        waiting.extend(_homes(values))
+        package = getattr(own[name], "__package__", None) or ""
+        for kind in [value for value in values if isinstance(value, type) and value.__module__ == name]:
+            values += vars(kind).values()
+        for word in {word for value in values for word in _words_of(value)}:
+            waiting.extend((word, f"{package}.{word}"))
+    return list(found.values())
+
+
+def _homes(values: Iterable[Any], depth: int = 3) -> Iterator[str]:
+    """Yield the names of the modules in which values, and those in containers, are defined."""
+    for value in values:
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, functools.partial):
+            yield from _homes([value.func, *value.args, *value.keywords.values()], depth - 1)
+        elif isinstance(value, dict | list | tuple | set | deque) and depth:
+            inside = value.values() if isinstance(value, dict) else value
+            yield from _homes([*inside][:_MOST_INSIDE], depth - 1)
+        else:
+            code = isinstance(value, type | FunctionType | MethodType)
+            yield str(value.__module__ if code else type(value).__module__)
+
+
+def _words_of(value: Any) -> Iterator[str]:
+    """Yield the names and texts in the code of a function, and of those in it: what it imports is among them."""
+    if isinstance(value, property):
+        for one in (value.fget, value.fset):
+            yield from _words_of(one)
+    code = value if isinstance(value, CodeType) else getattr(getattr(value, "__func__", value), "__code__", None)
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for constant in code.co_consts:
+            yield from [constant] if isinstance(constant, str) else _words_of(constant)
+
+
 def parts_of(model: nn.Module) -> Iterator[Any]:
     """Yield a model's modules, and what these register: what is watched elsewhere."""
     for module in model.modules():
@@ -327,16 +380,18 @@ def parts_of(model: nn.Module) -> Iterator[Any]:
         yield from (*module._parameters.values(), *module._buffers.values())
 
 
-def _counts(name: str, value: Any) -> bool:
-    """Return whether a name may stand for state: neither Python's own, nor a class or module of code."""
-    if name.startswith("__") or isinstance(value, type):
-        return False
-    return isinstance(value, _PLAIN) or _kept(value)[0] is not None
+def _counts(name: str) -> bool:
+    return not name.startswith("__")
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether a value is neither a class nor a module of code."""
+    return not isinstance(value, type) and (isinstance(value, _PLAIN) or _kept(value)[0] is not None)
 
 
 @contextmanager
-def own_state_kept(model: nn.Module | None = None) -> Iterator[None]:
-    """Let code run without consequences for the user's own modules and classes."""
+def own_state_kept(model: nn.Module) -> Iterator[None]:
+    """Let a model's code run without consequences for the user's own modules and classes."""
     state = OwnState(model)
     try:
         yield

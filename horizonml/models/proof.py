@@ -69,7 +69,7 @@ def prove(model: Model, inputs: Values) -> Cutting:
     try:
         with _alone(), tried_out(whole.root):
             drawing = _drawing(whole, inputs)
-        with _alone(), own_state_kept():
+        with _alone(), own_state_kept(whole.root):
             state = OwnState(whole.root)
             shared: dict[str, None] = {}  # an ordered set
             truth = _observe(_run_whole(whole), [whole], inputs, lambda: shared.update(dict.fromkeys(state.changed())))
@@ -130,7 +130,7 @@ def check_shared(model: Model, inputs: Values) -> None:
         tensor.data = values[name].detach().clone()
     results = []
     for module in (WholeModule(root, model.input.names), whole):
-        with _alone(), own_state_kept():
+        with _alone(), own_state_kept(root):
             torch.default_generator.manual_seed(0)
             outputs, backward = _run_whole(module.train())(tuple(value.clone() for value in inputs))
             backward([torch.randn_like(value) for value in outputs if value.requires_grad])
@@ -172,7 +172,7 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
         return None  # which is the model itself
     try:
         parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
-        with _alone(), own_state_kept():
+        with _alone(), own_state_kept(root):
             found = _observe(_run_parts(model, parts), parts, inputs)
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):

@@ -150,7 +150,7 @@ def build(
     """
     wanted = OutputSpec.vector(outputs) if isinstance(outputs, int) else outputs
     constructor = _constructor(spec, wanted.count, input)
-    before = OwnState()  # constructors may count, and are called again
+    before = OwnState(module=spec.name.partition(":")[0])  # constructors may count, and are called again
     try:
         with python_seeded(seed):
             model, tape = record(constructor)
