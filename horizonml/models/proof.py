@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
-from horizonml.models.boundary import Values, flat, values_of
+from horizonml.models.boundary import Boundary, Values, flat, values_of
 from horizonml.models.cutting import Cutting
 from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept
@@ -37,16 +37,19 @@ from horizonml.text import some
 RELATIVE, ABSOLUTE = 1e-4, 1e-6  # of a tensor's largest value, and of the largest of all tensors of a kind
 _RUNS = (*[(True, True)] * 4, (False, True), (False, False))  # training mode, gradients
 _RATE = 0.01  # of the updates
+_DRAWS = "draws from Python's or numpy's random numbers, which stages cannot draw alike; draw from PyTorch's"
+_SEEDS = "seeds PyTorch's random numbers, which stages draw independently; make a torch.Generator where it draws"
 _SECONDS = 60.0  # after which no other way to cut than the first one is tried
 
-Run = Callable[[Values], tuple[Values, Callable[[Sequence[Tensor]], None]]]
-"""Returns the outputs for some inputs, and what computes all gradients from those of the outputs."""
+Run = Callable[[Values], tuple[Any, Callable[[Sequence[Tensor]], None]]]
+"""Returns the result for some inputs, and what computes all gradients from those of the result's tensors."""
 
 
 @dataclass
 class _Seen:
     """Holds what one run of a model or of its parts did."""
 
+    form: object  # of the result, which has these tensors
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
@@ -132,7 +135,8 @@ def check_shared(model: Model, inputs: Values) -> None:
     for module in (WholeModule(root, model.input.names), whole):
         with _alone(), own_state_kept(root):
             torch.default_generator.manual_seed(0)
-            outputs, backward = _run_whole(module.train())(tuple(value.clone() for value in inputs))
+            result, backward = _run_whole(module.train())(tuple(value.clone() for value in inputs))
+            outputs = _outputs(result)
             backward([torch.randn_like(value) for value in outputs if value.requires_grad])
         results.append(outputs)
     one, other = dict(root.named_parameters()), dict(whole.named_parameters())
@@ -188,7 +192,7 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
 
 def _compare(one: _Seen, other: _Seen, parts: Sequence[nn.Module]) -> tuple[str, str] | None:
     """Return the module or tensor in which two runs differ, and how, or None."""
-    if len(one.outputs) != len(other.outputs):
+    if one.form != other.form:
         return "", "it does not return the same tensors"
     for place, mode in one.modes.items():
         if other.modes.get(place, mode) != mode:
@@ -322,12 +326,14 @@ def _observe(
             part.zero_grad(set_to_none=True)
         torch.default_generator.manual_seed(number)
         with nullcontext() if gradients else torch.no_grad(), python_seeded(number):
-            outputs, backward = run(tuple(value.clone() for value in inputs))
+            result, backward = run(tuple(value.clone() for value in inputs))
+            outputs = _outputs(result)
             if gradients:
                 backward([torch.randn_like(value) for value in outputs if value.requires_grad])
         after()
         found.append(
             _Seen(
+                _form(result),
                 [value.detach().clone() for value in outputs],
                 {name: _kept(p.grad) for module in modules for name, p in module.named_parameters()},
                 {name: buffer.clone() for module in modules for name, buffer in module.named_buffers()},
@@ -361,9 +367,10 @@ def _copied(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _run_whole(whole: WholeModule) -> Run:
-    def run(inputs: Values) -> tuple[Values, Callable[[Sequence[Tensor]], None]]:
-        outputs = tuple(value for value in flat(whole(*inputs)) if isinstance(value, Tensor))
-        return outputs, lambda gradients: _backward([value for value in outputs if value.requires_grad], gradients)
+    def run(inputs: Values) -> tuple[Any, Callable[[Sequence[Tensor]], None]]:
+        result = whole(*inputs)
+        outputs = _outputs(result)
+        return result, lambda gradients: _backward([value for value in outputs if value.requires_grad], gradients)
 
     return run
 
@@ -371,7 +378,8 @@ def _run_whole(whole: WholeModule) -> Run:
 def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
     """Return what runs layers as stages do: each receives tensors, not the history of those before it."""
 
-    def run(inputs: Values) -> tuple[Values, Callable[[Sequence[Tensor]], None]]:
+    def run(inputs: Values) -> tuple[Any, Callable[[Sequence[Tensor]], None]]:
+        result: Any = inputs
         values, crossed = inputs, list[tuple[Values, Values]]()
         for index, part in enumerate(parts):
             boundary = model.chain.boundaries[index]
@@ -381,7 +389,9 @@ def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
                 entered = boundary.leaves(tuple(sent), torch.is_grad_enabled())
             result = part(*entered)
             last = index + 1 == len(parts)
-            values = tuple(one for one in flat(result) if isinstance(one, Tensor)) if last else values_of(result)
+            values = _outputs(result) if last else values_of(result)
+            if not last:
+                _check_kinds(values, model.chain.boundaries[index + 1])
             crossed.append((entered, values))
 
         def backward(gradients: Sequence[Tensor]) -> None:
@@ -393,9 +403,30 @@ def _run_parts(model: Model, parts: Sequence[nn.Module]) -> Run:
                 wanted = [(left, one) for left, one in pairs if one is not None and left.requires_grad]
                 _backward([left for left, _ in wanted], [one for _, one in wanted])
 
-        return values, backward
+        return result, backward
 
     return run
+
+
+def _outputs(result: Any) -> Values:
+    return tuple(value for value in flat(result) if isinstance(value, Tensor))
+
+
+def _form(result: Any) -> object:
+    """Return how a result is made of tensors."""
+    if isinstance(result, Mapping):
+        return {key: _form(value) for key, value in result.items()}
+    return [*map(_form, result)] if isinstance(result, tuple | list) else isinstance(result, Tensor)
+
+
+def _check_kinds(values: Values, boundary: Boundary) -> None:
+    """Raise ModelError unless these are what the next stage expects, in evaluation, too."""
+    for value, wanted in zip(values, boundary.tensors, strict=True):
+        if (value.dtype, tuple(value.shape[1:])) != (wanted.dtype, wanted.shape):
+            raise ModelError(
+                f"a stage would send {list(value.shape[1:])} {value.dtype} for each sample where the next one expects "
+                f"{list(wanted.shape)} {wanted.dtype}; what a module returns must be of one kind, in evaluation, too"
+            )
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -405,19 +436,22 @@ def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def _drawing(whole: WholeModule, inputs: Values) -> str | None:
-    """Return which module draws from Python's own random numbers, if one does.
+    """Return which module draws from Python's own random numbers, or seeds PyTorch's, if one does.
 
     Stages would not draw what one process draws: a forward that runs in parts calls some of the modules only.
     """
-    found: list[str] = []
-    states: list[object] = []
+    found: list[tuple[str, str]] = []
+    states: list[tuple[object, int]] = []
 
     def enter(module: nn.Module, given: object) -> None:
-        states.append(python_state())
+        states.append((python_state(), torch.initial_seed()))
 
     def leave(module: nn.Module, given: object, result: object) -> None:
-        if states.pop() != python_state() and not found:
-            found.append(names[module])
+        drawn, seed = states.pop()
+        if drawn != python_state():
+            found.append((names[module], _DRAWS))
+        elif seed != torch.initial_seed():
+            found.append((names[module], _SEEDS))
 
     names = {module: path for path, module in whole.root.named_modules()}
     handles = [
@@ -445,11 +479,8 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
         )
     if not found:
         return None
-    owner = _owner(whole.root.get_submodule(found[0]))
-    return (
-        f"{found[0] or 'the forward'} of {owner} draws from Python's or numpy's random numbers, which stages cannot "
-        "draw alike; draw from PyTorch's"
-    )
+    path, what = found[0]
+    return f"{path or 'the forward'} of {_owner(whole.root.get_submodule(path))} {what}"
 
 
 def _owner(module: nn.Module) -> str:

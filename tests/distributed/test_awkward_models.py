@@ -25,7 +25,7 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
-from tests.awkward_models import ROWS, Row
+from tests.awkward_states import ROWS, Row
 from tests.distributed.pool import Pool
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 
@@ -39,7 +39,7 @@ PLANS: dict[str, tuple[tuple[int, ...], ...]] = {
 
 
 def made(row: Row) -> Model:
-    return build(ModelSpec(name=f"tests.awkward_models:{row.model.__name__}"), 0, 10, InputSpec.of(SHAPE))
+    return build(ModelSpec(name=f"{row.model.__module__}:{row.model.__name__}"), 0, 10, InputSpec.of(SHAPE))
 
 
 @cache
@@ -170,7 +170,7 @@ def test_what_the_author_wrote_is_what_trains(pool: Pool, kind: str) -> None:
 
 def train_drifting(rank: int, world_size: int, store: Store) -> str:
     group = Group(store, rank, world_size, 60.0)
-    model = build(ModelSpec(name="tests.awkward_models:WritesWhatItSees"), 0, 10, InputSpec.of(SHAPE))
+    model = build(ModelSpec(name="tests.awkward_states:WritesWhatItSees"), 0, 10, InputSpec.of(SHAPE))
     plan = plan_for(PLANS["ddp 2"], len(model.chain))
     session = Session(plan, TrainState(model, Sgd()), group, Classification(), FULL)
     try:

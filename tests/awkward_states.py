@@ -1,0 +1,315 @@
+"""More models of that kind: what they keep, and share, is what a cut may lose. `ROWS` says what becomes of each one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests import awkward_models
+from tests.awkward_models import WIDTH, Base, Block
+
+
+class DetachesByFlag(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+            found = self.first(self.stem(value.flatten(1)))
+        with torch.no_grad():
+            aside = self.middle(found)
+        return self.head(self.last(found) + aside)
+
+
+class SynchronisesNorm(Base):
+    block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SyncBatchNorm(WIDTH))  # noqa: E731
+
+
+class SharesMemory(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.inner.weight.data = self.first.inner.weight.data
+
+
+class LooksAtWeight(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.middle.inner.weight.detach()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * (1 + self.view.square().mean())
+
+
+class _FollowsByAverage(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.training:
+            for key, query in zip(self.key.parameters(), self.inner.parameters(), strict=True):
+                key.data = key.data * 0.9 + query.data * 0.1
+        return super().forward(value) + self.key(value)
+
+
+class FollowsByAverage(Base):
+    block = _FollowsByAverage
+
+
+class _ClampsItself(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        self.inner.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(value)
+
+
+class ClampsItself(Base):
+    block = _ClampsItself
+
+
+class _WritesWhatItSees(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.calls = nn.Parameter(torch.zeros(WIDTH), requires_grad=False), 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5:
+            self.code.data.copy_(value.detach().mean(0))
+        return super().forward(value) + self.code
+
+
+class WritesWhatItSees(Base):
+    block = _WritesWhatItSees
+
+
+class CopiesABlock(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value) + copy.deepcopy(self.middle)(self.stem(value.flatten(1))))
+
+
+class Context:
+    """Is an object of the author's own class, which all modules see."""
+
+    scale, count = 1.0, 0
+
+
+SHARED, SEEN = Context(), np.ones(1)
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * getattr(scaled, "factor", 1.0)
+
+
+class _SetsObject(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        SHARED.scale = 1.0 + self.training
+        return super().forward(value)
+
+
+class SharesAnObject(Base):
+    block = _SetsObject
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * SHARED.scale
+
+
+class _SetsArray(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        SEEN[0] = 1.0 + self.training
+        return super().forward(value)
+
+
+class SharesAnArray(Base):
+    block = _SetsArray
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * float(SEEN[0])
+
+
+class _SetsFunction(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        scaled.factor = 1.0 + self.training  # type: ignore[attr-defined]
+        return super().forward(value)
+
+
+class SharesAFunction(Base):
+    block = _SetsFunction
+
+    def forward(self, value: Tensor) -> Tensor:
+        return scaled(self.head(self.body(value)))
+
+
+class _SetsEnvironment(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        os.environ["SCALE_FOR_TEST"] = "2" if self.training else "1"
+        return super().forward(value)
+
+
+class SharesTheEnvironment(Base):
+    block = _SetsEnvironment
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * float(os.environ.get("SCALE_FOR_TEST", "1"))
+
+
+class CountsInAnObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Context()
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        self.counter.count += self.training
+        return self.head(found) * (3 if self.counter.count > 1 else 1)
+
+
+class _CountsInBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Context()
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.counter.count += self.training
+        return super().forward(value) * (3 if self.counter.count > 1 else 1)
+
+
+class CountsInAnObjectOfABlock(Base):
+    block = _CountsInBlock
+
+
+class CountsInADictionary(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"inner": {"calls": 0}}
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        self.state["inner"]["calls"] += self.training
+        return self.head(found) * (3 if self.state["inner"]["calls"] > 1 else 1)
+
+
+class CountsByIterator(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count()
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        return self.head(found) * (3 if next(self.calls) % 2 else 1)
+
+
+class _CountsInteger(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(value)
+
+
+class ReadsWhatABlockCounts(Base):
+    block = _CountsInteger
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.body(value)) * (1 if self.middle.passes > 20 else 2)
+
+
+class CountsInBytes(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = bytearray(1)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.passes[0] += self.training
+        return self.head(self.body(value)) * (3 if self.passes[0] > 1 else 1)
+
+
+class DrawsFromItsOwn(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(7)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        return self.head(found if self.generator.random() < 0.9 else found * 2)
+
+
+class Transposes(Block):
+    """Returns a tensor that is transposed in memory."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.inner(value).t().contiguous().t()
+
+
+class AsksForLayout(Base):
+    block = Transposes
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.middle(self.first(self.stem(value.flatten(1))))
+        return self.head(self.last(found) * (1.0 if found.is_contiguous() else 0.5))
+
+
+class SeedsInForward(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        found = self.middle(self.first(self.stem(value.flatten(1)))) * torch.rand(WIDTH)
+        return self.head(self.last(found))
+
+
+class ReturnsAnotherTypeInEvaluation(Base):
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.first(self.stem(value.flatten(1)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.training):
+            found = self.middle(found)
+        return self.head(self.last(found.float()))
+
+
+class RemembersByDefault(Base):
+    def forward(self, value: Tensor, calls: dict[str, int] = {}) -> Tensor:  # noqa: B006
+        calls["count"] = calls.get("count", 0) + self.training
+        return super().forward(value) * (0.5 if calls["count"] > 14 else 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Says what becomes of a model: `refusal` is what its pipelines are refused with, or None if it can be cut."""
+
+    model: type[nn.Module]
+    refusal: str | None = None
+
+
+PARTS = "it does not run in parts"
+DRAWS = "draws from Python's or numpy's random numbers"
+REFUSALS = {
+    "DropsLayersByPython": DRAWS,
+    "DropsLayersByNumpy": DRAWS,
+    "DropsLayersAtRoot": DRAWS,
+    "HookThatKeeps": PARTS,
+    "ClosureThatKeeps": PARTS,
+    "SharesMemory": "different tensors in the same memory",
+    "LooksAtWeight": "view, which its code sets",
+    "FollowsByAverage": "its outputs differ",
+    "CopiesABlock": "in the same order each time",
+    "SharesAnObject": r"changes tests\.awkward_states\.SHARED",
+    "SharesAnArray": r"\.SEEN, which stages",
+    "SharesAFunction": r"\.scaled, which stages",
+    "SharesTheEnvironment": "changes os.environ",
+    "CountsInAnObject": "counter, which its code sets, is not the same",
+    "CountsInADictionary": "state, which its code sets",
+    "CountsByIterator": "its outputs differ",
+    "ReadsWhatABlockCounts": "sets passes, which ReadsWhatABlockCounts reads",
+    "SeedsInForward": "seeds PyTorch's random numbers",
+    "RemembersByDefault": "it does not return the same tensors",
+    "DrawsFromItsOwn": r"a generator of its own \(generator\)",
+}
+ROWS = [
+    Row(kind, REFUSALS.get(name))
+    for module in (awkward_models, sys.modules[__name__])
+    for name, kind in list(vars(module).items())
+    if isinstance(kind, type) and issubclass(kind, Base) and kind.__module__ == module.__name__ and kind is not Base
+]
