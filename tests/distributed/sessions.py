@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 
 from horizonml.comm.group import Group
 from horizonml.engine.local_session import open_session
 from horizonml.engine.session import Session
-from horizonml.models.zoo import Model
+from horizonml.models.spec import ModelSpec
+from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import Task
+from horizonml.tasks.task import InputSpec, Task
+
+
+@cache
+def built(name: str) -> Model:
+    """A model of the tests for images of [1, 8, 8] and ten classes; every session has modules of its own from it."""
+    return build(ModelSpec(name=name), 0, 10, InputSpec.of((1, 8, 8)))
 
 
 def session_for(

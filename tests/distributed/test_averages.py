@@ -13,14 +13,11 @@ from torch.nn import functional
 
 from horizonml.comm.group import Group
 from horizonml.engine.step import Totals
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Ema, Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, ONE, SHAPE, Case, RandomBatch, distance
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, ONE, Case, RandomBatch, distance
 
 STEPS = 4
 CASES = [
@@ -36,7 +33,7 @@ EMAS = {"warm": Ema(decay=0.9), "cold": Ema(decay=0.5, warmup=False), "not evalu
 
 def train(rank: int, world_size: int, store: Store, case: Case, ema: Ema) -> tuple[dict[str, Tensor], Totals, bool]:
     """What a rank holds after some steps, what an evaluation finds, and whether that has changed nothing."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     try:
         session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL, ema=ema)
@@ -52,7 +49,7 @@ def train(rank: int, world_size: int, store: Store, case: Case, ema: Ema) -> tup
 
 def reference(case: Case, ema: Ema) -> tuple[dict[str, Tensor], float]:
     """The averages of one process, by name, and the loss of its evaluation."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     whole = model.stage(0, len(model.chain)).train()
     for first, *others in model.ties:
         for name in others:

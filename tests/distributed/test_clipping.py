@@ -12,14 +12,11 @@ from torch.distributed import Store
 from torch.nn import functional
 
 from horizonml.comm.group import Group
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Adam, Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, ONE, SHAPE, Case, RandomBatch, distance
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, ONE, Case, RandomBatch, distance
 
 STEPS, MOST = 3, 0.1
 SGD = Sgd(momentum=0.9, weight_decay=1e-3, clip_norm=MOST)
@@ -44,7 +41,7 @@ CASES += [
 
 def train(rank: int, world_size: int, store: Store, case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """What a rank holds after some steps, and the norms that it was told."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     try:
         session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
@@ -56,7 +53,7 @@ def train(rank: int, world_size: int, store: Store, case: Case) -> tuple[dict[st
 
 def reference(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """The same in one process, clipped by PyTorch."""
-    model: Any = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model: Any = built(f"tests.models:{case.model}")
     whole, names = model.stage(0, len(model.chain)).train(), {}
     for first, *others in model.ties:
         for name in others:

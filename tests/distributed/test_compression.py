@@ -22,16 +22,13 @@ from horizonml.engine.quantise import encoded_bytes
 from horizonml.engine.sync.coded_sum import CodedSum
 from horizonml.errors import PeerLost
 from horizonml.job.schema import Job
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.agreement import describe_together
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.spec import Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 ONE = (1.0,)
 STEPS = 14  # PowerSGD begins after ten
@@ -41,7 +38,7 @@ def train(
     rank: int, world_size: int, store: Store, members: tuple[int, ...], model_name: str, send: str, sync: Sync
 ) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps of a plan with so many members per stage, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{model_name}")
     stages, first = [], 0
     for number, count in enumerate(members):
         start, stop = (len(model.chain) * (number + k) // len(members) for k in (0, 1))
@@ -58,7 +55,7 @@ def train(
 
 def deviation(state: dict[str, Tensor], exact: dict[str, Tensor], model_name: str) -> float:
     """How far parameters are from where they should be, compared with the way that they have come."""
-    model = build(ModelSpec(name=f"tests.models:{model_name}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{model_name}")
     start = model.stage(0, len(model.chain)).state_dict()
     names = [name for name in start if f"model/{name}" in state and "running" not in name and "tracked" not in name]
     apart = torch.cat([(state[f"model/{name}"] - exact[f"model/{name}"]).flatten() for name in names])
@@ -112,7 +109,7 @@ def test_sums_send_less(pool: Pool, model: str, kind: str, error: float) -> None
 
 def lose_a_member(rank: int, world_size: int, store: Store, sync: Sync) -> float:
     """Train until rank 1 breaks its connections in the middle of a step; how long it took a survivor to notice."""
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:wide")
     group = Group(store, rank, world_size, 300.0)
     members = tuple(range(world_size))
     plan = Plan((Stage(0, len(model.chain), members, (1.0,) * world_size, sync),))

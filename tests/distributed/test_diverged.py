@@ -15,15 +15,12 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.errors import Diverged
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.plans import ONE, TWO, Shape
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 NAN, LARGE = float("nan"), 3e38  # the sum of two such values is more than a 32-bit float can hold
 
@@ -72,7 +69,7 @@ CASES = {
 
 
 def start(store: Store, rank: int, world_size: int, case: Case) -> Session:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     return session_for(case.shape.plan(len(model.chain)), model, group, Sgd(clip_norm=case.clip_norm), FULL)
 

@@ -18,19 +18,17 @@ from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.models.boundary import values_of
 from horizonml.models.chain import Chain
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import Model, build
+from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions
 from horizonml.plan.plan import Stage, Sync
 from horizonml.state.optim import lies_alike
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml
-from tests.distributed.sessions import state_of
-from tests.distributed.test_gradients import FULL, LR, ONE, SHAPE, Case, RandomBatch, distance, reference
+from tests.distributed.sessions import built, state_of
+from tests.distributed.test_gradients import FULL, LR, ONE, Case, RandomBatch, distance, reference
 
 LAST, NARROW, BOTH = Execution(True), Execution(False, "bf16"), Execution(True, "bf16")
 # How the layers run, by rank: whole models, layers that alternate, and members of a stage that differ.
@@ -65,7 +63,7 @@ def executions(layers: int, way: str, rank: int, world_size: int) -> Executions:
 
 def train(rank: int, world_size: int, store: Store, case: Case, way: str) -> tuple[dict[str, Tensor], list[Any], Any]:
     """What a rank holds after some steps, what it reported, and what it found on held-out data."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     layers = len(model.chain)
     group = Group(store, rank, world_size, 30.0)
     chosen = executions(layers, way, rank, world_size)
@@ -139,7 +137,7 @@ def rounded(way: str, world_size: int) -> Callable[[Model, nn.Module, Stage, int
 def test_parameters_are_those_of_one_process(pool: Pool, case: Case, way: str) -> None:
     """Of plain PyTorch, or where layers run in 16 bits, of PyTorch's autocast around the same layers."""
     expected, losses = reference(case) if way in EXACT else reference(case, as_run=rounded(way, case.world_size))
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     whole = model.stage(0, len(model.chain))
     initial = {f"model/{name}": value.detach().clone() for name, value in whole.named_parameters()}
     whole.load_state_dict({key.removeprefix("model/"): value for key, value in expected.items()})

@@ -12,8 +12,6 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.recovery import hand_over
 from horizonml.state.follow import Following, followers
@@ -22,11 +20,10 @@ from horizonml.state.recover import agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import wait_for
-from tests.distributed.sessions import state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 ONE, ROOM = (1.0,), 1e9
 BEFORE, AFTER = 2, 2  # steps without the newcomer, and steps once it has caught up
@@ -45,7 +42,7 @@ class Case:
     ema: Ema | None = None
 
     def state(self) -> TrainState:
-        model = build(ModelSpec(name=f"tests.models:{self.model}"), 0, 10, InputSpec.of(SHAPE))
+        model = built(f"tests.models:{self.model}")
         return TrainState(model, self.optimizer, self.ema)
 
     def others(self) -> tuple[list[int], Plan]:

@@ -16,15 +16,13 @@ from torch.nn import functional
 
 from horizonml.comm.group import Group
 from horizonml.models.boundary import values_of
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import Model, build
+from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.state.spec import Adam, Sgd
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
+from tests.distributed.sessions import built, session_for, state_of
 
 SHAPE, FULL, LR = (1, 8, 8), 24, 0.1
 SIZES = (24, 24, 13)  # the last batch of an epoch is smaller
@@ -168,7 +166,7 @@ TENSOR += [Case("tensor 3, nesterov", ((1.0,) * 3,), sync=Sync.CHANNELS, optimiz
 
 def train(rank: int, world_size: int, store: Store, case: Case, steps: int = 3) -> tuple[dict[str, Tensor], list[Any]]:
     """What a rank holds after some steps, and what it reported."""
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     reports = [session.step(RandomBatch(step), LR, measure_divergence=True) for step in range(steps)]
@@ -202,7 +200,7 @@ def reference(
     BatchNorm sees what the members see: each member's part of each micro-batch, its own running statistics from the
     same start, averaged by samples after the step. A stage of the model is called `as_run` by each rank.
     """
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     plan = case.plan(len(model.chain))
     stages = [model.stage(stage.start, stage.stop).train() for stage in plan.stages]
     for first, *others in model.ties:
@@ -325,7 +323,7 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
     sent = [sum(report.bytes_sent for report in reports) for _, reports in results]
     received = [sum(report.bytes_received for report in reports) for _, reports in results]
     assert sum(sent) == sum(received)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:normed")
     plan = case.plan(len(model.chain))
     samples = 2 * sum(SIZES)
     entry = model.chain.boundaries[plan.stages[1].start].bytes_per_sample * samples
@@ -338,7 +336,7 @@ def test_time_splits_add_up_and_bytes_are_counted(pool: Pool) -> None:
 def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool) -> None:
     case = Case("ddp 2, shares 3:1", ((3.0, 1.0),), 1, optimizer=Sgd(momentum=0, weight_decay=0))
     results = pool.run(2, train, case, 1)
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:plain")
     stage = model.stage(0, len(model.chain))
     batch = RandomBatch(0)
 
@@ -352,7 +350,7 @@ def test_divergence_is_that_of_the_members_gradients_before_reduction(pool: Pool
 
 
 def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     group = Group(store, rank, world_size, 30.0)
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     before = state_of(session)
@@ -364,7 +362,7 @@ def evaluate(rank: int, world_size: int, store: Store, case: Case) -> Any:
 
 @pytest.mark.parametrize("case", [*EVALUATED, CASES[-6], TENSOR[4]], ids=lambda case: case.name)
 def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, case: Case) -> None:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     stage = model.stage(0, len(model.chain)).eval()
     loss = correct = samples = 0.0
     for step in range(3):
@@ -381,7 +379,7 @@ def test_evaluation_goes_through_the_same_plan_and_changes_nothing(pool: Pool, c
 
 
 def first_stage_without_parameters(rank: int, world_size: int, store: Store) -> float:
-    model = build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:wide")
     assert model.chain.names[0] == "0"  # flatten
     plan = Plan((Stage(0, 1, (0,), (1.0,)), Stage(1, len(model.chain), (1,), (1.0,))), micro_batches=2)
     group = Group(store, rank, world_size, 30.0)
@@ -400,7 +398,7 @@ def test_a_first_stage_may_have_no_parameters(pool: Pool) -> None:
 def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:plain")
     group = Group(store, rank, world_size, 30.0)
     case = Case("x", (ONE, (1.0, 1.0)), 2)
     session = session_for(case.plan(len(model.chain)), model, group, Sgd(), FULL)
@@ -432,7 +430,7 @@ def broken_gradient(
     """Train a step, then one in which the last rank's first gradient is multiplied by `factor`."""
     from horizonml.errors import Diverged
 
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:plain")
     group = Group(store, rank, world_size, 30.0)
     plan = replace(plan, stages=tuple(replace(s, sync=sync if len(s.ranks) > 1 else s.sync) for s in plan.stages))
     session = session_for(plan, model, group, Sgd(), FULL)
@@ -469,7 +467,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
 
 
 def counted_and_judged(rank: int, world_size: int, store: Store, plan: Plan, smoothing: float) -> tuple[int, float]:
-    model = build(ModelSpec(name="tests.models:plain"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:plain")
     group = Group(store, rank, world_size, 30.0)
     session = session_for(plan, model, group, Sgd(), FULL, Classification(smoothing))
     loss = session.evaluate([RandomBatch(0)]).loss

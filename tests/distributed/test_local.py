@@ -16,17 +16,14 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.local_session import LocalSession, open_session
 from horizonml.errors import Diverged, PeerLost, PlanError
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Sync
 from horizonml.state.recover import agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, Case, RandomBatch, distance, train
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, Case, RandomBatch, distance, train
 
 PLAIN = Sgd(momentum=0.0, weight_decay=1e-3)
 DILOCO: dict[str, Any] = {"learning_rate": 0.7, "momentum": 0.9}
@@ -86,7 +83,7 @@ class Counting(Group):
 
 
 def model_of(case: Case) -> Any:
-    return build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    return built(f"tests.models:{case.model}")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from torch.distributed import Store
 from horizonml.comm.group import Group
 from horizonml.engine.local_session import open_session
 from horizonml.engine.sync.compressed import WHOLE_STEPS
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import Model, build
+from horizonml.models.zoo import Model
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.hardware import LOCAL_NETWORK, Host
@@ -23,9 +22,9 @@ from horizonml.runtime.agreement import powersgd_bytes
 from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 RANKS, EVERY = 4, 4
 PAIR, ALL = (1.0, 1.0), (1.0,) * RANKS
@@ -61,7 +60,7 @@ class WholeBatch(RandomBatch):
 
 
 def model_of() -> Model:
-    return build(ModelSpec(name="tests.models:wide"), 0, 10, InputSpec.of(SHAPE))
+    return built("tests.models:wide")
 
 
 def sent(rank: int, world_size: int, store: Store, plan: Plan) -> float:

@@ -15,8 +15,6 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.report.live import LiveRun
 from horizonml.report.what_if import what_if
@@ -24,12 +22,11 @@ from horizonml.runtime.stragglers import slowdowns
 from horizonml.state.move import holders, move, senders
 from horizonml.state.spec import Sgd
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.log import read_lines
 from tests.distributed.pool import Pool
 from tests.distributed.processes import horizonml, steps, wait_for
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +58,7 @@ def test_only_layers_that_change_hands_travel_and_senders_take_turns() -> None:
 
 def through(rank: int, world_size: int, store: Store, plans: list[Plan]) -> tuple[dict[str, Tensor], list[int]]:
     """Two steps by each of some plans; what a rank holds in the end, and the bytes it received on the way."""
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:normed")
     assert len(model.chain) == 15
     group = Group(store, rank, world_size, 30.0)
     received: list[int] = []
@@ -94,7 +91,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
         assert any(key.startswith("optimizer/") for key in state)
         assert all(torch.equal(state[key], other[key]) for key in state)
         assert (sum(received) > 0) == bool(received[0] or received[1])
-    layers = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)).stage(3, 5)
+    layers = built("tests.models:normed").stage(3, 5)
     size = sum(2 * value.nbytes for value in layers.parameters()) + sum(value.nbytes for value in layers.buffers())
     assert [received for _, received in moved] == [[0, size], [size, 0], [0, 0]]
 
@@ -102,7 +99,7 @@ def test_moved_parameters_and_optimizer_state_are_the_same_bit_for_bit(pool: Poo
 def test_any_plan_follows_any_other(pool: Pool) -> None:
     results = pool.run(3, through, [PIPELINE, HYBRID, DDP, SHIFTED])
     names = {key for state, _ in results for key in state}
-    whole = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)).stage(0, 15)
+    whole = built("tests.models:normed").stage(0, 15)
     assert {f"model/{name}" for name in whole.state_dict()} <= names
     assert all(value.isfinite().all() for state, _ in results for value in state.values())
 

@@ -22,17 +22,14 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.shards import read_metadata, steps
 from horizonml.state.spec import Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment, wait_for
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 LAYERS = 15
 PLANS = {
@@ -85,9 +82,7 @@ def told() -> Iterator[list[str]]:
 
 
 def trained(plan: Plan, group: Group, done: int) -> Session:
-    session = session_for(
-        plan, build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE)), group, Sgd(), FULL
-    )
+    session = session_for(plan, built("tests.models:normed"), group, Sgd(), FULL)
     for step in range(done):
         session.step(RandomBatch(step), LR)
     return session

@@ -15,16 +15,14 @@ from horizonml.engine.clock import LOAD
 from horizonml.engine.session import Session
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.job.schema import Sgd
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import Model, build
+from horizonml.models.zoo import Model
 from horizonml.plan.actions import Kind
 from horizonml.plan.plan import Plan, Stage
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import state_of
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, state_of
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 OPTIMIZER = Sgd(momentum=0.9)
 PLANS = {
@@ -57,7 +55,7 @@ class Failing(RandomBatch):
 
 
 def model() -> Model:
-    return build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
+    return built("tests.models:normed")
 
 
 def dropped(rank: int, world_size: int, store: Store, plan: Plan, fail: bool) -> tuple[dict[str, Tensor], bool, int]:
@@ -154,7 +152,7 @@ def test_all_ranks_agree_and_all_raise_what_one_has_found(pool: Pool) -> None:
 def trained(store: Store, rank: int, world_size: int, plan: Plan, steps: int) -> tuple[Session, dict[str, Tensor]]:
     """Train some steps of a model with unusual layers; the session, and copies of what it holds."""
     group = Group(store, rank, world_size, 30.0)
-    whole = build(ModelSpec(name="tests.models:averaging"), 0, 10, InputSpec.of(SHAPE))
+    whole = built("tests.models:averaging")
     session = Session(plan, TrainState(whole, OPTIMIZER), group, Classification(), FULL)
     for step in range(steps):
         session.step(RandomBatch(step), LR)

@@ -23,20 +23,17 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.group import Group
 from horizonml.comm.published import PublishedAddresses
 from horizonml.errors import PeerLost
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
-from horizonml.tasks.task import InputSpec
 from horizonml.tunnel.addresses import is_ours
 from horizonml.tunnel.blob import read_blob
 from horizonml.tunnel.ciphers import AES, CHACHA
 from horizonml.tunnel.client import Tunnel, Usage
 from horizonml.tunnel.links import Links, Peer
 from tests.distributed.pool import Pool
-from tests.distributed.sessions import session_for, state_of
-from tests.distributed.test_gradients import BY_NAME, FULL, LR, SHAPE, Case, RandomBatch, train
+from tests.distributed.sessions import built, session_for, state_of
+from tests.distributed.test_gradients import BY_NAME, FULL, LR, Case, RandomBatch, train
 from tests.programs import need_root
 
 HERE = "127.0.0.1"
@@ -76,7 +73,7 @@ def tunnelled(
 def train_beside_strangers(
     rank: int, world_size: int, store: Store, case: Case, group: Group
 ) -> tuple[dict[str, Tensor]]:
-    model = build(ModelSpec(name=f"tests.models:{case.model}"), 0, 10, InputSpec.of(SHAPE))
+    model = built(f"tests.models:{case.model}")
     session = session_for(case.plan(len(model.chain)), model, group, case.optimizer, FULL)
     for step in range(3):
         session.step(RandomBatch(step), LR, measure_divergence=True)

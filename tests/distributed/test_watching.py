@@ -19,8 +19,6 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.engine.step import Step, Told
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.hardware import Host
 from horizonml.planner.planner import choose, problem_for
@@ -29,12 +27,11 @@ from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import State
 from horizonml.report.what_if import what_if
 from horizonml.state.spec import Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.conftest import JOB
 from tests.distributed.pool import Pool
 from tests.distributed.processes import environment, horizonml, ours, steps, wait_for
-from tests.distributed.sessions import session_for
-from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch
+from tests.distributed.sessions import built, session_for
+from tests.distributed.test_gradients import FULL, LR, RandomBatch
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +178,7 @@ PLAN = Plan((Stage(0, 5, (0, 1), (1.0, 1.0)), Stage(5, 15, (2,), (1.0,))), micro
 def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[Step]:
     """Three steps of some ranks, in whose agreements there is room for so many to tell of themselves."""
     group = Group(store, rank, world_size, 30.0)
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:normed")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("horizonml.engine.totals._MOST_TELL", room)
         session = session_for(PLAN, model, group, Sgd(), FULL)

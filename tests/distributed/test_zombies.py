@@ -10,15 +10,12 @@ from torch.distributed import Store
 
 from horizonml.chaos.cluster import Cluster
 from horizonml.comm.group import Group
-from horizonml.models.spec import ModelSpec
-from horizonml.models.zoo import build
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.spec import Sgd
-from horizonml.tasks.task import InputSpec
 from tests.distributed.pool import Pool
 from tests.distributed.processes import ours, wait_for
-from tests.distributed.sessions import session_for
-from tests.distributed.test_gradients import FULL, SHAPE
+from tests.distributed.sessions import built, session_for
+from tests.distributed.test_gradients import FULL
 from tests.distributed.test_saving import PLANS
 
 pytestmark = pytest.mark.slow
@@ -68,7 +65,7 @@ def newer(rank: int, world_size: int, store: Store, folder: Path) -> list[int | 
     """Which of two checkpoints, the second of which is damaged, are newer than some steps."""
     group = Group(store, rank, world_size, 30.0)
     checkpoints = Checkpoints(folder, group, 2, {"seed": 0})
-    model = build(ModelSpec(name="tests.models:normed"), 0, 10, InputSpec.of(SHAPE))
+    model = built("tests.models:normed")
     session = session_for(PLANS["ddp"], model, group, Sgd(), FULL)
     for step in (10, 20):
         session.state.step = step
