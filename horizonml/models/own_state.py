@@ -314,6 +314,16 @@ class OwnState:
         context = contextvars.copy_context()
         return found + [var.name for var, value in context.items() if not is_same(value, self._context.get(var), None)]
 
+    def keep_changes(self) -> None:
+        """Forget all but what has changed since, so that `restore` later puts back nothing else."""
+        for _, owner, before in self._held:
+            for name, (value, copy) in list(before.items()):
+                if is_same(vars(owner).get(name), value, copy):
+                    del before[name]
+                elif copy is not None:
+                    copy.kept = [one for one in copy.kept if not one.is_same]
+        self._environment = None
+
     def restore(self) -> None:
         """Put back what has changed, apart from the context, which whoever has set it resets."""
         for _, owner, before in self._held:

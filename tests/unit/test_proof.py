@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,33 @@ def test_state_of_a_module_that_only_the_forward_imports_is_seen(
     assert cutting.by == "nothing"
     assert "changes counts_of_mine.calls, which stages in several processes do not share" in cutting.reason
     assert sys.modules["counts_of_mine"].calls == 0
+
+
+COUNTS = """
+import torch
+from torch import nn
+
+made, seen = [], []
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes=10):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, num_classes))
+        made.append(len(made))
+"""
+
+
+def test_what_a_constructor_does_to_its_module_is_done_once_and_nothing_else_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "net_that_counts", raising=False)
+    monkeypatch.delenv("SET_LATER", raising=False)
+    (tmp_path / "net_that_counts.py").write_text(COUNTS)
+    model = build(ModelSpec(name="net_that_counts:Net"), 0, 10, IMAGES)
+    module = sys.modules["net_that_counts"]
+    assert module.made == []
+    module.seen.append("a step")  # by a user's own callback, for example
+    monkeypatch.setenv("SET_LATER", "1")
+    for _ in range(2):
+        model.stage(0, len(model.chain))
+        assert (module.made, module.seen, os.environ["SET_LATER"]) == ([0], ["a step"], "1")
