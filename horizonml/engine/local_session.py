@@ -30,7 +30,7 @@ from horizonml.engine.outer.merge import Tail, merged
 from horizonml.engine.outer.rows import Part, Rows
 from horizonml.engine.session import Session
 from horizonml.engine.step import WAYS, Step, Told, Totals
-from horizonml.engine.sync.base import Members, synced_buffers
+from horizonml.engine.sync.base import Members
 from horizonml.engine.tied import Ties
 from horizonml.engine.totals import TotalsSum
 from horizonml.engine.verdict import UNCHANGED, GradientCheck
@@ -127,8 +127,7 @@ class LocalSession(Session):
             members = Members(self.plan.stages[number], number, self.group, self.clock)
             here = [[name for name in names if name in stage.parameters] for names in self._ties]
             ties = [names for names in here if len(names) > 1]
-            buffers = synced_buffers(stage.module)
-            every.append(fragments_of(self._local, members, self.state, stage.parameters, buffers, ties))
+            every.append(fragments_of(self._local, members, self.state, stage.parameters, stage.module, ties))
         self._fragments = [[of_stage[number] for of_stage in every] for number in range(self._local.fragments)]
         self._synced = self._base = self.state.step
 

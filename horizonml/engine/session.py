@@ -206,6 +206,7 @@ class Session:
         if self.following is None:  # a rank that follows does not hold the others' parameters yet
             for stage in reduced:
                 stage.refuse_unequal()
+            self._tied.refuse_unequal()
         self._tied.sum()
         return divergences
 

@@ -20,18 +20,17 @@ from horizonml.engine.split_backward import SplitBackward
 from horizonml.engine.staging import Staging
 from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
-from horizonml.engine.sync.base import Members, trainable
+from horizonml.engine.sync.base import APART, Members, is_looked_at, projections, trainable
 from horizonml.engine.sync.norms import SyncedNorms
 from horizonml.errors import DataError, ModelError
 from horizonml.models.boundary import Values, values_of
+from horizonml.models.own_state import put_back_buffers
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
-
-_LOOKS, _SELDOM = 3, 64  # steps at the start of a session, and steps between two later looks at most
 
 
 @dataclass(frozen=True)
@@ -232,26 +231,24 @@ class StageRuntime:
         self.sync.begin(measure_divergence)
 
     def _is_looked_at(self) -> bool:
-        """Return whether members compare their parameters in this step: in the first steps, and ever more seldom."""
-        step, shared = self._trained, len(self.stage.ranks) > 1 and not self.stage.splits_channels
-        has_any = bool(self.parameters or self._frozen)
-        return shared and has_any and (step <= _LOOKS or step & (step - 1) == 0 or step % _SELDOM == 0)
+        """Return whether members compare their parameters in this step."""
+        shared = len(self.stage.ranks) > 1 and not self.stage.splits_channels
+        return shared and bool(self.parameters or self._frozen) and is_looked_at(self._trained)
 
     def refuse_unequal(self) -> None:
         """Raise ModelError if the members' parameters are no longer equal, because the model's own code changes them.
 
-        This is looked for in some steps only, by the parameters' norms, and all members call it together.
+        This is looked for in some steps only, and all members call it together.
         """
         if not self._is_looked_at():
             return
         named: dict[str, Tensor] = {**self.parameters, **self._frozen}
-        with torch.no_grad():
-            norms = torch.stack(torch._foreach_norm(list(named.values())))
-        own = self._staging.to_host(norms).double()
+        own = self._staging.to_host(projections(list(named.values())))
         group, ranks = self._members.group, self._members.ranks
-        total = own.clone()
-        group.wait(group.all_reduce(total, ranks, self._members.number))
-        apart = (total - len(ranks) * own).abs() > 1e-9 * len(ranks) * own.abs()
+        every = [torch.empty_like(own) for _ in ranks]
+        group.wait(group.begin_all_gather(own, every, ranks, self._members.number))
+        found, norms = torch.stack(every, 1)
+        apart = found.amax(0) - found.amin(0) > APART * norms.amax(0)
         if bool(apart.any()):
             name = list(named)[int(apart.nonzero()[0, 0])]
             raise ModelError(
@@ -277,10 +274,7 @@ class StageRuntime:
     def roll_back(self) -> None:
         """Undo what the forward passes of a failed step have changed: running statistics. Gradients go, too."""
         self._cast_weights.close()
-        now = dict(self.module.named_buffers())
-        with torch.no_grad():
-            for name, value in self._before.items():
-                now[name].copy_(value)
+        put_back_buffers(self.module, self._before)
         self._before = {}
         for parameter in self.parameters.values():
             parameter.grad = None

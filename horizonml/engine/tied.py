@@ -16,7 +16,8 @@ from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
 from horizonml.engine.staging import Staging
-from horizonml.errors import PlanError
+from horizonml.engine.sync.base import APART, is_looked_at, projections
+from horizonml.errors import ModelError, PlanError
 from horizonml.plan.plan import MOST_MICRO_BATCHES, Plan
 
 
@@ -49,7 +50,7 @@ class TiedGradients:
     ) -> None:
         """Prepare; `held[s]` are the parameters of stage s, of which this rank is a member. Raises PlanError."""
         self._group, self._clock, self._staging = group, clock, staging
-        self._plan, self._held = plan, held
+        self._plan, self._held, self._steps = plan, held, 0
         self._groups = list(zip(ties.groups, ties.stages(plan), strict=True))
         split = [stage for stage in plan.stages if stage.splits_channels]
         if split and self._groups:
@@ -81,6 +82,21 @@ class TiedGradients:
         for (copies, _), parts in zip(self._groups, totals, strict=True):
             if parts:
                 self._give(copies, parts)
+
+    def refuse_unequal(self) -> None:
+        """Raise ModelError if copies on this rank are no longer equal, because the model's own code changes one."""
+        self._steps += 1
+        for copies, _ in self._groups if is_looked_at(self._steps) else ():
+            every = {name: held[name] for name, _ in copies for held in self._held.values() if name in held}
+            if len(every) < 2:
+                continue
+            found, norms = projections(list(every.values()))
+            if float(found.max() - found.min()) > APART * float(norms.max()):
+                raise ModelError(
+                    f"{' and '.join(every)} are one parameter in the model, held as copies that are kept equal, and no "
+                    "longer are: the model's own code changes one of them while it trains. Use the same module twice "
+                    "instead of sharing a parameter, or let only the optimizer change it"
+                )
 
     def _local(self, copies: Sequence[tuple[str, int]], stage: int) -> Tensor | None:
         """Return the sum of the gradients of a stage's own copies; None if the parameter is frozen."""

@@ -9,6 +9,7 @@ import array
 import contextvars
 import ctypes
 import functools
+import gc
 import io
 import operator
 import os
@@ -16,7 +17,7 @@ import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -126,12 +127,15 @@ def _is_own(kind: type) -> bool:
 
 def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
     """Return what an object holds that code may change in place, and the objects in it."""
+    attributes: list[Any] = (
+        [vars(owner)] if isinstance(owner, list | deque | dict | set) and hasattr(owner, "__dict__") else []
+    )
     if isinstance(owner, list | deque):
-        return _Kept(owner, list(owner), list, _refill), owner
+        return _Kept(owner, list(owner), list, _refill), [*owner, *attributes]
     if isinstance(owner, dict):
-        return _Kept(owner, dict(owner), dict, _refill), owner.values()
+        return _Kept(owner, dict(owner), dict, _refill), [*owner.values(), *attributes]
     if isinstance(owner, set):
-        return _Kept(owner, set(owner), set, _refill), ()
+        return _Kept(owner, set(owner), set, _refill), attributes
     if isinstance(owner, tuple):
         return None, owner
     if isinstance(owner, Tensor):
@@ -150,15 +154,16 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
         read, write = _draws_on(owner)
         return _Kept(owner, read(owner), read, write), ()
     if isinstance(owner, FunctionType):
-        if not (owner.__dict__ or owner.__closure__) or not is_own_file(owner.__code__.co_filename):
+        if not is_own_file(owner.__code__.co_filename):
             return None, ()
-        return _Kept(owner.__dict__, dict(owner.__dict__), dict, _refill), [
-            *owner.__dict__.values(),
-            *(owner.__closure__ or ()),
-        ]
+        defaults = *(owner.__defaults__ or ()), *(owner.__kwdefaults__ or {}).values()
+        inside = [*owner.__dict__.values(), *(owner.__closure__ or ()), *defaults]
+        return _Kept(owner.__dict__, dict(owner.__dict__), dict, _refill), inside
+    if isinstance(owner, functools._lru_cache_wrapper):
+        return None, gc.get_referents(owner)  # what it has returned before
     if isinstance(owner, CellType):
-        held = _read_cell(owner)
-        return _Kept(owner, held, _read_cell, _write_cell), held
+        content = _read_cell(owner)
+        return _Kept(owner, content, _read_cell, _write_cell), content
     if isinstance(owner, MethodType):
         return None, (owner.__self__, owner.__func__)
     if isinstance(owner, functools.partial):
@@ -171,12 +176,12 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
         return _Kept(owner, dict(owner.items()), lambda one: dict(one.items())), [*owner.values()]
     if isinstance(owner, GeneratorType):
         return _Kept(owner, _position(owner), _position), ()
-    if hasattr(type(owner), "__next__"):
+    if hasattr(type(owner), "__next__") and not hasattr(owner, "__dict__"):
         return _Kept(owner, _left(owner), _left), ()
     if isinstance(owner, type) or not (isinstance(owner, nn.Module) or _is_own(owner.__class__)):
         return None, ()
-    inside = _read_object(owner)
-    return _Kept(owner, inside, _read_object, _write_object), inside.values()
+    held = _read_object(owner)
+    return _Kept(owner, held, _read_object, _write_object), held.values()
 
 
 def _write_bytes(owner: Any, held: bytes) -> None:
@@ -281,9 +286,13 @@ class OwnState:
         attributes = (value for inner in model.modules() for value in vars(inner).values()) if model is not None else ()
         for own in _own_modules([module, *_homes([*kinds, *attributes, *hooks.values()])]):
             spaces[id(own)] = own.__name__, own, vars(own)
-            for name, value in list(vars(own).items()):
-                if isinstance(value, type) and value.__module__ == own.__name__:
-                    spaces[id(value)] = f"{own.__name__}.{name}", value, vars(value)
+            waiting: list[tuple[str, Any]] = [(own.__name__, own)]
+            while waiting:  # classes, and those in classes
+                place, space = waiting.pop()
+                for name, value in list(vars(space).items()):
+                    if isinstance(value, type) and value.__module__ == own.__name__ and id(value) not in spaces:
+                        spaces[id(value)] = f"{place}.{name}", value, vars(value)
+                        waiting.append((f"{place}.{name}", value))
         for kind in kinds:
             if _is_own(kind):
                 spaces.setdefault(id(kind), (kind.__qualname__, kind, vars(kind)))
@@ -332,6 +341,19 @@ class OwnState:
                 if vars(owner).get(name) is not value:
                     setattr(owner, name, value)
         put_back(self._environment)
+
+
+@torch.no_grad()
+def put_back_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give a module's buffers these values, by name; one that has changed its shape is replaced."""
+    for name, value in values.items():
+        path, _, last = name.rpartition(".")
+        buffers = module.get_submodule(path)._buffers
+        now = buffers.get(last)
+        if now is not None and now.shape == value.shape and now.dtype == value.dtype:
+            now.detach().copy_(value)
+        else:
+            buffers[last] = value.clone()
 
 
 def _own_modules(names: Iterable[str]) -> list[ModuleType]:
@@ -391,12 +413,12 @@ def parts_of(model: nn.Module) -> Iterator[Any]:
 
 
 def _counts(name: str) -> bool:
-    return not name.startswith("__")
+    return not (name.startswith("__") and name.endswith("__"))
 
 
 def _is_state(value: Any) -> bool:
     """Return whether a value is neither a class nor a module of code."""
-    return not isinstance(value, type) and (isinstance(value, _PLAIN) or _kept(value)[0] is not None)
+    return not isinstance(value, type) and (isinstance(value, _PLAIN) or copy_of(value) is not None)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from horizonml.machine.code import where
 from horizonml.models.boundary import Boundary, Values, flat, values_of
 from horizonml.models.cutting import Cutting
 from horizonml.models.module_slice import ModuleSlice
-from horizonml.models.own_state import OwnState, described, own_state_kept
+from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import Attributes, tried_out
 from horizonml.models.whole import WholeModule
@@ -90,9 +90,9 @@ def prove(model: Model, inputs: Values) -> Cutting:
             "nothing", reason=f"{code}, which stages in several processes do not share; keep it in the model"
         )
 
-    read = _read_elsewhere(whole.root, truth)
-    if read is not None:
-        return Cutting("nothing", reason=read)
+    bound = _read_elsewhere(whole.root, truth) or _changed_together(whole.root, truth)
+    if bound is not None:
+        return Cutting("nothing", reason=bound)
 
     def problem(cutting: Cutting) -> str | None:
         try:
@@ -247,6 +247,18 @@ def _read_elsewhere(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
                     f"{path} = {_owner(root.get_submodule(path))} sets {name}, which {kind.__name__} reads, and which "
                     f"a stage without {path} does not see"
                 )
+    return None
+
+
+def _changed_together(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
+    """Return which buffer of several modules their code changes, or None. Stages would have copies of it."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in root.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    for first, *others in names.values():
+        values = [seen.buffers[first] for seen in runs if first in seen.buffers]
+        if others and any(_distance(values[0], value, 0.0) is not None for value in values[1:]):
+            return f"{' and '.join([first, *others])} are one buffer that changes, which stages would have copies of"
     return None
 
 
@@ -469,8 +481,7 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
     finally:
         for handle in handles:
             handle.remove()
-        for name, buffer in whole.named_buffers():
-            buffer.copy_(kept[name])
+        put_back_buffers(whole, kept)
     if own and not found:
         path, name = own[0]
         owner = _owner(whole.root.get_submodule(path))

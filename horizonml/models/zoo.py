@@ -37,6 +37,7 @@ from horizonml.tasks.task import InputSpec, OutputSpec
 from horizonml.text import some
 
 _log = logging.getLogger(__name__)
+_NAMED = nn.Module.named_parameters
 _OUTPUTS = ("num_outputs", "num_classes")  # constructors' names for the number of outputs; the second is torchvision's
 
 
@@ -333,6 +334,17 @@ def _require_module(spec: ModelSpec, made: object) -> None:
     if not isinstance(made, nn.Module):
         raise ModelError(
             f"model.name: {spec.name} returned an object of type {type(made).__name__}, not a torch.nn.Module"
+        )
+    for path, inner in made.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise ModelError(
+                f"model.name: {path or 'the model'} of {spec.name} is compiled by TorchScript, whose code cannot be "
+                "looked at; use the module that it was compiled from"
+            )
+    if type(made).parameters is not nn.Module.parameters or type(made).named_parameters is not _NAMED:
+        raise ModelError(
+            f"model.name: {spec.name} has a method parameters() or named_parameters() of its own, but all parameters "
+            "that require gradients are trained; set requires_grad to False, or model.freeze, for those that are not"
         )
 
 

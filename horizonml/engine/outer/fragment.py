@@ -10,13 +10,14 @@ DiLoCo, arXiv 2501.18512, section 2.3).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from horizonml.comm.work import Work
 from horizonml.engine.outer.sums import Sum, WholeSum, sum_for
-from horizonml.engine.sync.base import Members, float_and_other
+from horizonml.engine.sync.base import Members, SyncedBuffers
 from horizonml.models.placing import HOST
 from horizonml.plan.local import Local
 from horizonml.state.average import AVERAGE, decay_of, follow
@@ -39,7 +40,7 @@ class Fragment:
         members: Members,
         state: TrainState,
         parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
+        buffers: SyncedBuffers,
         copies: Mapping[str, tuple[str, nn.Parameter]],
     ) -> None:
         """Take the parameters and buffers as they are for what all members agree on; all call this in one order.
@@ -47,7 +48,7 @@ class Fragment:
         `copies` are other parameters that are tied to one of the `parameters`, whose name stands with each.
         """
         self._local, self._members, self._state = local, members, state
-        self._parameters, self._buffers, self._copies = dict(parameters), dict(buffers), dict(copies)
+        self._parameters, self._buffers, self._copies = dict(parameters), buffers, dict(copies)
         double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
         self._dtype = torch.float64 if double else torch.float32
         self._sizes = [parameter.numel() for parameter in parameters.values()]
@@ -57,14 +58,14 @@ class Fragment:
         self._sum: Sum | None = None
         if count:
             self._sum = sum_for(local.format, group, stage, members.number, number, count, self._dtype.itemsize)
-        size = sum(buffer.numel() for buffer in buffers.values())
+        size = sum(buffer.numel() for buffer in buffers.named().values())
         self._buffer_sum = WholeSum(group, stage, members.number, 4 * size) if size else None
         self.outer = self._flat()
         self.momentum = torch.zeros(count, dtype=self._dtype)
         known, views = state.entries(MOMENTUM), self._by_name(self.momentum)
         for name in known.keys() & views.keys():
             views[name].copy_(known[name])
-        self._kept = {name: buffer.clone() for name, buffer in buffers.items()}
+        self._kept = {name: buffer.clone() for name, buffer in buffers.named().items()}
         self._averaged = set(state.entries(AVERAGE)) & set(parameters)
         self._works: list[Work] = []
         self._vector, self._own = torch.zeros(0), torch.zeros(0)
@@ -110,7 +111,7 @@ class Fragment:
                 self._vector = self._vector.float()
             self._works.append(self._sum.begin(self._vector))
         if self._buffer_sum is not None:
-            averaged, copied = float_and_other(self._buffers.values())
+            averaged, copied = self._buffers.float_and_other()
             first = float(self._members.leads)
             parts = [b.flatten().to(HOST, torch.float32) * weight for b in averaged]
             parts += [b.flatten().to(HOST, torch.float32) * first for b in copied]
@@ -154,8 +155,8 @@ class Fragment:
                     if key.format(first) in found:
                         found[key.format(name)] = found[key.format(first)]
         if self._arrived:
-            averaged, copied = float_and_other(self._buffers.values())
-            names = {id(buffer): name for name, buffer in self._buffers.items()}
+            averaged, copied = self._buffers.float_and_other()
+            names = {id(buffer): name for name, buffer in self._buffers.named().items()}
             every = [*averaged, *copied]
             parts = self._arrived[0].split([buffer.numel() for buffer in every])
             for buffer, part in zip(every, parts, strict=True):
@@ -186,7 +187,7 @@ class Fragment:
         self._state.take_over({key: value.clone() for key, value in self.found.items()} if self._copies else self.found)
         if self._sum is not None:
             self.outer, self.momentum = self._next
-        self._kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        self._kept = {name: buffer.clone() for name, buffer in self._buffers.named().items()}
         for name, value in own.items():
             every[name].detach().lerp_(value, MIXING)
         self._since, self.found, self._next = step, {}, (torch.zeros(0), torch.zeros(0))
@@ -200,7 +201,7 @@ class Fragment:
             parameter.detach().copy_(outer[name])
         for first, copy in self._copies.values():
             copy.detach().copy_(outer[first])
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._buffers.named().items():
             buffer.copy_(self._kept[name])
 
 
@@ -209,7 +210,7 @@ def fragments_of(
     members: Members,
     state: TrainState,
     parameters: Mapping[str, nn.Parameter],
-    buffers: Mapping[str, Tensor],
+    module: nn.Module,
     ties: Sequence[Sequence[str]],
 ) -> list[Fragment]:
     """Return a stage's fragments: consecutive layers with about as many parameters each; some may be empty.
@@ -217,7 +218,8 @@ def fragments_of(
     `ties` are the names of parameters of which several in the stage are one; all but the first follow that.
     """
     first = {name: names[0] for names in ties for name in names[1:]}
-    layers = sorted({state.layer_of(f"model/{name}") for name in (*parameters, *buffers)})
+    names = (*parameters, *SyncedBuffers(module).named())
+    layers = sorted({state.layer_of(f"model/{name}") for name in names})
     size = dict.fromkeys(layers, 0)
     for name, parameter in parameters.items():
         size[state.layer_of(f"model/{name}")] += parameter.numel() if name not in first else 0
@@ -237,7 +239,7 @@ def fragments_of(
             members,
             state,
             {name: one for name, one in parameters.items() if name not in first and belongs(name, number)},
-            {name: one for name, one in buffers.items() if belongs(name, number)},
+            SyncedBuffers(module, partial(belongs, number=number)),
             {name: (first[name], one) for name, one in parameters.items() if name in first and belongs(name, number)},
         )
         for number in range(local.fragments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from horizonml.engine.sync.allreduce import AllReduce
-from horizonml.engine.sync.base import Alone, GradientSync, Members, synced_buffers, trainable
+from horizonml.engine.sync.base import Alone, GradientSync, Members, SyncedBuffers, trainable
 from horizonml.engine.sync.channels import Channels
 from horizonml.engine.sync.compressed import HalfAllReduce, PowerSgdAllReduce
 from horizonml.engine.sync.int4 import Int4AllReduce
@@ -17,7 +17,7 @@ def sync_for(module: nn.Module, members: Members) -> GradientSync:
     """Return this rank's `GradientSync` of a stage; all members call this together. Raises PeerLost."""
     if len(members.ranks) == 1:
         return Alone()
-    if not members.stage.splits_channels and not trainable(module) and not synced_buffers(module):
+    if not members.stage.splits_channels and not trainable(module) and not SyncedBuffers(module).named():
         return Alone()  # in a stage that is frozen, there is nothing to agree on
     match members.stage.sync:
         case Sync.LOCAL:

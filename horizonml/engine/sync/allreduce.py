@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from horizonml.comm.tree import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.staging import CPU
-from horizonml.engine.sync.base import Members, as_bytes, float_and_other, synced_buffers, trainable
+from horizonml.engine.sync.base import Members, SyncedBuffers, as_bytes, trainable
 from horizonml.errors import ModelError
 from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
 from horizonml.state.parts import Part
@@ -74,11 +74,11 @@ class AllReduce:
         self._named = {name: parameter for name, parameter in trainable(module).items() if name not in self.parts}
         self._parameters = list(self._named.values())
         self._seen: set[int] = set()  # those whose gradients are complete, by their hooks
-        self._averaged, self._copied = float_and_other(
-            buffer for name, buffer in synced_buffers(module).items() if name not in self.parts
-        )
-        numbers = sum(buffer.numel() for buffer in self._averaged)
-        numbers += sum(buffer.numel() * buffer.element_size() for buffer in self._copied)
+        self._buffers = SyncedBuffers(module, lambda name: name not in self.parts)
+        averaged, copied = self._buffers.float_and_other()
+        numbers = sum(buffer.numel() for buffer in averaged) + sum(buffer.nbytes for buffer in copied)
+        self._wide = any(buffer.dtype == torch.float64 for buffer in averaged)
+        self._has_buffers = bool(averaged or copied)
         self._buckets = self._make_buckets(len(self._parameters) + numbers)
         self._present: list[bool] = []  # whether each parameter that has been sent has a gradient, in their order
         total = sum(bucket.flat.nbytes for bucket in self._buckets)
@@ -99,8 +99,7 @@ class AllReduce:
         """Return the buckets in the order in which they are sent; the last has room for `extra` values of buffers."""
         parts = in_buckets([parameter.nbytes for parameter in self._parameters], BUCKET_BYTES)
         grouped = [[self._parameters[index] for index in part] for part in parts] or [[]]
-        wide = any(buffer.dtype == torch.float64 for buffer in self._averaged)
-        last = Bucket(grouped[-1], extra, self._device, wide)
+        last = Bucket(grouped[-1], extra, self._device, self._wide)
         return [*(Bucket(own, device=self._device) for own in grouped[:-1]), last]
 
     def _make_tree(self, total: int) -> TreeSum | None:
@@ -133,11 +132,6 @@ class AllReduce:
     def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """See `GradientSync`."""
         self._armed, self._weight = True, weight
-        if self._averaged or self._copied:
-            first = float(self._members.leads)
-            averaged = [buffer.flatten() * weight for buffer in self._averaged]
-            copied = [as_bytes(buffer) * first for buffer in self._copied]
-            self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(averaged + copied))
         if pending is not None:
             missing = {id(parameter) for parameter in pending}
             for parameter in self._parameters:
@@ -157,10 +151,23 @@ class AllReduce:
             self._bucket_of[id(parameter)].missing -= 1
             self._send_full()
 
-    def _send_full(self) -> None:
-        """Send the buckets that are full, in their order, which is the same on all members."""
-        while len(self._works) < len(self._buckets) and not self._buckets[len(self._works)].missing:
+    def _send_full(self, all_done: bool = False) -> None:
+        """Send the buckets that are full, in their order, which is the same on all members.
+
+        The last one has the buffers, which are final when `all_done` is true: after the backward pass, in which the
+        hooks of a module, or a forward that is repeated for a checkpoint, may change them.
+        """
+        until = len(self._buckets) - (self._has_buffers and not all_done)
+        while len(self._works) < until and not self._buckets[len(self._works)].missing:
             self._works.append(self._send(self._buckets[len(self._works)]))
+
+    def _put_buffers(self, weight: float) -> None:
+        if self._has_buffers:
+            first = float(self._members.leads)
+            averaged, copied = self._buffers.float_and_other()
+            parts = [buffer.detach().flatten() * weight for buffer in averaged]
+            parts += [as_bytes(buffer) * first for buffer in copied]
+            self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(parts))
 
     def _send(self, bucket: Bucket) -> Work:
         gradients = []
@@ -197,7 +204,8 @@ class AllReduce:
             self.arm(weight)
         for bucket in self._buckets:
             bucket.missing = 0
-        self._send_full()
+        self._put_buffers(weight)
+        self._send_full(all_done=True)
         self._armed = False
         self._staging.drain()
         own = self._staging.to_host(self._buckets[0].flat) if self._tree is not None else None
@@ -219,14 +227,14 @@ class AllReduce:
         return self._divergence(weight) if self._measure and weight > 0 and self.replicas == 1 else None
 
     def _take_buffers(self) -> None:
-        sizes = [buffer.numel() for buffer in self._averaged]
-        sizes += [buffer.numel() * buffer.element_size() for buffer in self._copied]
-        if not sizes:
+        if not self._has_buffers:
             return
+        averaged, copied = self._buffers.float_and_other()
+        sizes = [buffer.numel() for buffer in averaged] + [buffer.nbytes for buffer in copied]
         parts = iter(self._buckets[-1].tail[len(self._parameters) :].split(sizes))
-        for buffer in self._averaged:
-            buffer.copy_(next(parts).view_as(buffer))
-        for buffer in self._copied:
+        for buffer in averaged:
+            buffer.detach().copy_(next(parts).view_as(buffer))
+        for buffer in copied:
             buffer.copy_(next(parts).to(torch.uint8).view(buffer.dtype).view_as(buffer))
 
     def _divergence(self, weight: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.engine.clock import Clock
 from horizonml.engine.staging import Staging
+from horizonml.errors import ModelError
 from horizonml.models.freezing import still_buffers
 from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
@@ -65,7 +66,8 @@ class GradientSync(Protocol):
     def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """Announce the last backward pass of the step, from which each gradient can be sent as soon as it is computed.
 
-        `weight` is this member's part of the batch. All forward passes are done, so running statistics are final.
+        `weight` is this member's part of the batch. Buffers may still change: by hooks, and by a forward that is
+        repeated in the backward pass.
         """
 
     def finish(self, weight: float) -> float | None:
@@ -106,16 +108,67 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def synced_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a module that members keep equal, by name: all but those that freezing keeps still."""
-    still = still_buffers(module)
-    return {name: buffer for name, buffer in module.named_buffers() if name not in still}
+class SyncedBuffers:
+    """Finds the buffers of a module that members keep equal: all but those that freezing keeps still.
+
+    They are looked up each time, because a forward may put another tensor in the place of a buffer.
+    """
+
+    def __init__(self, module: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Remember where the buffers are whose names are `wanted`."""
+        still = still_buffers(module)
+        self._places: dict[str, tuple[nn.Module, str, torch.Size, torch.dtype]] = {}
+        for name, buffer in module.named_buffers():
+            path, _, last = name.rpartition(".")
+            if name not in still and wanted(name):
+                self._places[name] = module.get_submodule(path), last, buffer.shape, buffer.dtype
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the buffers by name. Raises ModelError if one has another shape or type than it had at first."""
+        found = {}
+        for name, (module, last, shape, dtype) in self._places.items():
+            buffer = module._buffers.get(last)
+            if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+                now = "nothing" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}"
+                raise ModelError(
+                    f"buffer {name} was {list(shape)} {dtype} and is {now}: members of a stage, each of which computes "
+                    "it from its own samples, can only keep buffers equal whose shapes and types stay as they are "
+                    "(parallel.strategy: single trains the model)"
+                )
+            found[name] = buffer
+        return found
+
+    def float_and_other(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the buffers that can be averaged, and those that are counts or flags. Raises ModelError."""
+        every = self.named().values()
+        return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
 
 
-def float_and_other(buffers: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the buffers that can be averaged, and those that are counts or flags."""
-    every = list(buffers)
-    return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
+APART = 1e-4  # of their norm: how far what is to be equal may be apart, for devices round differently
+_LOOKS, _SELDOM = 3, 64  # steps at the start of a session, and steps between two later looks at most
+_PERIOD = 4093  # of the random numbers that tensors are multiplied by
+_random = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0))
+
+
+def is_looked_at(step: int) -> bool:
+    """Return whether what is to be equal is compared in a session's step: in the first ones, and ever more seldom."""
+    return step <= _LOOKS or step & (step - 1) == 0 or step % _SELDOM == 0
+
+
+@torch.no_grad()
+def projections(tensors: Sequence[Tensor]) -> Tensor:
+    """Return for each tensor its product with fixed random numbers, and its norm, as a tensor of [2, tensors] doubles.
+
+    Unlike norms, the products also differ where values have changed their places or their signs.
+    """
+    found = []
+    for tensor in tensors:
+        flat = tensor.detach().flatten().float()
+        random, whole = _random.to(flat.device), len(flat) // _PERIOD * _PERIOD
+        rows = flat[:whole].view(-1, _PERIOD) @ random
+        total = rows @ torch.arange(1, len(rows) + 1, device=flat.device).float().cos()
+        found.append(torch.stack([total + flat[whole:] @ random[: len(flat) - whole], flat.norm()]))
+    return torch.stack(found, 1).double()
 
 
 def as_bytes(buffer: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.engine.sync.base import Members, as_bytes, float_and_other, synced_buffers, trainable
+from horizonml.engine.sync.base import Members, SyncedBuffers, as_bytes, trainable
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Sync
@@ -73,10 +73,10 @@ class HorovodSync:
         half = members.stage.sync is Sync.HOROVOD_FP16
         self._compression = self._hvd.Compression.fp16 if half else self._hvd.Compression.none
         self._parameters = trainable(module)
-        self._averaged, self._copied = float_and_other(synced_buffers(module).values())
+        self._buffers = SyncedBuffers(module)
+        averaged, copied = self._buffers.float_and_other()
         size = sum(parameter.nbytes for parameter in self._parameters.values()) // (2 if half else 1)
-        size += 4 * sum(buffer.numel() for buffer in self._averaged)
-        size += 4 * sum(buffer.nbytes for buffer in self._copied)
+        size += 4 * (sum(buffer.numel() for buffer in averaged) + sum(buffer.nbytes for buffer in copied))
         count = len(members.ranks)
         self.bytes_sent = 2 * (count - 1) * size // count  # as a ring sends them
         self._armed = self._measure = False
@@ -151,15 +151,16 @@ class HorovodSync:
 
     def _sum_buffers(self, weight: float) -> None:
         """Average BatchNorm's running statistics by samples, as `AllReduce` does."""
-        buffers = [*self._averaged, *self._copied]
+        averaged, copied = self._buffers.float_and_other()
+        buffers = [*averaged, *copied]
         if not buffers:
             return
-        parts = [buffer.flatten() * weight for buffer in self._averaged]
-        parts += [as_bytes(buffer) * float(self._first) for buffer in self._copied]
+        parts = [buffer.detach().flatten() * weight for buffer in averaged]
+        parts += [as_bytes(buffer) * float(self._first) for buffer in copied]
         total = self._sum(torch.cat(parts), "buffers").wait()
         for buffer, part in zip(buffers, total.split([part.numel() for part in parts]), strict=True):
             found = part if buffer.is_floating_point() else part.to(torch.uint8).view(buffer.dtype)
-            buffer.copy_(found.view_as(buffer))
+            buffer.detach().copy_(found.view_as(buffer))
 
     def close(self) -> None:
         """See `GradientSync`."""
