@@ -57,6 +57,13 @@ class _StandIn(Tensor):
             raise ModelError(f"the model's forward changes a tensor by another one {_UNSEEN}")
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(Tensor)
+            copy = (plain if 0 in plain.stride() else plain.clone()).as_subclass(_StandIn)
+        memo[id(self)] = copy
+        return copy
+
 
 _UNSEEN = (
     "that it did not use when the model was cut into parts; the way that a forward takes must not depend on the size "
@@ -201,6 +208,11 @@ class ModuleSlice(nn.Module):
         forwards = {name: _UnitForward(run, name) for name in units}
         skeleton = Skeleton(model, forwards, kept)
         root = skeleton.root
+        for name, placeholder in skeleton.placeholders.items():
+            path, _, last = name.rpartition(".")
+            owner = root.get_submodule(path)
+            if owner.__dict__.get(last) is placeholder:
+                owner.__dict__[last] = placeholder.as_subclass(_StandIn)
         for name, forward in forwards.items():
             forward.module = root.get_submodule(name)
         # The root is not a submodule, which would change all names; it shares its registries instead.

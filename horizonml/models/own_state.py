@@ -64,7 +64,8 @@ def _are_same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_are_same, one, other))
     if isinstance(one, np.ndarray | Tensor):
-        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins must not be read by a model's code, but here
+            return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
     if isinstance(one, float | complex) and one != one:
         return bool(other != other)
     return isinstance(one, (*_PLAIN, set, frozenset)) and bool(one == other)
@@ -255,7 +256,8 @@ def draws(copy: _Contents | None) -> bool:
 def described(value: Any, depth: int = 6) -> Any:
     """Return a value as plain values, tensors and containers of these, so that two can be compared."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.detach().clone().as_subclass(Tensor)
     if isinstance(value, _PLAIN[:-1]) or depth == 0:
         return value if isinstance(value, _PLAIN[:-1]) else type(value).__qualname__
     if isinstance(value, np.ndarray):

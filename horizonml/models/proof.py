@@ -347,15 +347,17 @@ def _observe(
             _Seen(
                 _form(result),
                 [value.detach().clone() for value in outputs],
-                {name: _kept(p.grad) for module in modules for name, p in module.named_parameters()},
+                {name: _kept(p.grad) for module in modules for name, p in nn.Module.named_parameters(module)},
                 {name: buffer.clone() for module in modules for name, buffer in module.named_buffers()},
                 _flags(modules),
-                {name: p.requires_grad for module in modules for name, p in module.named_parameters()},
+                {name: p.requires_grad for module in modules for name, p in nn.Module.named_parameters(module)},
                 [(path, _copied(values)) for one in before for path, values in one.changed().items()],
             )
         )
         with torch.no_grad():  # so that a copy of a parameter shows, which no update reaches
-            for parameter in {p for module in modules for p in module.parameters() if training and p.grad is not None}:
+            for parameter in {
+                p for module in modules for p in nn.Module.parameters(module) if training and p.grad is not None
+            }:
                 parameter.sub_(cast(Tensor, parameter.grad), alpha=_RATE)
     return found
 
