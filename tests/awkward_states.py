@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -275,6 +276,64 @@ class RemembersByDefault(Base):
         return super().forward(value) * (0.5 if calls["count"] > 14 else 1.0)
 
 
+class _DetachesLater(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(value.detach() if self.calls > 1 else value)
+
+
+class FreezesAfterAStep(Base):
+    block = _DetachesLater
+
+
+class _Centers(Block):
+    """Puts another tensor in the place of its buffer, as DINO does with the centre of its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = super().forward(value) - self.center
+        if self.training:
+            self.center = 0.5 * self.center + 0.5 * found.detach().mean(0)
+        return found
+
+
+class ReplacesACenter(Base):
+    block = _Centers
+
+
+class _CountsBackward(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+        def count(module: nn.Module, given: Any, returned: Any) -> None:
+            module.passes += 0.5
+
+        self.register_full_backward_hook(count)
+
+
+class ChangesABufferInBackward(Base):
+    block = _CountsBackward
+
+
+class SharesABuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_buffer("step", torch.zeros(()))
+        self.last.register_buffer("step", self.first.step)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.first.step += self.training
+        return super().forward(value) * (1 + self.last.step)
+
+
 @dataclass(frozen=True)
 class Row:
     """Says what becomes of a model: `refusal` is what its pipelines are refused with, or None if it can be cut."""
@@ -286,6 +345,7 @@ class Row:
 PARTS = "it does not run in parts"
 DRAWS = "draws from Python's or numpy's random numbers"
 REFUSALS = {
+    "SharesABuffer": "are one buffer that changes",
     "DropsLayersByPython": DRAWS,
     "DropsLayersByNumpy": DRAWS,
     "DropsLayersAtRoot": DRAWS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -31,6 +32,16 @@ from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
+
+# What travels where nothing here depends on a tensor: a zero. But parameters before it have no gradient at all, so that
+# the optimizer leaves them alone, as in one process.
+_NONE = -0.0
+
+
+def _is_none(gradient: Tensor) -> bool:
+    """Return whether a gradient that has arrived stands for none: it has nothing but negative zeros."""
+    first = float(gradient.flatten()[0]) if gradient.numel() else 1.0
+    return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(((gradient == 0.0) & gradient.signbit()).all())
 
 
 @dataclass(frozen=True)
@@ -364,14 +375,14 @@ class StageRuntime:
             return entered, tuple(value for value in left if value.requires_grad), None
         arrived = self._gradients_in.receive(number) if self._exit_learns else ()
         pairs = zip(self._exit.differentiable(left), arrived, strict=True)
-        wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad]
+        wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad and not _is_none(gradient)]
         return entered, tuple(value for value, _ in wanted), tuple(gradient for _, gradient in wanted)
 
     def _send_gradients(self, number: int, entered: Values) -> None:
         assert self._step is not None
         if self._entry_learns:
             found = (
-                value.grad if value.grad is not None else torch.zeros_like(value)  # of a tensor that is not used here
+                value.grad if value.grad is not None else torch.full_like(value, _NONE)
                 for value in self.entry.differentiable(entered)
             )
             # Gradients that are rounded stochastically are right in the mean. A replay of the step rounds them alike.

@@ -146,8 +146,18 @@ class Masked(nn.Module):
         return found, found > 0
 
 
-def test_what_has_not_travelled_to_a_part_is_never_used() -> None:
-    model = build(ModelSpec(name=f"{__name__}:MasksLargeBatches"), 0, 10, IMAGES)
+class AddsWeightsForLargeBatches(MasksLargeBatches):
+    """Uses in its last part a parameter of an earlier one, but not for the few samples of a comparison."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        found, _ = self.first(value.flatten(1))
+        found = self.third(self.second(found))
+        return self.head(found + self.second.weight.sum() if len(value) > 4 else found)
+
+
+@pytest.mark.parametrize("kind", [MasksLargeBatches, AddsWeightsForLargeBatches])
+def test_what_has_not_travelled_to_a_part_is_never_used(kind: type[nn.Module]) -> None:
+    model = build(ModelSpec(name=f"{__name__}:{kind.__name__}"), 0, 10, IMAGES)
     model = model.recut(prove(model, (torch.randn(2, 1, 8, 8),)))
     assert len(model.chain) >= 3
     parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
