@@ -86,10 +86,8 @@ def prove(model: Model, inputs: Values) -> Cutting:
         return Cutting("nothing", reason=drawing)
     if shared:
         code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(list(shared))}"
-        return Cutting(
-            "nothing", reason=f"{code}, which stages in several processes do not share; keep it in the model"
-        )
-
+        words = "which stages in several processes do not share; keep it in the model"
+        return Cutting("nothing", reason=f"{code}, {words}")
     bound = _read_elsewhere(whole.root, truth) or _changed_together(whole.root, truth)
     if bound is not None:
         return Cutting("nothing", reason=bound)
@@ -284,10 +282,8 @@ def _distance(wanted: Tensor | None, found: Tensor | None, largest: float) -> st
         return None
     one, other = wanted.detach().double(), found.detach().double()
     bound = RELATIVE * float(one.abs().max()) + ABSOLUTE * largest
-    apart = float((one - other).abs().nan_to_num(nan=float("inf")).max())
-    both_nan = bool((one.isnan() == other.isnan()).all())
-    if both_nan:
-        apart = float((one - other).abs().nan_to_num(nan=0.0).max())
+    same_gaps = bool((one.isnan() == other.isnan()).all())
+    apart = float((one - other).abs().nan_to_num(nan=0.0 if same_gaps else float("inf")).max())
     return None if apart <= bound else f"by {apart:.2g}, of {float(one.abs().max()):.2g}"
 
 
