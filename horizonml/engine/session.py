@@ -203,12 +203,15 @@ class Session:
         """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured."""
         reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
         divergences = [stage.sync.finish(stage.weight) for stage in reduced]
-        if self.following is None:  # a rank that follows does not hold the others' parameters yet
-            for stage in reduced:
-                stage.refuse_unequal()
-            self._tied.refuse_unequal()
         self._tied.sum()
         return divergences
+
+    def _refuse_unequal(self) -> None:
+        """Raise ModelError if the model's own code has changed one of several copies of a parameter."""
+        if self.following is None:  # a rank that follows does not hold the others' parameters yet
+            for _, stage in sorted(self.stages.items()):
+                stage.refuse_unequal()
+            self._tied.refuse_unequal()
 
     def _step(
         self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
@@ -231,6 +234,7 @@ class Session:
             self._check.refuse(self.state.step)
         self.clock.switch("compute", "update")
         divergences = self._reduce(actions)
+        self._refuse_unequal()
         self._prepared = self._prepared or self._check.has_round
         verdict = self._check.after_sums()
         if not verdict.finite:

@@ -75,33 +75,50 @@ class TiedGradients:
             totals.append({stage: gradient for stage, gradient in own.items() if gradient is not None})
             if own:
                 waiting += self._expect(number, totals[-1], own, stages)
-        if waiting:
-            self._clock.switch("transfer", "tied")
-        for work, peer, _ in waiting:
-            self._group.wait(work, peer)
+        self._wait(waiting)
         for (copies, _), parts in zip(self._groups, totals, strict=True):
             if parts:
                 self._give(copies, parts)
 
     def refuse_unequal(self) -> None:
-        """Raise ModelError if copies on this rank are no longer equal, because the model's own code changes one."""
+        """Raise ModelError if copies are no longer equal, because the model's own code changes one. Raises PeerLost.
+
+        This is looked for in some steps only, and all ranks call it together.
+        """
         self._steps += 1
-        for copies, _ in self._groups if is_looked_at(self._steps) else ():
-            every = {name: held[name] for name, _ in copies for held in self._held.values() if name in held}
-            if len(every) < 2:
+        if not is_looked_at(self._steps):
+            return
+        for copies, stages in self._groups:
+            own = [one for stage in stages for one in self._here(copies, stage)]
+            if not own:
                 continue
-            found, norms = projections(list(every.values()))
-            if float(found.max() - found.min()) > APART * float(norms.max()):
+            values = self._staging.to_host(projections(own))
+            ranks = tuple(sorted({rank for stage in stages for rank in self._plan.stages[stage].ranks}))
+            self._clock.switch("transfer", "tied")
+            others = self._group.all_gather(values[:, :1].contiguous(), ranks) if len(ranks) > 1 else []
+            every = torch.cat([values, *others], 1)
+            if float(every[0].max() - every[0].min()) > APART * float(every[1].max()):
+                names = " and ".join(name for name, _ in copies)
                 raise ModelError(
-                    f"{' and '.join(every)} are one parameter in the model, held as copies that are kept equal, and no "
-                    "longer are: the model's own code changes one of them while it trains. Use the same module twice "
-                    "instead of sharing a parameter, or let only the optimizer change it"
+                    f"{names} are one parameter in the model, held as copies that are kept equal, and no longer are: "
+                    "the model's own code changes one of them while it trains. Use the same module twice instead of "
+                    "sharing a parameter, or let only the optimizer change it"
                 )
+
+    def _wait(self, waiting: Sequence[tuple[Work, int, Tensor]]) -> None:
+        if waiting:
+            self._clock.switch("transfer", "tied")
+        for work, peer, _ in waiting:
+            self._group.wait(work, peer)
+
+    def _here(self, copies: Sequence[tuple[str, int]], stage: int) -> list[nn.Parameter]:
+        """Return a stage's own copies; none if this rank is no member of it, or the parameter is frozen."""
+        held = self._held.get(stage, {})
+        return [held[name] for name, layer in copies if self._plan.stage_of(layer) == stage and name in held]
 
     def _local(self, copies: Sequence[tuple[str, int]], stage: int) -> Tensor | None:
         """Return the sum of the gradients of a stage's own copies; None if the parameter is frozen."""
-        held = self._held[stage]
-        found = [held[name] for name, layer in copies if self._plan.stage_of(layer) == stage and name in held]
+        found = self._here(copies, stage)
         if not found:
             return None
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in found]

@@ -6,7 +6,6 @@ A model that can be cut in neither way is a single layer, which a rank trains wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,11 +75,13 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
 
 def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem: ModelError) -> tuple[Layers, str]:
     """Return the layers of a model of which no graph can be recorded. Raises ModelError if the model does not run."""
-    with suppress(ModelError):
+    try:
         structure = Structure(model, input, cutting.without)
         return structure, _note(model, structure)
+    except ModelError as error:
+        reason = f"it does not run in parts: {error}"
     try:
-        uncut = Uncut(model, input, f"it does not run in parts: {problem}")
+        uncut = Uncut(model, input, reason)
     except ModelError as error:
         # What the model itself says when it runs is the reason; a graph knows more only of what was given to it.
         raise (error if isinstance(problem, Untraceable) else problem) from None

@@ -351,9 +351,8 @@ def _observe(
             )
         )
         with torch.no_grad():  # so that a copy of a parameter shows, which no update reaches
-            for parameter in {
-                p for module in modules for p in nn.Module.parameters(module) if training and p.grad is not None
-            }:
+            trained = {p for module in modules for _, p in nn.Module.named_parameters(module) if p.grad is not None}
+            for parameter in trained if training else ():
                 parameter.sub_(cast(Tensor, parameter.grad), alpha=_RATE)
     return found
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from horizonml.errors import ModelError
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -18,6 +20,27 @@ class Forward(ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
+
+
+class _Listing:
+    """Takes the place of a copy's `named_parameters`, because other stages hold some of its parameters.
+
+    The first one can be had, for many forwards ask it for its device or type; whoever goes on to the end gets an error.
+    """
+
+    def __init__(self, module: nn.Module, name: str, stand_in: Tensor) -> None:
+        """Remember the copy, and one tensor that it lacks."""
+        self._module, self._name, self._stand_in = module, name, stand_in
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is here, or one stand-in if nothing is, and raise ModelError at the end."""
+        here = nn.Module.named_parameters(self._module, *args, **kwargs)
+        yield next(here, (self._name, self._stand_in))
+        yield from here
+        raise ModelError(
+            f"the model's forward goes through all parameters, of which {self._name}, for one, is not in every stage; "
+            "do that in a module that holds them all (parallel.strategy: ddp trains the model whole)"
+        )
 
 
 class Skeleton:
@@ -36,6 +59,11 @@ class Skeleton:
         self.placeholders: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
         self.root = self._copy(model, "", unit=False, keep=False)
+        for path, module in self.root.named_modules():
+            prefix = f"{path}." if path else ""
+            lacking = next((entry for entry in self.placeholders.items() if entry[0].startswith(prefix)), None)
+            if lacking is not None and module in self._copies.values():
+                module.__dict__["named_parameters"] = _Listing(module, *lacking)  # `parameters` calls it, too
 
     def _copy(self, module: _M, path: str, unit: bool, keep: bool) -> _M:
         if id(module) in self._copies:

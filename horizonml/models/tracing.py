@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
-from horizonml.models.in_place import changed_by
+from horizonml.models.in_place import changed_by, viewed_by
 from horizonml.models.own_state import copy_of, draws, is_same, own_state_kept, parts_of, put_back
 from horizonml.text import some
 
@@ -227,7 +227,9 @@ def _written(model: nn.Module, graph: fx.Graph) -> str | None:
     """Return the path of a module that changes a parameter or buffer in place, or None."""
     for node in graph.nodes:
         changed = changed_by(model, node)
-        if changed is not None and changed.op == "get_attr":
+        while changed is not None and changed.op != "get_attr":
+            changed = viewed_by(changed)
+        if changed is not None:
             return _innermost(node)
     return None
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from horizonml.comm.group import Group
 from horizonml.data.seeds import name_seed, python_seeded
 from horizonml.engine.session import Session
-from horizonml.errors import ModelError
+from horizonml.errors import ModelError, PeerLost
 from horizonml.models.cutting import AUTOMATIC, Cutting
 from horizonml.models.proof import prove
 from horizonml.models.spec import ModelSpec
@@ -25,7 +25,8 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
-from tests.awkward_states import ROWS, Row
+from tests.awkward_models import Base, Block
+from tests.awkward_states import ROWS, Row, WritesWhatItSees
 from tests.distributed.pool import Pool
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 
@@ -168,22 +169,68 @@ def test_what_the_author_wrote_is_what_trains(pool: Pool, kind: str) -> None:
     assert not wrong, "\n".join(f"{name}: {words}" for name, words in wrong.items())
 
 
-def train_drifting(rank: int, world_size: int, store: Store) -> str:
+class _Clamps(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        self.inner.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(value)
+
+
+class TiesWhatItClamps(Base):
+    block = _Clamps
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.inner.weight = self.middle.inner.weight
+
+
+class _Codes(Block):
+    """Sets a parameter from the data to values of which the norm is always the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = super().forward(value)
+        if self.training:
+            self.code.data.copy_(found.detach().mean(0).sign())
+        return found * self.code
+
+
+class SetsWhatItSees(Base):
+    block = _Codes
+
+
+DRIFTS = [
+    ("ddp 2", WritesWhatItSees, "parameter middle.code is no longer the same on all members"),
+    ("ddp 2", SetsWhatItSees, "parameter middle.code is no longer the same on all members"),
+    ("pipeline 3", TiesWhatItClamps, "middle.inner.weight and last.inner.weight are one parameter"),
+]
+
+
+def train_drifting(rank: int, world_size: int, store: Store, kind: str, name: str) -> tuple[int, str]:
     group = Group(store, rank, world_size, 60.0)
-    model = build(ModelSpec(name="tests.awkward_states:WritesWhatItSees"), 0, 10, InputSpec.of(SHAPE))
-    plan = plan_for(PLANS["ddp 2"], len(model.chain))
+    model = build(ModelSpec(name=name), 0, 10, InputSpec.of(SHAPE))
+    plan = plan_for(PLANS[kind], len(model.chain))
     session = Session(plan, TrainState(model, Sgd()), group, Classification(), FULL)
     try:
         for step in range(20):
             session.step(RandomBatch(step), LR)
-    except ModelError as error:
-        return f"{session.state.step}: {error}"
+    except (ModelError, PeerLost) as error:
+        return session.state.step, str(error)
     finally:
         session.close()
         group.close()
-    return "nothing was noticed"
+    return 20, "nothing was noticed"
 
 
-def test_members_that_no_longer_hold_the_same_are_named(pool: Pool) -> None:
-    for found in pool.run(2, train_drifting):
-        assert re.fullmatch(r"[78]: parameter middle.code is no longer the same on all members .*", found), found
+@pytest.mark.parametrize(("kind", "model", "words"), DRIFTS)
+def test_copies_that_the_models_own_code_sets_apart_are_named(
+    pool: Pool, kind: str, model: type[nn.Module], words: str
+) -> None:
+    """A rank without any of them learns of it from the others, which end."""
+    ranks = 1 + max(rank for ranks in PLANS[kind] for rank in ranks)
+    found = pool.run(ranks, train_drifting, kind, f"{model.__module__}:{model.__name__}")
+    named = [one for step, one in found if one.startswith(words) and step <= 8]
+    assert len(named) == 2, found
+    assert all(one in named or "closed its connection" in one for _, one in found), found

@@ -244,3 +244,25 @@ def test_what_a_constructor_does_to_its_module_is_done_once_and_nothing_else_is_
     for _ in range(2):
         model.stage(0, len(model.chain))
         assert (module.made, module.seen, os.environ["SET_LATER"]) == ([0], ["a step"], "1")
+
+
+class ClampsByData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.inner.weight.data.t()[:4].clamp_(-9, 9)  # which a comparison does not show, for they are never so large
+        return self.inner(value)
+
+
+class HasAClamp(nn.Sequential):
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), ClampsByData(), nn.ReLU(), nn.Linear(8, num_classes))
+
+
+def test_code_that_changes_a_parameter_behind_pytorchs_back_runs_as_it_is() -> None:
+    model = build(ModelSpec(name=f"{__name__}:HasAClamp"), 0, 10, IMAGES)
+    parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
+    assert len(parts) == 5
+    assert [type(one) for part in parts for one in part.modules()].count(ClampsByData) == 1
