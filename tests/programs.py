@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
+from typing import NoReturn
 
 import pytest
 
@@ -14,6 +16,12 @@ ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one
 WITHOUT = "HORIZONML_TEST_WITHOUT"  # programs that are not promised nevertheless, separated by spaces
 
 
+def _absent(message: str) -> NoReturn:
+    if os.environ.get(ALL):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
 def need(program: str, why: str) -> None:
     """Go on with a test only if a program is installed.
 
@@ -21,34 +29,33 @@ def need(program: str, why: str) -> None:
     """
     if shutil.which(program) is None:
         message = f"{program} is not installed: {why}"
-        if os.environ.get(ALL) and program not in os.environ.get(WITHOUT, "").split():
-            pytest.fail(message)
-        pytest.skip(message)
+        if program in os.environ.get(WITHOUT, "").split():
+            pytest.skip(message)
+        _absent(message)
 
 
 def need_networks() -> None:
     """Go on only where ranks can have networks of their own, which a kernel or a container may forbid."""
     need("ip", "iproute2")
-    problem = network.problem()
-    if problem is not None:
-        if os.environ.get(ALL):
-            pytest.fail(problem)
-        pytest.skip(problem)
+    if (problem := network.problem()) is not None:
+        _absent(problem)
+
+
+def need_ipv6() -> None:
+    """Go on with a test only where the machine has addresses of version 6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        _absent(f"this machine has no IPv6: {error}")
 
 
 def need_root(why: str) -> None:
     """Go on with a test only as root, as CI runs."""
     if os.geteuid() != 0:
-        message = f"only root can do this: {why}"
-        if os.environ.get(ALL):
-            pytest.fail(message)
-        pytest.skip(message)
+        _absent(f"only root can do this: {why}")
 
 
 def need_package(name: str) -> None:
     """Go on with a test only if an optional package is installed; `make setup` installs all of them."""
     if importlib.util.find_spec(name) is None:
-        message = f"the Python package {name} is not installed"
-        if os.environ.get(ALL):
-            pytest.fail(message)
-        pytest.skip(message)
+        _absent(f"the Python package {name} is not installed")

@@ -11,12 +11,15 @@ import json
 import mmap
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import BytesIO
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import IO, Any
+from types import CodeType
+from typing import IO, Any, ClassVar
 
 from horizonml.api.given import Given, install
 from horizonml.errors import JobError
@@ -74,14 +77,29 @@ def _received(duplicate: Any) -> Objects:
 def _pickled(kind: str, thing: Any) -> bytes:
     import cloudpickle  # only who gives objects needs it
 
+    reducers = cloudpickle.Pickler.dispatch_table
+
+    def reduced(code: CodeType) -> tuple[Any, ...]:
+        return _code_of_file, (code.co_filename, *reducers[CodeType](code))
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """Keeps the file names of code, which errors in the user's code name and cloudpickle 3.1.3 leaves out."""
+
+        dispatch_table: ClassVar = ChainMap({CodeType: reduced}, reducers)
+
+    content = BytesIO()
     try:
-        content: bytes = cloudpickle.dumps(thing)
-        return content
+        Pickler(content).dump(thing)
+        return content.getvalue()
     except Exception as error:
         raise JobError(
             f"{kind}: the object cannot be sent to the processes of the ranks ({type(error).__name__}: {error}); give "
             "a function that makes it there"
         ) from error
+
+
+def _code_of_file(name: str, constructor: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:
+    return constructor(*arguments).replace(co_filename=name)
 
 
 def _unpickled(content: mmap.mmap, start: int, stop: int) -> Any:

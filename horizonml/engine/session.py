@@ -167,7 +167,7 @@ class Session:
         The session's group has these messages; this rank must be the only member of each of its stages. `scale` is the
         factor by which all ranks have multiplied the step's gradients.
         """
-        self._reduce(self._pass(batch, False)[0])
+        self._reduce(self._pass(batch, False)[0], others=False)
         self._commit(list(self.stages), learning_rate, scale)
         for stage in self.stages.values():
             stage.flush()
@@ -199,19 +199,20 @@ class Session:
         self.staging.drain()
         return actions, runs
 
-    def _reduce(self, actions: Sequence[Action]) -> list[float | None]:
-        """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured."""
+    def _reduce(self, actions: Sequence[Action], others: bool = True) -> list[float | None]:
+        """Complete the sums of gradients; return how far each stage's gradients were apart, where that is measured.
+
+        `others` says whether the other ranks take this step, too. Raises ModelError if the model's own code has changed
+        one of several copies of a parameter.
+        """
         reduced = [self.stages[action.stage] for action in actions if action.kind is Kind.REDUCE]
         divergences = [stage.sync.finish(stage.weight) for stage in reduced]
-        self._tied.sum()
-        return divergences
-
-    def _refuse_unequal(self) -> None:
-        """Raise ModelError if the model's own code has changed one of several copies of a parameter."""
-        if self.following is None:  # a rank that follows does not hold the others' parameters yet
+        if others and self.following is None:  # a rank that follows does not hold the others' parameters yet
             for _, stage in sorted(self.stages.items()):
                 stage.refuse_unequal()
             self._tied.refuse_unequal()
+        self._tied.sum()
+        return divergences
 
     def _step(
         self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool
@@ -234,7 +235,6 @@ class Session:
             self._check.refuse(self.state.step)
         self.clock.switch("compute", "update")
         divergences = self._reduce(actions)
-        self._refuse_unequal()
         self._prepared = self._prepared or self._check.has_round
         verdict = self._check.after_sums()
         if not verdict.finite:

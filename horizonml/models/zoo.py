@@ -155,17 +155,17 @@ def build(
     try:
         with python_seeded(seed):
             model, tape = record(constructor)
-        before.keep_changes()
-        before.restore()
     except RuntimeError as reason:  # includes NotImplementedError
         # Either the constructor reads values back, which the meta device does not have, and the model can be built in
         # memory; or the constructor itself is at fault, and building it in memory fails in the same way with a useful
         # error.
-        before.keep_changes()
         _log.warning("every rank builds the whole of %s first, because %s", spec.name, _first_line(reason))
+        before.restore()
         model, tape = _in_memory(spec, constructor, seed, input), Tape()
+    before.keep_changes()
     _require_module(spec, model)
     if _is_lazy(model):  # the shapes of its parameters are found out by a batch
+        before.restore()
         model, tape = _in_memory(spec, constructor, seed, input), Tape()
     recorded = tape
 

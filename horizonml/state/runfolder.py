@@ -163,7 +163,7 @@ class RunFolder:
                 f"{self.path} is in use by rank {self._rank} of {_read(owner)}; wait for its end, or choose another "
                 "name or folder for this run"
             ) from None
-        except (NotImplementedError, OSError) as error:
+        except (NotImplementedError, OSError) as error:  # filelock's words for a file system without locks
             if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
             _log.warning("%s is on a file system without locks: see that no other run uses it", self.path)

@@ -229,16 +229,17 @@ class Net(nn.Sequential):
 """
 
 
+@pytest.mark.parametrize("more", ["", "        float(self[1].weight.sum())", "        self.append(nn.LazyLinear(10))"])
 def test_what_a_constructor_does_to_its_module_is_done_once_and_nothing_else_is_put_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "net_that_counts", raising=False)
     monkeypatch.delenv("SET_LATER", raising=False)
-    (tmp_path / "net_that_counts.py").write_text(COUNTS)
+    (tmp_path / "net_that_counts.py").write_text(COUNTS + more)
     model = build(ModelSpec(name="net_that_counts:Net"), 0, 10, IMAGES)
     module = sys.modules["net_that_counts"]
-    assert module.made == []
+    assert module.made == [0]
     module.seen.append("a step")  # by a user's own callback, for example
     monkeypatch.setenv("SET_LATER", "1")
     for _ in range(2):

@@ -27,7 +27,7 @@ from horizonml.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
 from horizonml.tunnel.header import Answer, Target
 from tests.distributed.processes import wait_for
-from tests.programs import need_root
+from tests.programs import need_ipv6, need_root
 
 TOKEN = make_token()
 HERE = "127.0.0.1"
@@ -454,11 +454,8 @@ def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None
 
 
 def test_machines_may_have_addresses_of_version_6(start: Start) -> None:
+    need_ipv6()
     port = free_port()
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"this machine has no IPv6: {error}")
     there = Tunnel(TOKEN, "::1", port)
     here = start(free_port())
     with rank(0) as listener:
