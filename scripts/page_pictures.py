@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 from horizonml.page.server import PageServer
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
-_WAIT_MS = 45_000
+_WAIT_MS = 75_000
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from horizonml.web.server import Limits, WebServer
 
 Action = Callable[[], str]
 _JSON = "application/json"
-_PLANNING_SECONDS = 30.0  # that the answer to a "what if" may take
+_PLANNING_SECONDS = 60.0  # that the answer to a "what if" may take
 _LIMITS = Limits(seconds=10.0, clients=48)
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8", ".svg": "image/svg+xml"}
 

@@ -189,7 +189,7 @@ class Carrier:
                 connection = near = None
         except (OSError, ValueError) as error:
             # A rank that only looks whether it reaches this machine says nothing, and is no stranger.
-            self.refused += not isinstance(error, (ssl.SSLEOFError, ConnectionResetError))
+            self.refused += not isinstance(error, ConnectionResetError)
         finally:
             del self._arriving[arrival]
             for left in (connection, near):
@@ -280,7 +280,7 @@ class Carrier:
             while not connected:
                 try:
                     connected = yield from self._attempt(opening, near, where)
-                except (ConnectionError, ssl.SSLEOFError) as error:
+                except ConnectionError as error:
                     opening.reason = _words(error)
                     yield _AGAIN_SECONDS
         except (OSError, ValueError) as error:
@@ -351,8 +351,6 @@ def _connect(connection: socket.socket, target: tuple[str, int]) -> Generator[Wa
 
 def _words(error: Exception) -> str:
     """Return why another machine was not reached, for people."""
-    if isinstance(error, ssl.SSLEOFError):
-        return "it closed the connection"
     if isinstance(error, ssl.SSLError):
         return f"it does not have this job's token, or is not a tunnel ({error.reason or error})"
     return (getattr(error, "strerror", None) or str(error)).lower()

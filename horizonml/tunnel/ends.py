@@ -150,10 +150,9 @@ class SecureEnd:
             self._total += len(more)
             if self._total > _MOST_HANDSHAKE:
                 raise ConnectionResetError("the handshake is too long")
-            if more:
-                self._arrived.write(more)
-            else:
-                self._arrived.write_eof()
+            if not more:  # which is an error of its own in some releases of OpenSSL, and in others none
+                raise ConnectionResetError("it closed the connection")
+            self._arrived.write(more)
 
     def _flush(self) -> Generator[Wait, None, None]:
         """Send what TLS has to say. Raises OSError."""

@@ -80,6 +80,7 @@ def test_five_small_workers_train_to_the_end_and_are_seen(up: Up, strategy: str)
     stages = {series["metric"]["stage"] for series in query("horizonml_stage_info")}
     assert stages == ({"0"} if strategy == "ddp" else {"0", "1", "2", "3", "4"})
     wait_for(lambda: value(query, "sum(horizonml_complete)") == 5, "the end of the training", 180)
+    assert value(query, "sum(horizonml_link_refused_total)") == 0  # no rank takes another one for a stranger
     assert accuracy(query) >= 0.95
     for worker in WORKERS:
         state = inspect(worker)

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from horizonml.errors import SecurityError
+from horizonml.machine.reach import Probe
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token, make_token
 from horizonml.tunnel.addresses import own_address, stand_in_address, vouch
@@ -227,6 +228,19 @@ def test_strangers_get_nothing_and_disturb_nobody(start: Start) -> None:
         assert here.failures([number], 5.0) == {}
         wait_for(lambda: process.num_fds() <= descriptors, "the end of the half-open connections", 15)
         assert there.usage().refused >= 300
+
+
+def test_a_rank_that_looks_whether_it_reaches_a_machine_is_no_stranger(start: Start) -> None:
+    there = start(port := free_port())
+    for _ in range(3):
+        probe = Probe([(HERE, port)])
+        wait_for(lambda probe=probe: probe.look() or not probe.silent, "an answer", 5)
+        probe.close()
+    with socket.create_connection((HERE, port), timeout=10) as stranger:
+        stranger.sendall(b"no handshake\n\n")
+        stranger.recv(100)  # until it is refused
+    wait_for(lambda: there.usage().refused, "the stranger", 5)
+    assert there.usage().refused == 1
 
 
 @contextmanager
