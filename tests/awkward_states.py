@@ -290,6 +290,27 @@ class FreezesAfterAStep(Base):
     block = _DetachesLater
 
 
+class _Reverses(torch.autograd.Function):
+    """Hands back negative zeros, as a reversal of gradients does whose factor is 0."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -torch.zeros_like(gradient)
+
+
+class _ReversesBy0(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(_Reverses.apply(value))  # type: ignore[no-untyped-call]
+
+
+class HasNegativeZeros(Base):
+    block = _ReversesBy0
+
+
 class _Centers(Block):
     """Puts another tensor in the place of its buffer, as DINO does with the centre of its teacher."""
 

@@ -44,6 +44,13 @@ def _is_none(gradient: Tensor) -> bool:
     return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(((gradient == 0.0) & gradient.signbit()).all())
 
 
+def _to_send(value: Tensor) -> Tensor:
+    """Return a value's gradient as it travels: one of negative zeros, which stand for none, as zeros."""
+    if value.grad is None:
+        return torch.full_like(value, _NONE)
+    return value.grad.abs() if _is_none(value.grad) else value.grad
+
+
 @dataclass(frozen=True)
 class Micro:
     """Describes this member's rows of a micro-batch, `start` to `stop - 1` of the global batch, and who shares them."""
@@ -381,10 +388,7 @@ class StageRuntime:
     def _send_gradients(self, number: int, entered: Values) -> None:
         assert self._step is not None
         if self._entry_learns:
-            found = (
-                value.grad if value.grad is not None else torch.full_like(value, _NONE)
-                for value in self.entry.differentiable(entered)
-            )
+            found = map(_to_send, self.entry.differentiable(entered))
             # Gradients that are rounded stochastically are right in the mean. A replay of the step rounds them alike.
             step = self._step
             seed = name_seed(step.seed, "round", step.number, self.number, self.member, number)
