@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from horizonml.machine.owner import Seconds, own_seconds, share_of_others
+from horizonml.machine.owner import Seconds, is_other_rank, own_seconds, share_of_others
 from horizonml.machine.sensors import Clock, clock
 from horizonml.text import percent
 
@@ -92,6 +92,8 @@ class Condition:
 
     def _busy(self, now: float) -> str:
         """Return in words that other programs use more of the processor than usual, or nothing."""
+        if not all(map(is_other_rank, self.siblings)):
+            return ""  # ranks in other containers of this machine look like other programs
         load = self._others()
         if load[0] - self._load[0] >= _LOOK_SECONDS:
             self._share = share_of_others(self._load, load, os.cpu_count() or 1)

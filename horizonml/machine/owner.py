@@ -168,17 +168,24 @@ def _loginctl(*arguments: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
+def is_other_rank(pid: int) -> bool:
+    """Return whether this number is that of another rank's process here; in another container it is somebody else's."""
+    try:
+        return pid != os.getpid() and any("horizonml" in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
 def own_seconds(siblings: Collection[int] = ()) -> float:
     """Return the processor time of this process, of all that it has started, and of what has ended among them.
 
-    That of `siblings` counts, too: processes of other ranks, which need not be visible from this one's container.
+    That of `siblings` counts, too: processes of other ranks.
     """
     ours: dict[int, psutil.Process] = {}
-    for pid in (os.getpid(), *siblings):
+    for pid in (os.getpid(), *filter(is_other_rank, siblings)):
         try:
             root = psutil.Process(pid)
-            if pid == os.getpid() or any("horizonml" in word for word in root.cmdline()):  # or the number is another's
-                ours |= {one.pid: one for one in (root, *root.children(recursive=True))}
+            ours |= {one.pid: one for one in (root, *root.children(recursive=True))}
         except psutil.Error:
             continue  # it has ended, or is another user's
     seconds = 0.0

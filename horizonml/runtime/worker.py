@@ -188,8 +188,8 @@ class Worker:
         nodes = [member.host_id for member in membership.members] if membership else [machine_id()]
         names = [member.hostname for member in membership.members] if membership else [device_name()]
         started_as = [member.rank for member in membership.members] if membership else [self._identity.rank]
-        here = [one for one in membership.members if one.machine == machine_id()] if membership else []
-        life.condition.siblings = [one.pid for one in here if one.pid != os.getpid()]
+        others = [one for place, one in enumerate(membership.members) if place != rank] if membership else []
+        life.condition.siblings = [one.pid for one in others if one.machine == machine_id()]
         store = membership.store if membership else None
         generation = membership.generation if membership else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,6 @@ def test_other_programs_are_told_if_they_use_more_than_at_first(monkeypatch: pyt
     device.busy = 1.0
     ((_, reason),) = device.wait(20)
     assert reason == ""
+    device.condition.siblings = [os.getpid()]  # of a rank in another container
+    device.busy = 3.0
+    assert device.wait(30) == []
