@@ -173,6 +173,7 @@ def broken_off(rank: int, world_size: int, store: Store, token: str, ports: Sequ
     first = Group(PrefixStore("first", store), rank, world_size, 30.0, hosts, links=links)
     began, waited = time.monotonic(), ""
     try:
+        first.gather_json(rank)  # all have connected
         if rank == 2:
             first.abort()
         else:
