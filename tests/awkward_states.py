@@ -290,6 +290,20 @@ class FreezesAfterAStep(Base):
     block = _DetachesLater
 
 
+class HasTwoNames(Base):
+    """Registers its blocks twice, as ports of checkpoints do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.first, self.middle, self.last])
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.stem(value.flatten(1))
+        for block in self.blocks:
+            found = block(found)
+        return self.head(found)
+
+
 class _Reverses(torch.autograd.Function):
     """Hands back negative zeros, as a reversal of gradients does whose factor is 0."""
 

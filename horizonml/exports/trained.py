@@ -20,6 +20,7 @@ from horizonml.exports.completeness import refuse_incomplete
 from horizonml.exports.weights import mapped_weights
 from horizonml.job.jobfile import overridden
 from horizonml.job.schema import Job
+from horizonml.models.weights import aliases
 from horizonml.models.zoo import construct
 from horizonml.state.shards import Metadata, find
 from horizonml.tasks.choose import channels_for, task_for
@@ -82,6 +83,9 @@ def load_trained(
     try:
         # What has no part in the forward pass is in no checkpoint of older versions, and stays as it was built.
         weights, averaged = mapped_weights(path, metadata, average)
+        for other, name in aliases(module).items():
+            if name in weights:
+                weights[other] = weights[name]
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as error:
         raise CheckpointError(_unfit(path, job, " ".join(str(error).split())[:300])) from error

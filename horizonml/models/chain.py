@@ -9,6 +9,8 @@ names, so checkpoints do not depend on the cuts.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx, nn
@@ -18,7 +20,7 @@ from horizonml.errors import ModelError
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.cuts import Graph, cut_points
 from horizonml.models.tracing import trace
-from horizonml.models.weights import copy_persistence
+from horizonml.models.weights import aliases, copy_persistence
 from horizonml.tasks.task import InputSpec
 from horizonml.text import count, some
 
@@ -42,6 +44,7 @@ class Chain:
         self._stops = [*points, len(self._graph.nodes)]
         self.boundaries = [Boundary(tuple(input.tensors)), *map(self._boundary, points), self._output()]
         self.names = _unique_names([self._nodes(index) for index in range(len(self))])
+        self._aliases = aliases(model)
         self.spare: tuple[str, ...] = ()  # tensors that the forward never uses; the last layer keeps them
 
     def __len__(self) -> int:
@@ -83,6 +86,8 @@ class Chain:
             for needed in node.all_input_nodes:
                 provide(needed)
             copies[node] = graph.node_copy(node, copy_of)
+        for name in self._other_names(copies.keys() - set(entering)):
+            graph.get_attr(name)
         if stop == len(self):
             for name in self.spare:
                 graph.get_attr(name)
@@ -95,6 +100,14 @@ class Chain:
         module = fx.GraphModule(root, graph)
         copy_persistence(root, module)
         return module
+
+    def _other_names(self, nodes: Iterable[fx.Node]) -> list[str]:
+        """Return the further names of tensors that these operations use, so that checkpoints have all of them."""
+        if not self._aliases:
+            return []
+        used = {id(tensor) for node in nodes for tensor in self._graph.tensors(node)}
+        named = dict(itertools.chain(self._model.named_parameters(), self._model.named_buffers()))
+        return [alias for alias, name in self._aliases.items() if id(named.get(name)) in used]
 
     def bond(self, index: int) -> str | None:
         """Return what keeps a layer from being cut, as a part of a sentence, or None if nothing in its graph does."""

@@ -280,6 +280,17 @@ def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(full for full, _, _ in uses) for uses in found.values() if len(uses) > 1)
 
 
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors whose module is registered in several places, each with its first name."""
+    first = {module: path for path, module in model.named_modules()}
+    return {
+        f"{path}.{name}": f"{first[module]}.{name}"
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path != first[module]
+        for name in (*module._parameters, *module._buffers)
+    }
+
+
 def sharing(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of a trained parameter and of another parameter or buffer in the same memory, if there are."""
     found: dict[int, tuple[str, Tensor]] = {}

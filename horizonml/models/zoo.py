@@ -31,7 +31,7 @@ from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.tracing import tried_out
 from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
 from horizonml.models.vision import vision_model
-from horizonml.models.weights import Tape, materialise, record, seeded, sharing, untie, without_value
+from horizonml.models.weights import Tape, aliases, materialise, record, seeded, sharing, untie, without_value
 from horizonml.models.whole import WholeModule
 from horizonml.tasks.task import InputSpec, OutputSpec
 from horizonml.text import some
@@ -106,8 +106,10 @@ class Model:
         for path, module in self.recorded.named_modules():
             if is_still(module):
                 keep_still(modules[path])
-        recorded = _tensors(self.recorded)
+        recorded, others = _tensors(self.recorded), aliases(root)
         for name, tensor in _tensors(root).items():
+            if name in others:
+                continue
             if name in held:
                 value: Tensor | None = held[name].detach()
             else:

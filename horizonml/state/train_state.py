@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.models.placing import HOST, bring
+from horizonml.models.weights import aliases
 from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
@@ -386,7 +387,8 @@ class TrainState:
         self.prepared, self.valid = None, False  # until all ranks have loaded the same step
         available = set(names)
         saved, held = self._saved, self._held
-        for name in sorted(saved):
+        others = aliases(self.model.recorded)  # whose values in older checkpoints may not be those of the first name
+        for name in sorted(saved, key=lambda name: (name not in others, name)):
             if f"model/{name}" not in available:
                 if name in self._constant or name in self.model.chain.spare:  # it has that value already
                     continue
