@@ -363,7 +363,7 @@ class Session:
                 name: tensor.detach().clone() for name, tensor in [*module.named_parameters(), *module.named_buffers()]
             }
             try:
-                with torch.no_grad(), self.staging.creating(), tried_out(getattr(module, "root", module)):
+                with torch.no_grad(), self.staging.creating(), tried_out(getattr(module, "horizonml_root", module)):
                     entered = self.staging.all_to_device(stage.entry.zeros(1))
                     torch.func.functional_call(module.train(), copies, entered)
             except ValueError as error:

@@ -35,20 +35,20 @@ from horizonml.tasks.task import Batch, Task, Tree, detached
 
 # What travels where nothing here depends on a tensor: a zero. But parameters before it have no gradient at all, so that
 # the optimizer leaves them alone, as in one process.
-_NONE = -0.0
+NONE = -0.0
 
 
-def _is_none(gradient: Tensor) -> bool:
+def is_none(gradient: Tensor) -> bool:
     """Return whether a gradient that has arrived stands for none: it has nothing but negative zeros."""
     first = float(gradient.flatten()[0]) if gradient.numel() else 1.0
     return first == 0.0 and math.copysign(1.0, first) < 0.0 and bool(((gradient == 0.0) & gradient.signbit()).all())
 
 
-def _to_send(value: Tensor) -> Tensor:
-    """Return a value's gradient as it travels: one of negative zeros, which stand for none, as zeros."""
-    if value.grad is None:
-        return torch.full_like(value, _NONE)
-    return value.grad.abs() if _is_none(value.grad) else value.grad
+def as_sent(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient as it travels: none as negative zeros, and one that has nothing else as zeros."""
+    if gradient is None:
+        return torch.full_like(like, NONE)
+    return gradient.abs() if is_none(gradient) else gradient
 
 
 @dataclass(frozen=True)
@@ -382,13 +382,13 @@ class StageRuntime:
             return entered, tuple(value for value in left if value.requires_grad), None
         arrived = self._gradients_in.receive(number) if self._exit_learns else ()
         pairs = zip(self._exit.differentiable(left), arrived, strict=True)
-        wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad and not _is_none(gradient)]
+        wanted = [(value, gradient) for value, gradient in pairs if value.requires_grad and not is_none(gradient)]
         return entered, tuple(value for value, _ in wanted), tuple(gradient for _, gradient in wanted)
 
     def _send_gradients(self, number: int, entered: Values) -> None:
         assert self._step is not None
         if self._entry_learns:
-            found = map(_to_send, self.entry.differentiable(entered))
+            found = (as_sent(value.grad, value) for value in self.entry.differentiable(entered))
             # Gradients that are rounded stochastically are right in the mean. A replay of the step rounds them alike.
             step = self._step
             seed = name_seed(step.seed, "round", step.number, self.number, self.member, number)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.clock import Clock
+from horizonml.engine.stage import as_sent, is_none
 from horizonml.engine.staging import Staging
 from horizonml.engine.sync.base import APART, is_looked_at, projections
 from horizonml.errors import ModelError, PlanError
@@ -121,11 +122,10 @@ class TiedGradients:
         found = self._here(copies, stage)
         if not found:
             return None
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in found]
-        total, *others = gradients
-        for other in others:
-            total = total + other
-        return total
+        total: Tensor | None = None
+        for gradient in [p.grad for p in found if p.grad is not None]:
+            total = gradient if total is None else total + gradient
+        return as_sent(total, found[0].detach())
 
     def _tag(self, number: int, stage: int) -> int:
         return self._first + number * len(self._plan.stages) + stage
@@ -166,7 +166,8 @@ class TiedGradients:
         )
         for other in others:
             total = total + other
+        without = is_none(total)  # no copy has a gradient, so that the optimizer leaves all alone
         for name, layer in copies:
             parameters = self._held.get(self._plan.stage_of(layer), {})
             if name in parameters:
-                parameters[name].grad = total
+                parameters[name].grad = None if without else total

@@ -18,11 +18,13 @@ from torch import fx, nn
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.models.boundary import Boundary, flat
-from horizonml.models.cuts import Graph, cut_points
+from horizonml.models.cuts import Graph, cut_points, require_same
 from horizonml.models.tracing import trace
 from horizonml.models.weights import aliases, copy_persistence
 from horizonml.tasks.task import InputSpec
 from horizonml.text import count, some
+
+_GRAPH_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 class Chain:
@@ -38,6 +40,10 @@ class Chain:
         Raises ModelError if the model's forward pass cannot be recorded as a graph, is not a function of tensors with
         the batch in their first dimension, or does not fit inputs of this shape.
         """
+        registered = (*model._modules, *model._parameters, *model._buffers)
+        taken = next((name for name in registered if name in _GRAPH_NAMES), None)
+        if taken is not None:
+            raise ModelError(f"its {taken} has a name that PyTorch's graphs use themselves")
         self._model = model
         self._graph = Graph(model, trace(model, input.names), input)
         points = cut_points(self._graph)
@@ -86,6 +92,11 @@ class Chain:
             for needed in node.all_input_nodes:
                 provide(needed)
             copies[node] = graph.node_copy(node, copy_of)
+            for way, value in source.returned.get(node, ()):
+                found = copies[node]
+                for function, key in way:
+                    found = graph.call_function(function, (found, key))
+                graph.call_function(require_same, (found, value, str(node.target)))
         for name in self._other_names(copies.keys() - set(entering)):
             graph.get_attr(name)
         if stop == len(self):

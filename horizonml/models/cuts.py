@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -19,6 +19,39 @@ _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial")
 _LARGE = 8  # a piece with more than one in so many of the model's weights is cut further
 _FEWEST_WEIGHTS = 4  # that a piece must have for that
 _MOST_PIECES = 16  # into which it is cut
+
+
+Way = list[tuple[Callable[..., Any], Any]]
+
+
+def require_same(value: Any, recorded: Any, path: str) -> None:
+    """Raise ModelError if a module returns another value beside its tensors than when the graph was recorded."""
+    if type(value) is not type(recorded) or value != recorded:
+        raise ModelError(
+            f"{path} returns {str(value)[:40]} where it returned {str(recorded)[:40]} when the model was cut, and "
+            "stages without it do not see that; return it as a tensor (parallel.strategy: ddp trains the model whole)"
+        )
+
+
+def _returned_by_modules(statics: Mapping[fx.Node, Any]) -> dict[fx.Node, list[tuple[Way, Any]]]:
+    """Return which constants of a graph modules return, by the node that calls a module, and how to get at each one.
+
+    Raises ModelError if that is all that a module returns.
+    """
+    found: dict[fx.Node, list[tuple[Way, Any]]] = {}
+    for node, value in statics.items():
+        way: Way = []
+        while node.op == "call_function" and node.target in (operator.getitem, getattr):
+            source, key = node.args[:2]
+            if not isinstance(source, fx.Node) or isinstance(key, fx.Node):
+                break
+            way.insert(0, (node.target, key))
+            node = source
+        if node.op == "call_module" and not way:
+            raise ModelError(f"{node.target} returns {str(value)[:40]}, which is no tensor")
+        if node.op == "call_module":
+            found.setdefault(node, []).append((way, value))
+    return found
 
 
 class Graph:
@@ -37,6 +70,7 @@ class Graph:
         graph.eliminate_dead_code(lambda node: bool(self._changes.get(node)) or node.is_impure())
         # Numbers that do not depend on the batch, such as an image's height, become part of every slice.
         self.statics = {node: one.value for node, one in self.results.items() if isinstance(one, Static)}
+        self.returned = _returned_by_modules(self.statics)
         self.result: Any = graph.output_node().args[0]
         self.constants = _constants(graph)  # what does not depend on the inputs; every slice computes its own
         left_out = {*self.constants, *self.statics}

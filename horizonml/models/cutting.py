@@ -63,7 +63,8 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
     except ModelError as problem:
         return _without_graph(model, input, cutting, problem)
     if cutting.by == "graph" or not any(_has_list(module) for module in chain.whole_modules()):
-        return chain, chain.report()
+        bond = chain.bond(0) if len(chain) == 1 else None
+        return chain, f"{type(model).__name__} is not cut into layers: {bond}" if bond else chain.report()
     try:
         structure = Structure(model, input, cutting.without)
     except ModelError as error:
@@ -89,7 +90,11 @@ def _without_graph(model: nn.Module, input: InputSpec, cutting: Cutting, problem
 
 
 def _note(model: nn.Module, structure: Structure, reason: str = "it cannot be traced") -> str:
-    found = f"{type(model).__name__} is cut by its modules into {len(structure)} layers, because {reason}"
+    if len(structure) == 1:
+        why = structure.bond(0) or "it is one module"
+        found = f"{type(model).__name__} is not cut into layers: {reason}, and {why}"
+    else:
+        found = f"{type(model).__name__} is cut by its modules into {len(structure)} layers, because {reason}"
     trouble = structure.report()
     return f"{found}; {trouble}" if trouble else found
 

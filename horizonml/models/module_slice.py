@@ -80,6 +80,13 @@ _READS = frozenset(
 )  # fmt: skip
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _plain(form: tuple[Any, list[Any]]) -> str:
+    return ", ".join(leaf.__name__ if isinstance(leaf, type) else str(leaf)[:40] for leaf in form[1]) or "nothing"
+
+
 class _Left(BaseException):
     """Leaves a forward after the last unit of a slice; no `except Exception` of the model's may stop it."""
 
@@ -93,6 +100,7 @@ class _Run:
         self._stand_ins: dict[int, tuple[str, Tensor]] = {}  # by their memory, for results that have not travelled
         self._position = 0
         self._batch = 0
+        self._forms: dict[tuple[int, bool], Any] = {}  # what units return beside tensors, by their mode
         self._draws = torch.empty(0)  # the state of PyTorch's generator when the run began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Run:
@@ -129,9 +137,17 @@ class _Run:
             return found
         self._check(unit, (args, kwargs))
         result = type(module).forward(module, *args, **kwargs)
-        for place, leaf in enumerate(tree_flatten(result)[0]):
+        leaves, structure = tree_flatten(result)
+        for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._values[number, place] = leaf
+        form = structure, [leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]
+        if form != self._forms.setdefault((number, module.training), form):
+            raise ModelError(
+                f"{unit} returns other values beside its tensors than at first ({_plain(form)}, and not "
+                f"{_plain(self._forms[number, module.training])}), and stages without it do not see that; return "
+                "tensors only (parallel.strategy: ddp trains the model whole)"
+            )
         if self._position == part.last and part.leaving is not None:
             raise _Left
         return result
@@ -192,11 +208,11 @@ class _UnitForward(Forward):
 class ModuleSlice(nn.Module):
     """Runs a part of a model; its modules, parameters and buffers have the names that they have in the model.
 
-    `constants` are buffers that no checkpoint has and that every slice has for itself, by name.
+    `horizonml_constants` are buffers that no checkpoint has and that every slice has for itself, by name.
     """
 
-    constants: Mapping[str, Tensor]
-    _root: nn.Module
+    horizonml_constants: Mapping[str, Tensor]
+    horizonml_root: nn.Module  # these names are unlike those that a model's author gives to modules
     _run: _Run
     _part: Part
     _units: tuple[str, ...]
@@ -218,8 +234,8 @@ class ModuleSlice(nn.Module):
         # The root is not a submodule, which would change all names; it shares its registries instead.
         for registry in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[registry] = root.__dict__[registry]
-        own = {"_root": root, "_run": run, "_part": part, "_units": tuple(units), "constants": skeleton.constants}
-        self.__dict__ |= own
+        self.__dict__ |= {"horizonml_root": root, "horizonml_constants": skeleton.constants}
+        self.__dict__ |= {"_run": run, "_part": part, "_units": tuple(units)}
         self.train(model.training)
 
     def has_in_unit(self, path: str) -> bool:
@@ -229,22 +245,22 @@ class ModuleSlice(nn.Module):
     def bring_constants(self, device: torch.device) -> None:
         """Move the constants to a device; parameters and buffers are moved as those of any module."""
         moved = {}
-        for name, constant in self.constants.items():
+        for name, constant in self.horizonml_constants.items():
             path, _, last = name.rpartition(".")
-            moved[name] = self._root.get_submodule(path).__dict__[last] = constant.to(device)
-        self.constants = moved
+            moved[name] = self.horizonml_root.get_submodule(path).__dict__[last] = constant.to(device)
+        self.horizonml_constants = moved
 
     def train(self, mode: bool = True) -> ModuleSlice:
         """Switch to training or evaluation."""
         super().train(mode)
-        self._root.training = mode
+        self.horizonml_root.training = mode
         return self
 
     def forward(self, *values: Tensor) -> Any:
         """Take the tensors of the slice's boundary one by one; return those of the next one, or the model's result."""
         args, kwargs = self._run.begin(values)
         try:
-            result = self._root(*args, **kwargs)
+            result = self.horizonml_root(*args, **kwargs)
         except _Left:
             left = self._run.leave()
             return left[0] if len(left) == 1 else left

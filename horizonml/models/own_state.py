@@ -11,6 +11,7 @@ import ctypes
 import functools
 import gc
 import io
+import itertools
 import operator
 import os
 import random
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,9 @@ _MOST_VALUES = 1 << 20  # of a tensor or array, of which copies are kept
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # PyTorch keeps hooks for all modules in these.
 _OF_PYTHON = ("builtins", "logging", "functools", "re", "abc", "typing")  # whose objects hold nothing, or caches only
+_HOOK_REGISTRIES = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
 _HOOKS = [name for name in vars(torch_modules) if name.startswith("_global_") and name.endswith("_hooks")]
 
 
@@ -298,6 +302,7 @@ class OwnState:
         for kind in kinds:
             if _is_own(kind):
                 spaces.setdefault(id(kind), (kind.__qualname__, kind, vars(kind)))
+        registered = SimpleNamespace(**(_hooks_of(model) if model is not None else {}))
         skip = set(map(id, parts_of(model))) if model is not None else set()
         seen: set[int] = set()  # what several names share is looked at once
         self._held = [
@@ -306,7 +311,11 @@ class OwnState:
                 owner,
                 {name: (value, copy_of(value, skip, seen)) for name, value in space.items() if _counts(name)},
             )
-            for place, owner, space in [*spaces.values(), ("torch", torch_modules, hooks)]
+            for place, owner, space in [
+                *spaces.values(),
+                ("torch", torch_modules, hooks),
+                ("", registered, vars(registered)),
+            ]
         ]
         self._environment = copy_of(os.environ._data)  # type: ignore[attr-defined]
         self._context = dict(contextvars.copy_context().items())
@@ -314,7 +323,7 @@ class OwnState:
     def changed(self) -> list[str]:
         """Return the names of what has changed."""
         found = [
-            f"{place}.{name}"
+            ".".join(filter(None, (place, name)))
             for place, owner, before in self._held
             for name, value in vars(owner).items()
             if _counts(name) and (owner is not torch_modules or name in before)
@@ -412,6 +421,21 @@ def parts_of(model: nn.Module) -> Iterator[Any]:
         yield module
         yield from (module._parameters, module._buffers, module._modules)
         yield from (*module._parameters.values(), *module._buffers.values())
+
+
+def _hooks_of(model: nn.Module) -> dict[str, FunctionType]:
+    """Return the functions that are hooks of a model's modules and parameters, by words for them.
+
+    What these remember outside of the model, every copy of the model shares.
+    """
+    owners = itertools.chain(model.named_modules(), model.named_parameters())
+    return {
+        f"a hook of {path or type(owner).__name__} ({number})": hook
+        for path, owner in owners
+        for registry in _HOOK_REGISTRIES
+        for number, hook in enumerate((getattr(owner, registry, None) or {}).values())
+        if isinstance(hook, FunctionType)
+    }
 
 
 def _counts(name: str) -> bool:

@@ -70,10 +70,10 @@ def prove(model: Model, inputs: Values) -> Cutting:
     whole = model.stage(0, len(model.chain))
     assert isinstance(whole, WholeModule)
     try:
-        with _alone(), tried_out(whole.root):
+        with _alone(), tried_out(whole.horizonml_root):
             drawing = _drawing(whole, inputs)
-        with _alone(), own_state_kept(whole.root):
-            state = OwnState(whole.root)
+        with _alone(), own_state_kept(whole.horizonml_root):
+            state = OwnState(whole.horizonml_root)
             shared: dict[str, None] = {}  # an ordered set
             truth = _observe(_run_whole(whole), [whole], inputs, lambda: shared.update(dict.fromkeys(state.changed())))
     except HorizonError:
@@ -81,20 +81,21 @@ def prove(model: Model, inputs: Values) -> Cutting:
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise
-        raise ModelError(f"{type(whole.root).__name__} does not run on samples of the data: {where(error)}") from error
+        name = type(whole.horizonml_root).__name__
+        raise ModelError(f"{name} does not run on samples of the data: {where(error)}") from error
     if drawing is not None:
         return Cutting("nothing", reason=drawing)
     if shared:
-        code = f"the forward of {_owner(whole.root)}, or of a module in it, changes {some(list(shared))}"
+        code = f"the forward of {_owner(whole.horizonml_root)}, or of a module in it, changes {some(list(shared))}"
         words = "which stages in several processes do not share; keep it in the model"
         return Cutting("nothing", reason=f"{code}, {words}")
-    bound = _read_elsewhere(whole.root, truth) or _changed_together(whole.root, truth)
+    bound = _read_elsewhere(whole.horizonml_root, truth) or _changed_together(whole.horizonml_root, truth)
     if bound is not None:
         return Cutting("nothing", reason=bound)
 
     def problem(cutting: Cutting) -> str | None:
         try:
-            return _difference(model.recut(cutting), whole.root, truth, inputs)
+            return _difference(model.recut(cutting), whole.horizonml_root, truth, inputs)
         except ModelError as error:
             return str(error)
 
@@ -325,7 +326,7 @@ def _observe(
     run: Run, parts: Sequence[nn.Module], inputs: Values, after: Callable[[], object] = lambda: None
 ) -> list[_Seen]:
     """Return what all runs do; the parts are the whole model or its layers. `after` is called after each run."""
-    modules = [vars(part).get("root", vars(part).get("_root", part)) for part in parts]  # with all that code has set
+    modules = [vars(part).get("horizonml_root", part) for part in parts]  # with all that code has set
     before = [Attributes(module) for module in modules]
     found = []
     for number, (training, gradients) in enumerate(_RUNS):
@@ -344,7 +345,7 @@ def _observe(
                 _form(result),
                 [value.detach().clone() for value in outputs],
                 {name: _kept(p.grad) for module in modules for name, p in nn.Module.named_parameters(module)},
-                {name: buffer.clone() for module in modules for name, buffer in module.named_buffers()},
+                {name: buffer.clone() for module in modules for name, buffer in nn.Module.named_buffers(module)},
                 _flags(modules),
                 {name: p.requires_grad for module in modules for name, p in nn.Module.named_parameters(module)},
                 [(path, _copied(values)) for one in before for path, values in one.changed().items()],
@@ -462,7 +463,7 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
         elif seed != torch.initial_seed():
             found.append((names[module], _SEEDS))
 
-    names = {module: path for path, module in whole.root.named_modules()}
+    names = {module: path for path, module in whole.horizonml_root.named_modules()}
     handles = [
         handle
         for module in names
@@ -470,7 +471,7 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
     ]
     kept = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:
-        attributes = Attributes(whole.root)
+        attributes = Attributes(whole.horizonml_root)
         whole.train()
         with torch.no_grad():
             whole(*(value.clone() for value in inputs))
@@ -481,14 +482,14 @@ def _drawing(whole: WholeModule, inputs: Values) -> str | None:
         put_back_buffers(whole, kept)
     if own and not found:
         path, name = own[0]
-        owner = _owner(whole.root.get_submodule(path))
+        owner = _owner(whole.horizonml_root.get_submodule(path))
         return (
             f"{path or 'the forward'} of {owner} draws from a generator of its own ({name}), which stages cannot share"
         )
     if not found:
         return None
     path, what = found[0]
-    return f"{path or 'the forward'} of {_owner(whole.root.get_submodule(path))} {what}"
+    return f"{path or 'the forward'} of {_owner(whole.horizonml_root.get_submodule(path))} {what}"
 
 
 def _owner(module: nn.Module) -> str:

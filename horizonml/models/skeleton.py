@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +24,28 @@ class Forward(ABC):
 
 
 class _Listing:
-    """Takes the place of a copy's `named_parameters`, because other stages hold some of its parameters.
+    """Takes the place of a copy's method that lists tensors, because other stages hold some of them.
 
     The first one can be had, for many forwards ask it for its device or type; whoever goes on to the end gets an error.
     """
 
-    def __init__(self, module: nn.Module, name: str, stand_in: Tensor) -> None:
-        """Remember the copy, and one tensor that it lacks."""
-        self._module, self._name, self._stand_in = module, name, stand_in
+    def __init__(self, module: nn.Module, method: str, name: str, stand_in: Tensor) -> None:
+        """Remember the copy, the method, and one tensor that the copy lacks."""
+        self._module, self._method, self._name, self._stand_in = module, method, name, stand_in
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield what is here, or one stand-in if nothing is, and raise ModelError at the end."""
-        here = nn.Module.named_parameters(self._module, *args, **kwargs)
+        here = getattr(nn.Module, self._method)(self._module, *args, **kwargs)
         yield next(here, (self._name, self._stand_in))
         yield from here
-        raise ModelError(
-            f"the model's forward goes through all parameters, of which {self._name}, for one, is not in every stage; "
-            "do that in a module that holds them all (parallel.strategy: ddp trains the model whole)"
-        )
+        _refuse(self._name)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ModelError(
+        f"the model's forward goes through all parameters or buffers, of which {name}, for one, is not in every stage; "
+        "do that in a module that holds them all (parallel.strategy: ddp trains the model whole)"
+    )
 
 
 class Skeleton:
@@ -58,12 +63,19 @@ class Skeleton:
         self._copies: dict[int, nn.Module] = {}
         self.placeholders: dict[str, Tensor] = {}
         self.constants: dict[str, Tensor] = {}
+        self._lacking: dict[str, dict[str, Tensor]] = {"named_parameters": {}, "named_buffers": {}}
         self.root = self._copy(model, "", unit=False, keep=False)
+        lacking_any = next(iter(self.placeholders), None)
+        if lacking_any is not None:
+            self.root.__dict__["state_dict"] = functools.partial(_refuse, lacking_any)
         for path, module in self.root.named_modules():
             prefix = f"{path}." if path else ""
-            lacking = next((entry for entry in self.placeholders.items() if entry[0].startswith(prefix)), None)
-            if lacking is not None and module in self._copies.values():
-                module.__dict__["named_parameters"] = _Listing(module, *lacking)  # `parameters` calls it, too
+            if module not in self._copies.values():
+                continue
+            for method, lacking in self._lacking.items():  # `parameters` and `buffers` call these methods, too
+                first = next((entry for entry in lacking.items() if entry[0].startswith(prefix)), None)
+                if first is not None:
+                    module.__dict__[method] = _Listing(module, method, *first)
 
     def _copy(self, module: _M, path: str, unit: bool, keep: bool) -> _M:
         if id(module) in self._copies:
@@ -87,20 +99,23 @@ class Skeleton:
             if parameter is None or keep or prefix + name in self._kept:
                 parameters[name] = parameter
             else:
-                attributes[name] = self._placeholder(prefix + name, parameter)
+                attributes[name] = self._lack("named_parameters", prefix + name, parameter)
         for name, buffer in module._buffers.items():
             if buffer is None or keep or prefix + name in self._kept:
                 buffers[name] = buffer
             elif not unit and name in module._non_persistent_buffers_set:
                 attributes[name] = self.constants[prefix + name] = buffer
+                self._lacking["named_buffers"][prefix + name] = buffer
             else:
-                attributes[name] = self._placeholder(prefix + name, buffer)
+                attributes[name] = self._lack("named_buffers", prefix + name, buffer)
                 if not unit:  # the model's own forward may change it
                     attributes[name] = self.placeholders[prefix + name] = attributes[name].clone()
         return copy
 
-    def _placeholder(self, name: str, tensor: Tensor) -> Tensor:
+    def _lack(self, method: str, name: str, tensor: Tensor) -> Tensor:
+        """Return a placeholder for a tensor that the module's `method` should have listed."""
         self.placeholders[name] = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        self._lacking[method][name] = self.placeholders[name]
         return self.placeholders[name]
 
     def zero_constants(self) -> None:

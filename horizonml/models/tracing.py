@@ -55,6 +55,9 @@ class _Proxy(fx.Proxy):
     def __len__(self) -> int:
         return int(self._read("a length, by 'len'"))
 
+    def __hash__(self) -> int:
+        return int(self._read("a key"))
+
 
 class _Tracer(fx.Tracer):
     """Traces down to PyTorch's own layers, and does not trace into the modules named in `leaves`.

@@ -46,6 +46,19 @@ class _View:
 
 
 @dataclass(frozen=True)
+class _Drawing:
+    """Holds the state in which the author's own generator was before an operation that drew from it."""
+
+    state: Tensor
+
+    def generator(self) -> torch.Generator:
+        """Return a generator in this state."""
+        made = torch.Generator()
+        made.set_state(self.state)
+        return made
+
+
+@dataclass(frozen=True)
 class _Call:
     function: Callable[..., Any]
     leaves: tuple[Any, ...]
@@ -92,6 +105,13 @@ class Tape(TorchDispatchMode):
 
     def write_down(self, func: Any, leaves: list[Any], structure: Any, result: Any, mutates: bool) -> None:
         """Add one call to the tape; `mutates` says that it changes its arguments."""
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            # The author's own generator draws what it draws in one process; nothing is drawn on the meta device.
+            real = [torch.zeros_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves = [_Drawing(leaf.get_state()) if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(real, structure)
+            with _disable_current_modes(), torch.no_grad():
+                func(*args, **kwargs)
         views = tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         inputs = frozenset(leaf.storage for leaf in views if isinstance(leaf, _View))
         outputs = tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_flatten(result)[0])
@@ -147,7 +167,7 @@ class Tape(TorchDispatchMode):
         def window(leaf: Any) -> Any:
             if isinstance(leaf, _View):
                 return real[leaf.storage].as_strided(leaf.size, leaf.stride, leaf.offset)
-            return leaf
+            return leaf.generator() if isinstance(leaf, _Drawing) else leaf
 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for number, call in reversed(calls):
@@ -332,7 +352,7 @@ def materialise(
                 if isinstance(tensor, nn.Parameter):
                     value = nn.Parameter(value, requires_grad=tensor.requires_grad)
                 values[id(tensor)] = value
-    for constant in getattr(module, "constants", {}).values():
+    for constant in getattr(module, "horizonml_constants", {}).values():
         if constant.is_meta:
             values[id(constant)] = tape.replay(constant, seed)
     made = copy.deepcopy(module, values)

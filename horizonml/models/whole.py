@@ -19,29 +19,30 @@ _REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_s
 class WholeModule(nn.Module):
     """Takes a model's inputs one by one and calls the model itself: its forward, its hooks and its `train`.
 
-    `root` is the model. It is not a submodule, which would change all names; this module shares its registries instead.
+    `horizonml_root` is the model. It is not a submodule, which would change all names; this module shares its
+    registries instead.
     """
 
-    root: nn.Module
+    horizonml_root: nn.Module  # a name that no author gives to a module, which it would hide
 
     def __init__(self, root: nn.Module, names: tuple[str, ...]) -> None:
         """Wrap a model; `names` are those of its inputs, without any if it takes them in their order."""
         super().__init__()
         for registry in _REGISTRIES:
             self.__dict__[registry] = root.__dict__[registry]
-        self.__dict__ |= {"root": root, "_names": names}
+        self.__dict__ |= {"horizonml_root": root, "_names": names}
         self.training = root.training
 
     def train(self, mode: bool = True) -> WholeModule:
         """Switch the model to training or evaluation by its own `train`."""
-        self.root.train(mode)
+        self.horizonml_root.train(mode)
         self.training = mode
         return self
 
     def forward(self, *values: Tensor) -> object:
         """Return what the model returns."""
         args, kwargs = arguments(values, self.__dict__["_names"])
-        return self.root(*args, **kwargs)
+        return self.horizonml_root(*args, **kwargs)
 
 
 class Uncut:

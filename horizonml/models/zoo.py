@@ -181,7 +181,7 @@ def build(
 
     if _has_plain(model):  # which parts of a chain take as they are
         (model, _), tape = make(), Tape()
-    _refuse_complex(spec, model)
+    _refuse_unusual(spec, model)
     if (shared := sharing(model)) is not None and cutting.by != "nothing":
         words = "are different tensors in the same memory, which stages do not share; assign the parameter itself"
         cutting = Cutting("nothing", reason=f"{' and '.join(shared)} {words}")
@@ -267,8 +267,17 @@ def _is_lazy(model: nn.Module) -> bool:
     return any(map(is_lazy, itertools.chain(model.parameters(), model.buffers())))
 
 
-def _refuse_complex(spec: ModelSpec, model: nn.Module) -> None:
-    """Raise ModelError if a parameter is complex, since sums of gradients and optimizers here are of real numbers."""
+def _refuse_unusual(spec: ModelSpec, model: nn.Module) -> None:
+    """Raise ModelError if a parameter is complex or a tensor or gradient sparse: sums and optimizers are of neither."""
+    sparse = next((name for name, one in _tensors(model).items() if one.layout != torch.strided), None)
+    if sparse is not None:
+        raise ModelError(
+            f"model {spec.name}: {sparse} is a sparse tensor; hold its indices and its values as buffers, and make it "
+            "in the forward"
+        )
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(f"model {spec.name}: {path} has sparse gradients; construct it without sparse=True")
     name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
     if name is not None:
         raise ModelError(

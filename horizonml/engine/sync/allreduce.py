@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from horizonml.comm.tree import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.staging import CPU
-from horizonml.engine.sync.base import Members, SyncedBuffers, as_bytes, trainable
+from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.errors import ModelError
 from horizonml.plan.gradients import BUCKET_BYTES, TREE_BYTES, TREE_BYTES_ON_ONE_HOST, in_buckets
 from horizonml.state.parts import Part
@@ -123,6 +123,7 @@ class AllReduce:
         """See `GradientSync`."""
         self._measure, self._works, self._present, self._armed = measure_divergence, [], [], False
         self._seen = set()
+        self._buffers.begin()
         self.bytes_sent = self._bytes
         for bucket in self._buckets:
             bucket.missing, bucket.own = len(bucket.parameters), None
@@ -163,10 +164,7 @@ class AllReduce:
 
     def _put_buffers(self, weight: float) -> None:
         if self._has_buffers:
-            first = float(self._members.leads)
-            averaged, copied = self._buffers.float_and_other()
-            parts = [buffer.detach().flatten() * weight for buffer in averaged]
-            parts += [as_bytes(buffer) * first for buffer in copied]
+            parts = self._buffers.to_sum(weight, self._members.leads)
             self._buckets[-1].tail[len(self._parameters) :].copy_(torch.cat(parts))
 
     def _send(self, bucket: Bucket) -> Work:
@@ -231,11 +229,7 @@ class AllReduce:
             return
         averaged, copied = self._buffers.float_and_other()
         sizes = [buffer.numel() for buffer in averaged] + [buffer.nbytes for buffer in copied]
-        parts = iter(self._buckets[-1].tail[len(self._parameters) :].split(sizes))
-        for buffer in averaged:
-            buffer.detach().copy_(next(parts).view_as(buffer))
-        for buffer in copied:
-            buffer.copy_(next(parts).to(torch.uint8).view(buffer.dtype).view_as(buffer))
+        self._buffers.take(self._buckets[-1].tail[len(self._parameters) :].split(sizes))
 
     def _divergence(self, weight: float) -> float:
         difference = norm = 0.0

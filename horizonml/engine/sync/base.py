@@ -116,12 +116,13 @@ class SyncedBuffers:
 
     def __init__(self, module: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Remember where the buffers are whose names are `wanted`."""
-        still = still_buffers(module)
+        still, modules = still_buffers(module), dict(module.named_modules())
         self._places: dict[str, tuple[nn.Module, str, torch.Size, torch.dtype]] = {}
         for name, buffer in module.named_buffers():
             path, _, last = name.rpartition(".")
             if name not in still and wanted(name):
-                self._places[name] = module.get_submodule(path), last, buffer.shape, buffer.dtype
+                self._places[name] = modules[path], last, buffer.shape, buffer.dtype
+        self._agreed: dict[str, Tensor] = {}  # the values of those that are averaged, since the last sum
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers by name. Raises ModelError if one has another shape or type than it had at first."""
@@ -142,6 +143,46 @@ class SyncedBuffers:
         """Return the buffers that can be averaged, and those that are counts or flags. Raises ModelError."""
         every = self.named().values()
         return [b for b in every if b.is_floating_point()], [b for b in every if not b.is_floating_point()]
+
+    def begin(self) -> None:
+        """Remember the values of the first step's beginning, which all members have alike."""
+        if not self._agreed:
+            self._agreed = {name: b.detach().clone() for name, b in self.named().items() if b.is_floating_point()}
+
+    @torch.no_grad()
+    def to_sum(self, weight: float, leads: bool) -> list[Tensor]:
+        """Return flat numbers whose sums over the members `take` is given.
+
+        A buffer that can be averaged is represented by its change, times this member's part of the batch: so what no
+        member changes stays as it is, bit for bit, and infinite values may be among it. Of all others, the bytes of the
+        member that `leads` count.
+        """
+        named = self.named()
+        moved = [_change(named[name], known).flatten() * weight for name, known in self._agreed.items()]
+        return moved + [as_bytes(b) * float(leads) for b in named.values() if not b.is_floating_point()]
+
+    @torch.no_grad()
+    def take(self, totals: Sequence[Tensor]) -> None:
+        """Set the buffers to what the sums say, in the order of `to_sum`."""
+        named, sums = self.named(), iter(totals)
+        for name, known in self._agreed.items():
+            change = next(sums)
+            value = _as_float(known) + change.view(known.shape)
+            named[name].copy_(value)
+            known.copy_(value)
+        for buffer in named.values():
+            if not buffer.is_floating_point():
+                buffer.copy_(next(sums).to(torch.uint8).view(buffer.dtype).view_as(buffer))
+
+
+def _as_float(buffer: Tensor) -> Tensor:
+    return buffer if buffer.dtype == torch.float64 else buffer.float()
+
+
+def _change(buffer: Tensor, known: Tensor) -> Tensor:
+    """Return how far a buffer is from its value at the last sum: 0 also where both are infinite, or not a number."""
+    now, before = _as_float(buffer), _as_float(known)
+    return torch.where((now == before) | (now.isnan() & before.isnan()), 0.0, now - before)
 
 
 APART = 1e-4  # of their norm: how far what is to be equal may be apart, for devices round differently

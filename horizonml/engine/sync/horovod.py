@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.engine.sync.base import Members, SyncedBuffers, as_bytes, trainable
+from horizonml.engine.sync.base import Members, SyncedBuffers, trainable
 from horizonml.engine.sync.horovod_connect import connect
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Sync
@@ -93,6 +93,7 @@ class HorovodSync:
     def begin(self, measure_divergence: bool) -> None:
         """See `GradientSync`."""
         self._armed, self._measure, self._own, self._under_way = False, measure_divergence, {}, {}
+        self._buffers.begin()
 
     def arm(self, weight: float, pending: Collection[Tensor] | None = None) -> None:
         """See `GradientSync`."""
@@ -151,16 +152,10 @@ class HorovodSync:
 
     def _sum_buffers(self, weight: float) -> None:
         """Average BatchNorm's running statistics by samples, as `AllReduce` does."""
-        averaged, copied = self._buffers.float_and_other()
-        buffers = [*averaged, *copied]
-        if not buffers:
-            return
-        parts = [buffer.detach().flatten() * weight for buffer in averaged]
-        parts += [as_bytes(buffer) * float(self._first) for buffer in copied]
-        total = self._sum(torch.cat(parts), "buffers").wait()
-        for buffer, part in zip(buffers, total.split([part.numel() for part in parts]), strict=True):
-            found = part if buffer.is_floating_point() else part.to(torch.uint8).view(buffer.dtype)
-            buffer.detach().copy_(found.view_as(buffer))
+        parts = self._buffers.to_sum(weight, self._first)
+        if parts:
+            total = self._sum(torch.cat(parts), "buffers").wait()
+            self._buffers.take(total.split([part.numel() for part in parts]))
 
     def close(self) -> None:
         """See `GradientSync`."""
