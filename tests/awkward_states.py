@@ -325,6 +325,98 @@ class HasNegativeZeros(Base):
     block = _ReversesBy0
 
 
+class LeavesTiesAlone(Base):
+    """Has tied parameters without a gradient after the first step: momentum and weight decay must not move them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.inner.weight, self.calls = self.first.inner.weight, 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        found = self.stem(value.flatten(1))
+        return self.head(self.last(self.first(found)) if self.calls < 2 else self.middle(found))
+
+
+class DrawsByItsGenerator(Base):
+    """Is constructed with random numbers of its own generator, as Fourier features are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(3)
+        nn.init.normal_(self.stem.weight, std=0.1, generator=own)
+        self.register_buffer("frequencies", torch.randn(64, WIDTH, generator=own))
+
+    def forward(self, value: Tensor) -> Tensor:
+        waves = (value.flatten(1) @ self.frequencies).sin()
+        return self.head(self.last(self.middle(self.first(self.stem(value.flatten(1)) + waves))))
+
+
+class HasAModuleCalledRoot(Base):
+    """Has names that PyTorch's graphs and this project's own modules once used themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = _Masks()
+        self.meta, self.constants = Block(), Block()
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.head(self.constants(self.meta(self.root(self.body(value)))))
+
+
+class _Masks(Block):
+    """Has buffers that averages would change though no step does: infinite ones, and numbers that are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((WIDTH,), float("-inf")).masked_fill(torch.arange(WIDTH) < 9, 0.0))
+        self.register_buffer("ids", torch.arange(float(WIDTH)))
+        self.register_buffer("third", torch.full((WIDTH,), 1 / 3, dtype=torch.bfloat16))
+
+    def forward(self, value: Tensor) -> Tensor:
+        kept = (self.ids == 7.0) + (self.ids == 5.0) + self.third.float()
+        return super().forward(value) * kept + (value + self.mask).softmax(1)
+
+
+class HasAMask(Base):
+    block = _Masks
+
+
+class CountsInAHook(Base):
+    """Has a hook that counts outside of the model, which all copies of the model share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = [0]
+
+        def shrink(gradient: Tensor) -> Tensor:
+            calls[0] += 1
+            return gradient * (calls[0] < 3)
+
+        self.stem.weight.register_hook(shrink)
+
+
+class GoesInCycles(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 0.5, 2.0])
+
+    def forward(self, value: Tensor) -> Tensor:
+        scale = next(self.scales) if self.training else 1.0
+        return self.head(self.body(value) * scale)
+
+
+class LearnsInside(Base):
+    """Takes a step of its own in the forward, as MAML does."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.body(value)
+        with torch.enable_grad():
+            loss = self.head(found.detach()).square().mean()
+            (slope,) = torch.autograd.grad(loss, self.head.weight)
+        return nn.functional.linear(found, self.head.weight - 0.1 * slope, self.head.bias)
+
+
 class _Centers(Block):
     """Puts another tensor in the place of its buffer, as DINO does with the centre of its teacher."""
 
@@ -380,6 +472,9 @@ class Row:
 PARTS = "it does not run in parts"
 DRAWS = "draws from Python's or numpy's random numbers"
 REFUSALS = {
+    "LeavesTiesAlone": "in the same order each time",
+    "CountsInAHook": r"changes a hook of stem\.weight",
+    "GoesInCycles": "scales, which its code sets, is not the same",
     "SharesABuffer": "are one buffer that changes",
     "DropsLayersByPython": DRAWS,
     "DropsLayersByNumpy": DRAWS,

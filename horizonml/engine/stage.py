@@ -26,6 +26,7 @@ from horizonml.engine.sync.norms import SyncedNorms
 from horizonml.errors import DataError, ModelError
 from horizonml.models.boundary import Values, values_of
 from horizonml.models.own_state import put_back_buffers
+from horizonml.models.watch import Watch
 from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
@@ -172,6 +173,8 @@ class StageRuntime:
             actions = plan.actions(group.rank, max(1, plan.micro_batches))
             whole = all(action.kind is not Kind.BACKWARD_WEIGHT for action in actions)  # as compiled ones are
             self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies, may_compile=whole)
+        whole_model = len(plan.stages) == 1
+        self._watch = None if whole_model else Watch(module, model.recorded)
         self._cast_weights = CastWeights()
         self.sync = sync_for(module, self._members)
         self._norms = SyncedNorms(module, self._members)
@@ -256,8 +259,11 @@ class StageRuntime:
     def refuse_unequal(self) -> None:
         """Raise ModelError if the members' parameters are no longer equal, because the model's own code changes them.
 
-        This is looked for in some steps only, and all members call it together.
+        This is looked for in some steps only, and all members call it together. Raise it also if one part of the model
+        has changed what another one reads.
         """
+        if self._watch is not None:
+            self._watch.check()
         if not self._is_looked_at():
             return
         named: dict[str, Tensor] = {**self.parameters, **self._frozen}

@@ -294,6 +294,6 @@ def _tensors(values: Any) -> list[Tensor]:
 def _zeros_of(module: nn.Module) -> dict[str, Tensor]:
     """Return zeros for a module's parameters and buffers, which may have no memory themselves."""
     return {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }

@@ -10,6 +10,7 @@ names, so checkpoints do not depend on the cuts.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,10 +93,10 @@ class Chain:
             for needed in node.all_input_nodes:
                 provide(needed)
             copies[node] = graph.node_copy(node, copy_of)
-            for way, value in source.returned.get(node, ()):
+            for keys, value in source.returned.get(node, ()):
                 found = copies[node]
-                for function, key in way:
-                    found = graph.call_function(function, (found, key))
+                for key in keys:
+                    found = graph.call_function(operator.getitem, (found, key))
                 graph.call_function(require_same, (found, value, str(node.target)))
         for name in self._other_names(copies.keys() - set(entering)):
             graph.get_attr(name)

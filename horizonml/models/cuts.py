@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -21,9 +21,6 @@ _FEWEST_WEIGHTS = 4  # that a piece must have for that
 _MOST_PIECES = 16  # into which it is cut
 
 
-Way = list[tuple[Callable[..., Any], Any]]
-
-
 def require_same(value: Any, recorded: Any, path: str) -> None:
     """Raise ModelError if a module returns another value beside its tensors than when the graph was recorded."""
     if type(value) is not type(recorded) or value != recorded:
@@ -33,25 +30,29 @@ def require_same(value: Any, recorded: Any, path: str) -> None:
         )
 
 
-def _returned_by_modules(statics: Mapping[fx.Node, Any]) -> dict[fx.Node, list[tuple[Way, Any]]]:
-    """Return which constants of a graph modules return, by the node that calls a module, and how to get at each one.
+def _returned_by_modules(statics: Mapping[fx.Node, Any]) -> dict[fx.Node, list[tuple[list[Any], Any]]]:
+    """Return which constants of a graph modules return, with the keys by which each is found, by the node of the call.
 
-    Raises ModelError if that is all that a module returns.
+    Raises ModelError if a constant is all that a module returns.
     """
-    found: dict[fx.Node, list[tuple[Way, Any]]] = {}
+    found: dict[fx.Node, list[tuple[list[Any], Any]]] = {}
     for node, value in statics.items():
-        way: Way = []
-        while node.op == "call_function" and node.target in (operator.getitem, getattr):
-            source, key = node.args[:2]
+        keys: list[Any] = []
+        while node.op == "call_function" and node.target is operator.getitem:
+            source, key = node.args
             if not isinstance(source, fx.Node) or isinstance(key, fx.Node):
                 break
-            way.insert(0, (node.target, key))
+            keys.insert(0, key)
             node = source
-        if node.op == "call_module" and not way:
+        if node.op == "call_module" and not keys:
             raise ModelError(f"{node.target} returns {str(value)[:40]}, which is no tensor")
         if node.op == "call_module":
-            found.setdefault(node, []).append((way, value))
+            found.setdefault(node, []).append((keys, value))
     return found
+
+
+def _is_own(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith("torch.")
 
 
 class Graph:
@@ -70,6 +71,10 @@ class Graph:
         graph.eliminate_dead_code(lambda node: bool(self._changes.get(node)) or node.is_impure())
         # Numbers that do not depend on the batch, such as an image's height, become part of every slice.
         self.statics = {node: one.value for node, one in self.results.items() if isinstance(one, Static)}
+        for node in graph.nodes:
+            given = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, list | dict)]
+            if node.op == "call_module" and given and _is_own(model.get_submodule(str(node.target))):
+                raise ModelError(f"{node.target} is given a list or dict, which it may change")
         self.returned = _returned_by_modules(self.statics)
         self.result: Any = graph.output_node().args[0]
         self.constants = _constants(graph)  # what does not depend on the inputs; every slice computes its own

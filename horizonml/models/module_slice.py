@@ -83,7 +83,17 @@ _READS = frozenset(
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _plain(form: tuple[Any, list[Any]]) -> str:
+def _inside(*values: Any) -> list[int]:
+    """Return what is in lists and dicts, by its identity."""
+    found: list[int] = []
+    for value in values:
+        if isinstance(value, tuple | list | dict):
+            inside = list(value.values() if isinstance(value, dict) else value)
+            found += [len(inside), *map(id, inside), *_inside(*inside)]
+    return found
+
+
+def _plain(form: tuple[Any, list[Any], bool]) -> str:
     return ", ".join(leaf.__name__ if isinstance(leaf, type) else str(leaf)[:40] for leaf in form[1]) or "nothing"
 
 
@@ -136,17 +146,19 @@ class _Run:
                 torch.set_rng_state(self._draws)
             return found
         self._check(unit, (args, kwargs))
+        before = _inside(args, kwargs)
         result = type(module).forward(module, *args, **kwargs)
         leaves, structure = tree_flatten(result)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._values[number, place] = leaf
-        form = structure, [leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]
+        plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]
+        form = structure, plain, before == _inside(args, kwargs)
         if form != self._forms.setdefault((number, module.training), form):
             raise ModelError(
                 f"{unit} returns other values beside its tensors than at first ({_plain(form)}, and not "
-                f"{_plain(self._forms[number, module.training])}), and stages without it do not see that; return "
-                "tensors only (parallel.strategy: ddp trains the model whole)"
+                f"{_plain(self._forms[number, module.training])}), or changes a list or dict that it is given, and "
+                "stages without it do not see that; return tensors only (parallel.strategy: ddp trains the model whole)"
             )
         if self._position == part.last and part.leaving is not None:
             raise _Left

@@ -16,10 +16,11 @@ import operator
 import os
 import random
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ _MOST_VALUES = 1 << 20  # of a tensor or array, of which copies are kept
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # PyTorch keeps hooks for all modules in these.
 _OF_PYTHON = ("builtins", "logging", "functools", "re", "abc", "typing")  # whose objects hold nothing, or caches only
+_WITHOUT_STATE = ("torch", "torchvision", "numpy", "horizonml")
 _HOOK_REGISTRIES = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip
@@ -122,8 +124,10 @@ def _write_object(owner: Any, held: dict[str, Any]) -> None:
 
 @functools.cache
 def _is_own(kind: type) -> bool:
-    """Return whether a class is the user's own, or one of Python's or of data that holds what it is given."""
+    """Return whether objects of a class may hold state of the user's: not those of PyTorch and of this package."""
     top = kind.__module__.partition(".")[0]
+    if kind.__module__.startswith("torch.optim.") or (top not in _WITHOUT_STATE and top not in sys.stdlib_module_names):
+        return True
     if is_dataclass(kind) or (top in sys.stdlib_module_names and top not in _OF_PYTHON):
         return True
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -202,9 +206,16 @@ def _position(generator: Any) -> tuple[Any, ...]:
     return () if frame is None else (frame.f_lasti, *map(repr, frame.f_locals.items()))
 
 
-def _left(iterator: Any) -> tuple[str, int]:
-    """Return what tells how far an iterator is: what it shows of itself, and how much it has left."""
-    return repr(iterator) if type(iterator).__module__ == "itertools" else "", operator.length_hint(iterator, -1)
+def _left(iterator: Any) -> tuple[Any, ...]:
+    """Return what tells how far an iterator is: how much it has left, and what it is made of, where it shows that."""
+    parts: Any = ()
+    if type(iterator).__module__ in ("itertools", "builtins"):
+        with suppress(TypeError, AttributeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # itertools will no longer show it some day
+            parts = iterator.__reduce__()[1:]
+    inside = [one for part in parts if isinstance(part, tuple) for one in part]
+    shown = [_left(one) if hasattr(one, "__next__") else repr(one)[:1000] for one in inside]
+    return operator.length_hint(iterator, -1), *shown
 
 
 class _Contents:

@@ -152,7 +152,7 @@ def _result(model: nn.Module, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
         tensors = {
-            name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         }
         return torch.func.functional_call(module, tensors, args, kwargs)

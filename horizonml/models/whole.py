@@ -97,7 +97,7 @@ def _output(model: nn.Module, input: InputSpec) -> Boundary:
 def _returned(model: nn.Module, input: InputSpec, rows: int) -> tuple[object, ...]:
     """Return the leaves of what a model returns in evaluation mode for zeros, with zeros for its tensors."""
     zeros = {
-        name: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        name: torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
     values = [torch.zeros(rows, *spec.shape, dtype=spec.dtype) for spec in input.tensors]

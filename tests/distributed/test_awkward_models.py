@@ -25,6 +25,7 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
+from tests.awkward_late import LATE, LATE_AFTER
 from tests.awkward_models import Base, Block
 from tests.awkward_states import ROWS, Row, WritesWhatItSees
 from tests.distributed.pool import Pool
@@ -222,6 +223,16 @@ def train_drifting(rank: int, world_size: int, store: Store, kind: str, name: st
         session.close()
         group.close()
     return 20, "nothing was noticed"
+
+
+@pytest.mark.parametrize(("model", "words"), LATE)
+def test_what_a_model_does_later_ends_a_training_in_parts_that_would_not_see_it(
+    pool: Pool, model: type[nn.Module], words: str
+) -> None:
+    found = pool.run(3, train_drifting, "pipeline 3", f"{model.__module__}:{model.__name__}")
+    named = [one for step, one in found if one.startswith(words) and step in (LATE_AFTER, LATE_AFTER + 1)]
+    assert named, found
+    assert all(one in named or "closed its connection" in one for _, one in found), found
 
 
 @pytest.mark.parametrize(("kind", "model", "words"), DRIFTS)

@@ -153,21 +153,22 @@ class SyncedBuffers:
     def to_sum(self, weight: float, leads: bool) -> list[Tensor]:
         """Return flat numbers whose sums over the members `take` is given.
 
-        A buffer that can be averaged is represented by its change, times this member's part of the batch: so what no
-        member changes stays as it is, bit for bit, and infinite values may be among it. Of all others, the bytes of the
-        member that `leads` count.
+        A buffer that can be averaged is represented by its change, times this member's part of the batch, to which the
+        member that `leads` adds the value before it: so what no member changes stays as it is, bit for bit, and
+        infinite values may be among it. Of all others, the bytes of that member count.
         """
-        named = self.named()
-        moved = [_change(named[name], known).flatten() * weight for name, known in self._agreed.items()]
-        return moved + [as_bytes(b) * float(leads) for b in named.values() if not b.is_floating_point()]
+        named, found = self.named(), []
+        for name, known in self._agreed.items():
+            change = _change(named[name], known) * weight
+            found.append((_as_float(known) + change if leads else change).flatten())
+        return found + [as_bytes(b) * float(leads) for b in named.values() if not b.is_floating_point()]
 
     @torch.no_grad()
     def take(self, totals: Sequence[Tensor]) -> None:
         """Set the buffers to what the sums say, in the order of `to_sum`."""
         named, sums = self.named(), iter(totals)
         for name, known in self._agreed.items():
-            change = next(sums)
-            value = _as_float(known) + change.view(known.shape)
+            value = next(sums).view(known.shape)
             named[name].copy_(value)
             known.copy_(value)
         for buffer in named.values():

@@ -1,0 +1,178 @@
+"""Models whose code does something else after some steps than a proof of a few steps has seen.
+
+A stage that would not see it must not train on. `LATE` has the words with which training ends.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.awkward_models import WIDTH, Base, Block
+
+LATE_AFTER = 6  # steps, which are more than a proof takes
+
+
+class _Counts(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.aux = 0, None
+
+    @property
+    def is_late(self) -> bool:
+        return self.calls > LATE_AFTER
+
+    def forward(self, value: Tensor) -> Any:
+        self.calls += self.training
+        return super().forward(value)
+
+
+class _ReturnsANumber(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        return super().forward(value), 0.5 * self.is_late
+
+
+class WarmsUp(Base):
+    block = _ReturnsANumber
+
+    def forward(self, value: Tensor) -> Tensor:
+        found, beta = self.middle(self.first(self.stem(value.flatten(1))))
+        return self.head(self.last(found)) * (1 + beta)
+
+
+class _ReturnsNothingElse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self) -> float:
+        self.calls += self.training
+        return 0.5 * (self.calls > LATE_AFTER)
+
+
+class HasASchedule(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = _ReturnsNothingElse()
+
+    def forward(self, value: Tensor) -> Tensor:
+        beta = self.schedule()
+        return self.head(self.body(value)) * (1 + beta)
+
+
+class _ReturnsMore(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        return found, found.square().mean(1, keepdim=True) if self.is_late else None
+
+
+class BalancesLater(Base):
+    block = _ReturnsMore
+
+    def forward(self, value: Tensor) -> Tensor:
+        found, aux = self.middle(self.first(self.stem(value.flatten(1))))
+        found = self.head(self.last(found))
+        return found if aux is None else found + aux
+
+
+class _SetsAux(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        self.aux = found.square().mean(1, keepdim=True) if self.is_late else None
+        return found
+
+
+class ReadsAuxLater(Base):
+    block = _SetsAux
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.head(self.body(value))
+        return found if self.middle.aux is None else found + self.middle.aux
+
+
+class _Switches(_Counts):
+    def __init__(self, settings: SimpleNamespace) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, value: Tensor) -> Any:
+        if self.is_late:
+            self.settings.scale = 0.25
+        return super().forward(value)
+
+
+class _Scales(Block):
+    def __init__(self, settings: SimpleNamespace) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * self.settings.scale
+
+
+class SharesSettings(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        settings = SimpleNamespace(scale=1.0)
+        self.first, self.last = _Switches(settings), _Scales(settings)
+
+
+class _WritesIntoADict(_Counts):
+    def forward(self, value: Tensor, losses: dict[str, Tensor]) -> Any:  # type: ignore[override]
+        found = super().forward(value)
+        if self.is_late:
+            losses["balance"] = found.square().mean(1, keepdim=True)
+        return found
+
+
+class CollectsLosses(Base):
+    block = _WritesIntoADict
+
+    def forward(self, value: Tensor) -> Tensor:
+        losses: dict[str, Tensor] = {}
+        found = self.head(self.last(self.middle(self.first(self.stem(value.flatten(1))), losses)))
+        return sum(losses.values(), found)
+
+
+class _Anchored(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("anchor", torch.ones(WIDTH))
+
+
+class GoesThroughBuffers(Base):
+    block = _Anchored
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        found = self.head(self.body(value))
+        if self.calls > LATE_AFTER:
+            found = found * sum(one.mean() for one in self.buffers())
+        return found
+
+
+class ReadsItsState(GoesThroughBuffers):
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        found = self.head(self.body(value))
+        return found * self.state_dict()["stem.weight"].std() if self.calls > LATE_AFTER else found
+
+
+LISTS = "the model's forward goes through all parameters or buffers"
+LATE: list[tuple[type[Base], str]] = [
+    (WarmsUp, "middle returns 0.5 where it returned 0.0"),
+    (HasASchedule, "schedule returns other values beside its tensors than at first (0.5, and not 0.0)"),
+    (BalancesLater, "middle returns other values beside its tensors than at first (Tensor, Tensor, and not"),
+    (ReadsAuxLater, "middle.aux has changed, which code in another part of the model reads"),
+    (SharesSettings, "first.settings has changed"),
+    (CollectsLosses, "middle returns other values beside its tensors than at first"),
+    (GoesThroughBuffers, LISTS),
+    (ReadsItsState, LISTS),
+]
