@@ -412,7 +412,7 @@ class LearnsInside(Base):
     def forward(self, value: Tensor) -> Tensor:
         found = self.body(value)
         with torch.enable_grad():
-            loss = self.head(found.detach()).square().mean()
+            loss = self.head.weight.square().sum()
             (slope,) = torch.autograd.grad(loss, self.head.weight)
         return nn.functional.linear(found, self.head.weight - 0.1 * slope, self.head.bias)
 
@@ -474,7 +474,8 @@ DRAWS = "draws from Python's or numpy's random numbers"
 REFUSALS = {
     "LeavesTiesAlone": "in the same order each time",
     "CountsInAHook": r"changes a hook of stem\.weight",
-    "GoesInCycles": "scales, which its code sets, is not the same",
+    "GoesInCycles": "scales, which its code sets, is not the same|its outputs differ",
+    "LearnsInside": "it does not run in parts",
     "SharesABuffer": "are one buffer that changes",
     "DropsLayersByPython": DRAWS,
     "DropsLayersByNumpy": DRAWS,
