@@ -165,6 +165,17 @@ class ReadsItsState(GoesThroughBuffers):
         return found * self.state_dict()["stem.weight"].std() if self.calls > LATE_AFTER else found
 
 
+class TakesAFew(Base):
+    """Hands on the first rows of a batch, which are all of one and of two."""
+
+    block = lambda: nn.Sequential(*(Block() for _ in range(6)))  # noqa: E731
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = self.first(self.stem(value.flatten(1)))
+        few = found[:4]
+        return self.head(self.last(self.middle(found)) + few.mean(0))
+
+
 LISTS = "the model's forward goes through all parameters or buffers"
 LATE: list[tuple[type[Base], str]] = [
     (WarmsUp, "middle returns 0.5 where it returned 0.0"),
@@ -175,4 +186,5 @@ LATE: list[tuple[type[Base], str]] = [
     (CollectsLosses, "middle returns other values beside its tensors than at first"),
     (GoesThroughBuffers, LISTS),
     (ReadsItsState, LISTS),
+    (TakesAFew, "a tensor that leaves stage 1 has 4 rows for"),
 ]

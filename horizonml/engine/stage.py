@@ -33,6 +33,7 @@ from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
 from horizonml.tasks.checks import WrongClass, check_results
 from horizonml.tasks.task import Batch, Task, Tree, detached
+from horizonml.text import count
 
 # What travels where nothing here depends on a tensor: a zero. But parameters before it have no gradient at all, so that
 # the optimizer leaves them alone, as in one process.
@@ -347,6 +348,12 @@ class StageRuntime:
             result = self._run(*entered)
             left: Values = (step.judge(result, targets, micro.start),) if self.is_last else values_of(result)
         if not self.is_last:
+            wrong = next((len(value) for value in left if len(value) != micro.rows), None)
+            if wrong is not None:
+                raise ModelError(
+                    f"a tensor that leaves stage {self.number} has {wrong} rows for {count(micro.rows, 'sample')}; "
+                    "what travels between stages must have a row for each sample"
+                )
             self._outputs.send(number, left, micro.after)
         if torch.is_grad_enabled() and self._learns:
             step.held[number] = entered, left
