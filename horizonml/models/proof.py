@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -30,6 +29,7 @@ from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import Attributes, tried_out
+from horizonml.models.watch import readers
 from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.text import some
@@ -234,14 +234,11 @@ def _read_elsewhere(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
     """
     changed = {(path, name) for seen in runs for path, values in seen.changed for name, value in values.items()
                if not any(isinstance(one, Tensor) for one in tree_flatten(value)[0])}  # fmt: skip
-    kinds = {type(module) for module in root.modules()} if changed else set()
+    read = readers(root) if changed else {}
     for path, name in sorted(changed):
         setter = type(root.get_submodule(path))
-        for kind in kinds if path else ():
-            if issubclass(setter, kind) or kind.__module__.startswith("torch."):
-                continue
-            code = [vars(base).get("forward") for base in kind.__mro__ if not base.__module__.startswith("torch.")]
-            if any(name in _names_in(getattr(one, "__code__", None)) for one in code):
+        for kind, names in read.items() if path else ():
+            if not issubclass(setter, kind) and name in names:
                 return (
                     f"{path} = {_owner(root.get_submodule(path))} sets {name}, which {kind.__name__} reads, and which "
                     f"a stage without {path} does not see"
@@ -259,14 +256,6 @@ def _changed_together(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
         if others and any(_distance(values[0], value, 0.0) is not None for value in values[1:]):
             return f"{' and '.join([first, *others])} are one buffer that changes, which stages would have copies of"
     return None
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    """Return the attributes that a function names, and the functions in it."""
-    if code is None:
-        return set()
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _size(value: Tensor | None) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
+from enum import Enum
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -20,6 +21,7 @@ from horizonml.models.own_state import copy_of, is_same
 
 _ONLY_ONCE = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")  # which no step calls
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_NOT_SHARED = (*_PLAIN, nn.Module, Tensor, type, FunctionType, Enum, torch.dtype, torch.device, tuple)
 
 
 class Watch:
@@ -28,7 +30,7 @@ class Watch:
     def __init__(self, part: nn.Module, model: nn.Module) -> None:
         """Find out what to watch in a part of a model."""
         modules = dict(vars(part).get("horizonml_root", part).named_modules())
-        places = sorted(_shared(model) | _read_elsewhere(model))
+        places = sorted(_shared(model) | _set_and_read(model))
         self._places = [(path, modules[path], name) for path, name in places if path in modules]
         self._held: list[tuple[Any, Any]] = []
 
@@ -58,26 +60,32 @@ def _shared(model: nn.Module) -> set[tuple[str, str]]:
     found: dict[int, list[tuple[str, str]]] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not isinstance(
-                value, (*_PLAIN, nn.Module, Tensor, type, FunctionType, torch.dtype, torch.device, tuple)
-            ):
+            if not isinstance(value, _NOT_SHARED):
                 found.setdefault(id(value), []).append((path, name))
     return {place for places in found.values() if len(places) > 1 for place in places}
 
 
-def _read_elsewhere(model: nn.Module) -> set[tuple[str, str]]:
+def readers(model: nn.Module) -> dict[type, set[str]]:
+    """Return the names of attributes that the code of a model's classes reads of anything but their own `self`."""
+    return {kind: {name for code in every for name in _foreign(code)} for kind, every in _code_of(model).items()}
+
+
+def _set_and_read(model: nn.Module) -> set[tuple[str, str]]:
     """Return the attributes that the steps of a module set and that the code of another class reads."""
-    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    code = {kind: [one for base in kind.__mro__ for one in _steps(base)] for kind in kinds}
-    reads = {kind: {name for one in every for name in _foreign(one)} for kind, every in code.items()}
-    sets = {kind: {name for one in every for name in _set(one)} for kind, every in code.items()}
+    read = readers(model)
+    sets = {kind: {name for code in every for name in _set(code)} for kind, every in _code_of(model).items()}
     return {
         (path, name)
         for path, module in model.named_modules()
-        if path and type(module) in kinds
-        for name in sets[type(module)]
-        if any(name in reads[kind] for kind in kinds - {type(module)})
+        for name in (sets.get(type(module), ()) if path else ())
+        if any(name in names for kind, names in read.items() if kind is not type(module))
     }
+
+
+def _code_of(model: nn.Module) -> dict[type, list[CodeType]]:
+    """Return the code of a model's own classes that steps may call."""
+    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
+    return {kind: [code for base in kind.__mro__ for code in _steps(base)] for kind in kinds}
 
 
 def _steps(kind: type) -> Iterator[CodeType]:

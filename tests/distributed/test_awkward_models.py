@@ -27,7 +27,8 @@ from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
 from tests.awkward_late import LATE, LATE_AFTER
 from tests.awkward_models import Base, Block
-from tests.awkward_states import ROWS, Row, WritesWhatItSees
+from tests.awkward_rows import ROWS, Row
+from tests.awkward_states import WritesWhatItSees
 from tests.distributed.pool import Pool
 from tests.distributed.test_gradients import FULL, LR, SHAPE, RandomBatch, distance
 
