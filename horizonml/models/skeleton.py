@@ -65,17 +65,17 @@ class Skeleton:
         self.constants: dict[str, Tensor] = {}
         self._lacking: dict[str, dict[str, Tensor]] = {"named_parameters": {}, "named_buffers": {}}
         self.root = self._copy(model, "", unit=False, keep=False)
-        lacking_any = next(iter(self.placeholders), None)
-        if lacking_any is not None:
-            self.root.__dict__["state_dict"] = functools.partial(_refuse, lacking_any)
-        for path, module in self.root.named_modules():
-            prefix = f"{path}." if path else ""
-            if module not in self._copies.values():
-                continue
-            for method, lacking in self._lacking.items():  # `parameters` and `buffers` call these methods, too
-                first = next((entry for entry in lacking.items() if entry[0].startswith(prefix)), None)
-                if first is not None:
-                    module.__dict__[method] = _Listing(module, method, *first)
+        if self.placeholders:
+            self.root.__dict__["state_dict"] = functools.partial(_refuse, next(iter(self.placeholders)))
+        modules, copies = dict(self.root.named_modules()), set(map(id, self._copies.values()))
+        for method, lacking in self._lacking.items():  # which `parameters` and `buffers` call, too
+            for name, stand_in in lacking.items():
+                path = name
+                while path:  # the modules around the tensor, from the innermost
+                    path = path.rpartition(".")[0]
+                    module = modules.get(path)
+                    if module is not None and id(module) in copies:
+                        module.__dict__.setdefault(method, _Listing(module, method, name, stand_in))
 
     def _copy(self, module: _M, path: str, unit: bool, keep: bool) -> _M:
         if id(module) in self._copies:
