@@ -165,6 +165,26 @@ class ReadsItsState(GoesThroughBuffers):
         return found * self.state_dict()["stem.weight"].std() if self.calls > LATE_AFTER else found
 
 
+class SetsAFlagAtItsEnd(Base):
+    """Sets a flag that its forward reads where the parts before the last one do not get to."""
+
+    block = lambda: nn.Sequential(*(Block() for _ in range(2)))  # noqa: E731
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.flag = 0, 1.0
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        found = self.first(self.stem(value.flatten(1)) * self.flag)
+        if float(found.detach().sum()) > 1e9:  # which no graph shows
+            return found
+        found = self.head(self.last(self.middle(found)))
+        if self.calls > LATE_AFTER:
+            self.flag = 0.5
+        return found
+
+
 class TakesAFew(Base):
     """Hands on the first rows of a batch, which are all of one and of two."""
 
@@ -186,5 +206,6 @@ LATE: list[tuple[type[Base], str]] = [
     (CollectsLosses, "middle returns other values beside its tensors than at first"),
     (GoesThroughBuffers, LISTS),
     (ReadsItsState, LISTS),
+    (SetsAFlagAtItsEnd, "flag is 1.0 in one part of the model and 0.5 in another"),
     (TakesAFew, "a tensor that leaves stage 1 has 4 rows for"),
 ]

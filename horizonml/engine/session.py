@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
 from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
@@ -21,12 +22,15 @@ from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging
 from horizonml.engine.staging_choice import staging_for
 from horizonml.engine.step import WAYS, Step, Told, Totals, Way
+from horizonml.engine.sync.base import is_looked_at
 from horizonml.engine.tied import TiedGradients, Ties
 from horizonml.engine.totals import TotalsSum
 from horizonml.engine.verdict import GradientCheck
 from horizonml.errors import PeerLost
 from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
+from horizonml.models.watch import require_alike, set_everywhere
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan
@@ -84,6 +88,7 @@ class Session:
         self._tied = TiedGradients(ties, plan, group, self.clock, held_here, self.staging)
         clip_norm = state.optimizer.spec.clip_norm
         self._check = GradientCheck(plan, ties, group, self.clock, self.stages, clip_norm, self.staging)
+        self._looks = 0  # steps in which the parts' flags might have been compared
         self._cuts: dict[int, dict[int, list[Micro]]] = {}
         self._cpu = 0.0  # seconds that the process had used when the step began
         self._prepared = False  # whether only the others' consent is missing to update
@@ -211,8 +216,20 @@ class Session:
             for _, stage in sorted(self.stages.items()):
                 stage.refuse_unequal()
             self._tied.refuse_unequal()
+            self._require_alike()
         self._tied.sum()
         return divergences
+
+    def _require_alike(self) -> None:
+        """Raise ModelError if the parts of a model, which all run its own forward, have come to hold different flags.
+
+        This is looked for in some steps only, and all ranks call it together.
+        """
+        self._looks += 1
+        if len(self.plan.stages) > 1 and isinstance(self.state.model.chain, Structure) and is_looked_at(self._looks):
+            here = [set_everywhere(stage.module) for stage in self.stages.values() if stage.member == 0]
+            every = self.group.gather_json(here, items(mapping(text)))
+            require_alike([part for parts in every for part in parts])
 
     def _step(
         self, batch: Batch, learning_rate: float, measure_divergence: bool, stop: bool, newcomers: bool, look: bool

@@ -7,7 +7,7 @@ and the model's own forward reads, is noticed here: each part has its own copy, 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import CodeType, FunctionType
 from typing import Any
@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from horizonml.errors import ModelError
+from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import copy_of, is_same
+from horizonml.text import printable
 
 _ONLY_ONCE = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")  # which no step calls
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MOST_SHOWN = 100  # characters of a value
 _NOT_SHARED = (*_PLAIN, nn.Module, Tensor, type, FunctionType, Enum, torch.dtype, torch.device, tuple)
 
 
@@ -45,6 +48,32 @@ class Watch:
                     f"{f'{path}.' if path else ''}{name} has changed, which code in another part of the model reads, "
                     "and stages have copies of their own; hand it on as a tensor, or train with parallel.strategy: ddp"
                 )
+
+
+def set_everywhere(part: nn.Module) -> dict[str, str]:
+    """Return the plain attributes of those modules whose code all parts of a model run, as text by their names."""
+    if not isinstance(part, ModuleSlice):
+        return {}
+    return {
+        f"{path}.{name}".lstrip("."): repr(value)[:_MOST_SHOWN]
+        for path, module in part.horizonml_root.named_modules()
+        if not part.has_in_unit(path)
+        for name, value in vars(module).items()
+        if isinstance(value, _PLAIN) and name not in ("training", "forward") and not name.startswith("_")
+    }
+
+
+def require_alike(parts: Sequence[Mapping[str, str]]) -> None:
+    """Raise ModelError if parts of a model differ in what they hold; those that hold nothing are left out."""
+    held = [part for part in parts if part]
+    for name in sorted(set().union(*held)):
+        values = list(dict.fromkeys(part.get(name, "nothing") for part in held))
+        if len(values) > 1:
+            raise ModelError(
+                f"{printable(name)} is {printable(values[0])} in one part of the model and {printable(values[1])} in "
+                "another: the forward sets it where not every part gets to; set it before the first module is called, "
+                "or train with parallel.strategy: ddp"
+            )
 
 
 def _form(value: Any) -> Any:
