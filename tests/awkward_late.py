@@ -5,6 +5,8 @@ A stage that would not see it must not train on. `LATE` has the words with which
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,16 +198,133 @@ class TakesAFew(Base):
         return self.head(self.last(self.middle(found)) + few.mean(0))
 
 
+class _Tempered(Block):
+    temperature = 1.0
+
+    def forward(self, value: Tensor) -> Any:
+        return super().forward(value) * type(self).temperature
+
+
+class _SetsTheClass(_Tempered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, _Tempered.temperature = 0, 1.0
+
+    def forward(self, value: Tensor) -> Any:
+        self.calls += self.training
+        if self.calls > LATE_AFTER:
+            _Tempered.temperature = 0.5
+        return super().forward(value)
+
+
+class SetsItsClassLater(Base):
+    block = _SetsTheClass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = _Tempered()
+
+
+class _DrawsLater(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        return value if self.is_late and random.random() < 0.5 else found
+
+
+class DrawsLater(Base):
+    block = _DrawsLater
+
+
+class _Halves(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        return found.bfloat16() if self.is_late else found
+
+
+class _Widens(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        if value.dtype != torch.float32:  # which keeps it in one piece
+            return super().forward(value.float())
+        return super().forward(value)
+
+
+class HalvesLater(Base):
+    block = _Widens
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Halves(), nn.Sequential(Block(), Block())
+
+
+class _Schedule:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def get(self) -> float:
+        return self.value
+
+
+class _Sets(_Counts):
+    def __init__(self, schedule: _Schedule) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def forward(self, value: Tensor) -> Any:
+        self.schedule.value = 0.5 if self.is_late else 1.0
+        return super().forward(value)
+
+
+class _Gets(Block):
+    def __init__(self, get: Callable[[], float]) -> None:
+        super().__init__()
+        self.get = get
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * self.get()
+
+
+class AsksAMethod(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        schedule = _Schedule()
+        self.first, self.last = _Sets(schedule), _Gets(schedule.get)
+
+
+class _OpensAfter(_Counts):
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.before = [before]
+
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        return value if self.before[0] is not None and self.before[0].is_late else found
+
+
+class LooksAtTheOneBefore(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _OpensAfter(None)
+        self.last = _OpensAfter(self.first)
+
+
 LISTS = "the model's forward goes through all parameters or buffers"
 LATE: list[tuple[type[Base], str]] = [
     (WarmsUp, "middle returns 0.5 where it returned 0.0"),
-    (HasASchedule, "schedule returns other values beside its tensors than at first (0.5, and not 0.0)"),
-    (BalancesLater, "middle returns other values beside its tensors than at first (Tensor, Tensor, and not"),
+    (HasASchedule, "schedule returns other values beside its tensors than when the model was cut (0.5, and not 0.0)"),
+    (
+        BalancesLater,
+        "middle returns other values beside its tensors than when the model was cut (Tensor, Tensor, ",
+    ),
     (ReadsAuxLater, "middle.aux has changed, which code in another part of the model reads"),
     (SharesSettings, "first.settings has changed"),
-    (CollectsLosses, "middle returns other values beside its tensors than at first"),
+    (CollectsLosses, "middle returns other values beside its tensors than when the model was cut"),
     (GoesThroughBuffers, LISTS),
     (ReadsItsState, LISTS),
+    (SetsItsClassLater, "_Tempered.temperature has changed"),
+    (DrawsLater, "the code of layers"),
+    (HalvesLater, "what leaves stage 0 is of torch.bfloat16 now, and was of torch.float32"),
+    (AsksAMethod, "first.schedule has changed"),
+    (LooksAtTheOneBefore, "first.calls has changed"),
     (SetsAFlagAtItsEnd, "flag is 1.0 in one part of the model and 0.5 in another"),
     (TakesAFew, "a tensor that leaves stage 1 has 4 rows for"),
 ]

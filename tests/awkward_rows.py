@@ -218,6 +218,8 @@ REFUSALS = {
     "CountsInADictionary": "state, which its code sets",
     "CountsByIterator": "its outputs differ",
     "ReadsWhatABlockCounts": "sets passes, which ReadsWhatABlockCounts reads",
+    "ReadsAProperty": "sets calls, which ReadsAProperty reads",
+    "ReadsACounterInTrain": "sets calls, which train reads",
     "SeedsInForward": "seeds PyTorch's random numbers",
     "RemembersByDefault": r"changes .*RemembersByDefault\.forward",
     "DrawsFromItsOwn": r"a generator of its own \(generator\)",

@@ -266,6 +266,72 @@ class ReturnsAnotherTypeInEvaluation(Base):
         return self.head(self.last(found.float()))
 
 
+class _AnnealsInAClosure(Block):
+    """Holds functions that remember something: a number of their own, and the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        temperature, self.calls = 1.0, 0
+        self.scale = lambda value: value / (1 + self.calls)
+
+        def anneal() -> float:
+            nonlocal temperature
+            temperature *= 0.7
+            return temperature
+
+        self.anneal = anneal
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(self.scale(value)) * (self.anneal() if self.training else 0.5)
+
+
+class AnnealsInAClosure(Base):
+    block = _AnnealsInAClosure
+
+
+class _IsReady(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.calls > 14
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(value)
+
+
+class ReadsAProperty(Base):
+    block = _IsReady
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * (0.5 if self.middle.is_ready else 1.0)
+
+
+class ReadsACounterInTrain(Base):
+    """Decides on modes by a buffer that its forward counts, which constructing it without memory cannot read."""
+
+    block = lambda: nn.Sequential(Block(), nn.Dropout(0.0))  # noqa: E731
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.middle[1].train(mode and int(self.passes) + self.calls < 14)
+        return self
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.passes += self.training
+        self.calls += self.training
+        return super().forward(value)
+
+
 class RemembersByDefault(Base):
     def forward(self, value: Tensor, calls: dict[str, int] = {}) -> Tensor:  # noqa: B006
         calls["count"] = calls.get("count", 0) + self.training

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis  # noqa: F401  (before garbage is frozen: its plug-ins look for what refers to their objects)
 import pytest
 
 import horizonml  # noqa: F401  (first: it says how OpenMP's threads wait, before torch loads them)
@@ -30,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
         config.stash[_LEFT_OUT] = f"{len(left_out)} tests that need a GPU were left out: {reason}"
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of all collections of garbage, each of which would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

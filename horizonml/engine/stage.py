@@ -182,6 +182,7 @@ class StageRuntime:
         self.parameters = trainable(module)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._trained = 0  # steps in this session
+        self._kinds: dict[bool, list[torch.dtype]] = {}  # of the tensors that leave, with and without gradients
         self._changing: set[str] | None = None  # the buffers that steps change, once that is known
         self._before: dict[str, Tensor] = {}  # copies of these at the start of the step
         self._step: StageStep | None = None
@@ -344,19 +345,36 @@ class StageRuntime:
         self._clock.switch("compute", "forward", number)
         # Every rank draws the same numbers for a micro-batch, as one process would.
         own_draws = python_seeded(name_seed(step.seed, "python", step.number, number))
-        with self._staging.creating(), own_draws:
+        with self._staging.creating(), own_draws as has_drawn:
             result = self._run(*entered)
             left: Values = (step.judge(result, targets, micro.start),) if self.is_last else values_of(result)
+            drawn = self._watch is not None and has_drawn()
+        if drawn:
+            raise ModelError(
+                f"the code of layers {self.stage.start} to {self.stage.stop - 1} draws from Python's or numpy's random "
+                "numbers, which stages cannot draw alike; draw from PyTorch's, or train with parallel.strategy: ddp"
+            )
         if not self.is_last:
-            wrong = next((len(value) for value in left if len(value) != micro.rows), None)
-            if wrong is not None:
-                raise ModelError(
-                    f"a tensor that leaves stage {self.number} has {wrong} rows for {count(micro.rows, 'sample')}; "
-                    "what travels between stages must have a row for each sample"
-                )
+            self._require_kinds(left, micro.rows)
             self._outputs.send(number, left, micro.after)
         if torch.is_grad_enabled() and self._learns:
             step.held[number] = entered, left
+
+    def _require_kinds(self, left: Values, rows: int) -> None:
+        """Raise ModelError unless what travels on has a row for each sample and is of the same kinds as ever."""
+        wrong = next((len(value) for value in left if len(value) != rows), None)
+        if wrong is not None:
+            raise ModelError(
+                f"a tensor that leaves stage {self.number} has {wrong} rows for {count(rows, 'sample')}; "
+                "what travels between stages must have a row for each sample"
+            )
+        kinds = [value.dtype for value in left]
+        before = self._kinds.setdefault(torch.is_grad_enabled(), kinds)
+        if kinds != before:
+            raise ModelError(
+                f"what leaves stage {self.number} is of {', '.join(map(str, kinds))} now, and was of "
+                f"{', '.join(map(str, before))}; the code of a model that is cut must return one kind of number"
+            )
 
     def backward(self, number: int) -> None:
         """Run the backward pass of a micro-batch, and send the gradient of its input."""

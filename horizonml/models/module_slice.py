@@ -93,8 +93,14 @@ def _inside(*values: Any) -> list[int]:
     return found
 
 
-def _plain(form: tuple[Any, list[Any], bool]) -> str:
-    return ", ".join(leaf.__name__ if isinstance(leaf, type) else str(leaf)[:40] for leaf in form[1]) or "nothing"
+def _plain(leaves: Sequence[Any]) -> list[Any]:
+    """Return plain values as they are, and the kinds of all others."""
+    kinds = (Tensor if isinstance(leaf, Tensor | Leaf) else type(leaf) for leaf in leaves)
+    return [leaf if isinstance(leaf, _PLAIN) else kind for leaf, kind in zip(leaves, kinds, strict=True)]
+
+
+def _shown(plain: Sequence[Any]) -> str:
+    return ", ".join(leaf.__name__ if isinstance(leaf, type) else str(leaf)[:40] for leaf in plain) or "nothing"
 
 
 class _Left(BaseException):
@@ -110,7 +116,7 @@ class _Run:
         self._stand_ins: dict[int, tuple[str, Tensor]] = {}  # by their memory, for results that have not travelled
         self._position = 0
         self._batch = 0
-        self._forms: dict[tuple[int, bool], Any] = {}  # what units return beside tensors, by their mode
+        self._changes: dict[tuple[int, bool], bool] = {}  # whether units change what they are given, by their mode
         self._draws = torch.empty(0)  # the state of PyTorch's generator when the run began
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Run:
@@ -152,13 +158,15 @@ class _Run:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._values[number, place] = leaf
-        plain = [leaf if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves]
-        form = structure, plain, before == _inside(args, kwargs)
-        if form != self._forms.setdefault((number, module.training), form):
+        call, changes = part.calls.calls[number], before != _inside(args, kwargs)
+        plain, known = _plain(leaves), _plain(call.leaves)
+        if (plain, structure) != (known, call.structure) or changes != self._changes.setdefault(
+            (number, module.training), changes
+        ):
             raise ModelError(
-                f"{unit} returns other values beside its tensors than at first ({_plain(form)}, and not "
-                f"{_plain(self._forms[number, module.training])}), or changes a list or dict that it is given, and "
-                "stages without it do not see that; return tensors only (parallel.strategy: ddp trains the model whole)"
+                f"{unit} returns other values beside its tensors than when the model was cut ({_shown(plain)}, and not "
+                f"{_shown(known)}), or changes a list or dict that it is given, and stages without it do not see that; "
+                "return tensors only (parallel.strategy: ddp trains the model whole)"
             )
         if self._position == part.last and part.leaving is not None:
             raise _Left

@@ -123,7 +123,7 @@ def _write_object(owner: Any, held: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _is_own(kind: type) -> bool:
+def is_own(kind: type) -> bool:
     """Return whether objects of a class may hold state of the user's: not those of PyTorch and of this package."""
     top = kind.__module__.partition(".")[0]
     if kind.__module__.startswith("torch.optim.") or (top not in _WITHOUT_STATE and top not in sys.stdlib_module_names):
@@ -187,7 +187,7 @@ def _kept(owner: Any) -> tuple[_Kept | None, Iterable[Any]]:
         return _Kept(owner, _position(owner), _position), ()
     if hasattr(type(owner), "__next__") and not hasattr(owner, "__dict__"):
         return _Kept(owner, _left(owner), _left), ()
-    if isinstance(owner, type) or not (isinstance(owner, nn.Module) or _is_own(owner.__class__)):
+    if isinstance(owner, type) or not (isinstance(owner, nn.Module) or is_own(owner.__class__)):
         return None, ()
     held = _read_object(owner)
     return _Kept(owner, held, _read_object, _write_object), held.values()
@@ -223,10 +223,13 @@ class _Contents:
 
     def __init__(self, value: Any, skip: Set[int], seen: set[int] | None) -> None:
         self.kept: list[_Kept] = []
+        self.met: set[int] = set()  # of what is skipped
         seen = set() if seen is None else seen
         waiting, left = deque([value]), _MOST_OBJECTS
         while waiting and left:
             owner = waiting.popleft()
+            if id(owner) in skip:
+                self.met.add(id(owner))
             if isinstance(owner, _PLAIN[:-1]) or id(owner) in skip or id(owner) in seen:
                 continue
             seen.add(id(owner))
@@ -236,6 +239,12 @@ class _Contents:
                 self.kept.append(kept)
             inside = list(inside)
             waiting.extend(inside if len(inside) <= _MOST_INSIDE else ())
+
+
+def reached(value: Any, skip: Set[int]) -> set[int]:
+    """Return by `id` what code may change in place of a value, and what it reaches of `skip`."""
+    contents = _Contents(value, skip, None)
+    return {id(one.owner) for one in contents.kept} | contents.met
 
 
 def copy_of(value: Any, skip: Set[int] = frozenset(), seen: set[int] | None = None) -> _Contents | None:
@@ -311,7 +320,7 @@ class OwnState:
                         spaces[id(value)] = f"{place}.{name}", value, vars(value)
                         waiting.append((f"{place}.{name}", value))
         for kind in kinds:
-            if _is_own(kind):
+            if is_own(kind):
                 spaces.setdefault(id(kind), (kind.__qualname__, kind, vars(kind)))
         registered = SimpleNamespace(**(_hooks_of(model) if model is not None else {}))
         skip = set(map(id, parts_of(model))) if model is not None else set()

@@ -29,7 +29,7 @@ from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import Attributes, tried_out
-from horizonml.models.watch import readers
+from horizonml.models.watch import set_and_read
 from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.text import some
@@ -234,15 +234,13 @@ def _read_elsewhere(root: nn.Module, runs: Sequence[_Seen]) -> str | None:
     """
     changed = {(path, name) for seen in runs for path, values in seen.changed for name, value in values.items()
                if not any(isinstance(one, Tensor) for one in tree_flatten(value)[0])}  # fmt: skip
-    read = readers(root) if changed else {}
-    for path, name in sorted(changed):
-        setter = type(root.get_submodule(path))
-        for kind, names in read.items() if path else ():
-            if not issubclass(setter, kind) and name in names:
-                return (
-                    f"{path} = {_owner(root.get_submodule(path))} sets {name}, which {kind.__name__} reads, and which "
-                    f"a stage without {path} does not see"
-                )
+    read = set_and_read(root) if changed else {}
+    for path, name in sorted(changed & read.keys()):
+        owner = _owner(root.get_submodule(path))
+        return (
+            f"{path or 'the model'} = {owner} sets {name}, which {read[path, name]} reads, and which a stage without "
+            f"{path or 'it'} does not see"
+        )
     return None
 
 

@@ -7,6 +7,7 @@ and the model's own forward reads, is noticed here: each part has its own copy, 
 from __future__ import annotations
 
 import dis
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import CodeType, FunctionType
@@ -18,36 +19,55 @@ from torch.utils._pytree import tree_flatten
 
 from horizonml.errors import ModelError
 from horizonml.models.module_slice import ModuleSlice
-from horizonml.models.own_state import copy_of, is_same
+from horizonml.models.own_state import copy_of, is_same, parts_of, reached
 from horizonml.text import printable
 
 _ONLY_ONCE = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")  # which no step calls
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MOST_SHOWN = 100  # characters of a value
-_NOT_SHARED = (*_PLAIN, nn.Module, Tensor, type, FunctionType, Enum, torch.dtype, torch.device, tuple)
+_OF_EVERY = frozenset(nn.Module().__dict__)  # the attributes of every module
+_FEW = 16  # numbers of a buffer on which a decision may depend
+_NOT_SHARED = (*_PLAIN, nn.Module, Tensor, type, Enum, torch.dtype, torch.device)
 
 
 class Watch:
-    """Remembers attributes of a part's modules as the first step leaves them; they must stay as they are."""
+    """Remembers attributes of a part's modules and of their classes as the first step leaves them.
+
+    They must stay as they are.
+    """
 
     def __init__(self, part: nn.Module, model: nn.Module) -> None:
         """Find out what to watch in a part of a model."""
         modules = dict(vars(part).get("horizonml_root", part).named_modules())
-        places = sorted(_shared(model) | _set_and_read(model))
+        places = sorted(_shared(model) | set_and_read(model).keys())
         self._places = [(path, modules[path], name) for path, name in places if path in modules]
-        self._held: list[tuple[Any, Any]] = []
+        kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_torch(base)}
+        self._kinds = sorted(kinds - {object}, key=lambda kind: kind.__qualname__)
+        self._held: dict[str, tuple[Any, Any]] = {}
+        self._parts = frozenset(map(id, parts_of(vars(part).get("horizonml_root", part))))
 
     def check(self) -> None:
         """Raise ModelError if one of the attributes has changed since the first call; steps call it at their end."""
-        values = [vars(module).get(name) for _, module, name in self._places]
+        now = {f"{path}.{name}".lstrip("."): _value(module, name) for path, module, name in self._places}
+        for kind in self._kinds:
+            plain = ((name, value) for name, value in vars(kind).items() if isinstance(value, _PLAIN))
+            now |= {f"{kind.__qualname__}.{name}": value for name, value in plain if not name.startswith("__")}
         if not self._held:
-            self._held = [(_form(value), copy_of(value)) for value in values]
-        for (path, _, name), value, (form, copy) in zip(self._places, values, self._held, strict=True):
-            if not is_same(_form(value), form, copy):
+            self._held = {name: (_form(value), copy_of(value, self._parts)) for name, value in now.items()}
+        for name, (form, copy) in self._held.items():
+            if not is_same(_form(now.get(name)), form, copy):
                 raise ModelError(
-                    f"{f'{path}.' if path else ''}{name} has changed, which code in another part of the model reads, "
-                    "and stages have copies of their own; hand it on as a tensor, or train with parallel.strategy: ddp"
+                    f"{name} has changed, which code in another part of the model reads, and stages have copies of "
+                    "their own; hand it on as a tensor, or train with parallel.strategy: ddp"
                 )
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    """Return an attribute of a module; a small buffer as numbers, which a `train` reads."""
+    buffer = module._buffers.get(name)
+    if buffer is None or buffer.numel() > _FEW:
+        return vars(module).get(name)
+    return buffer.tolist()
 
 
 def set_everywhere(part: nn.Module) -> dict[str, str]:
@@ -85,44 +105,93 @@ def _form(value: Any) -> Any:
 
 
 def _shared(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the attributes that are objects of several modules, by path and name."""
-    found: dict[int, list[tuple[str, str]]] = {}
+    """Return the attributes through which several modules reach one object that may change, by path and name."""
+    parts = frozenset(map(id, parts_of(model)))
+    found: dict[int, set[tuple[str, str]]] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not isinstance(value, _NOT_SHARED):
-                found.setdefault(id(value), []).append((path, name))
-    return {place for places in found.values() if len(places) > 1 for place in places}
+            if name not in _OF_EVERY and not isinstance(value, _NOT_SHARED):
+                for key in reached(value, parts):
+                    found.setdefault(key, set()).add((path, name))
+    every = [places for key, places in found.items() if key not in parts and len({path for path, _ in places}) > 1]
+    modules = {id(module): (path, module) for path, module in model.named_modules()}
+    # What another module holds beside its own modules, its code may ask for anything.
+    held = [(modules[key], places) for key, places in found.items() if key in modules]
+    every += [
+        {(path, name) for name in _set_by(type(module))}
+        for (path, module), places in held
+        if any(holder != path for holder, _ in places)
+    ]
+    return set().union(*every)
 
 
-def readers(model: nn.Module) -> dict[type, set[str]]:
-    """Return the names of attributes that the code of a model's classes reads of anything but their own `self`."""
-    return {kind: {name for code in every for name in _foreign(code)} for kind, every in _code_of(model).items()}
+def set_and_read(model: nn.Module) -> dict[tuple[str, str], str]:
+    """Return the attributes that the steps of a module set and that other code reads: the name of its class.
+
+    Other code is that of another class, or a `train` of the module's own, which stages do not call.
+    """
+    kinds = {type(module) for module in model.modules() if not _is_torch(type(module))}
+    read = {
+        kind: {name for codes in _functions(kind).values() for code in codes for name in _foreign(code)}
+        for kind in kinds
+    }
+    found: dict[tuple[str, str], str] = {}
+    for path, module in model.named_modules():
+        kind = type(module)
+        if kind not in kinds:
+            continue
+        own = _functions(kind)
+        containers = {name for name, value in vars(module).items() if isinstance(value, list | dict | set | deque)}
+        changes = _set_by(kind) | set(module._buffers) | containers - _OF_EVERY
+        if "train" in own:
+            found |= {(path, name): "train" for name in changes & _reads_of(own, "train")}
+        for other in kinds - {kind} if path else ():
+            through = {name for method in read[other] & own.keys() - {"forward"} for name in _reads_of(own, method)}
+            names = changes - module._buffers.keys() & (read[other] | through)
+            found |= {(path, name): other.__name__ for name in names}
+    return found
 
 
-def _set_and_read(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the attributes that the steps of a module set and that the code of another class reads."""
-    read = readers(model)
-    sets = {kind: {name for code in every for name in _set(code)} for kind, every in _code_of(model).items()}
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.")
+
+
+def _functions(kind: type) -> dict[str, list[CodeType]]:
+    """Return the code of a class and its bases that steps may call, by the names of methods and properties."""
+    found: dict[str, list[CodeType]] = {}
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if not _is_torch(base) else ():
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(function, FunctionType) and name not in _ONLY_ONCE:
+                found.setdefault(name, []).append(function.__code__)
+                for called in function.__code__.co_names:  # functions beside the class
+                    helper = function.__globals__.get(called)
+                    if isinstance(helper, FunctionType) and helper.__module__ == base.__module__:
+                        found.setdefault(f"{called}()", []).append(helper.__code__)
+    return found
+
+
+def _set_by(kind: type) -> set[str]:
+    """Return the names of the attributes that the code of a class sets in steps."""
     return {
-        (path, name)
-        for path, module in model.named_modules()
-        for name in (sets.get(type(module), ()) if path else ())
-        if any(name in names for kind, names in read.items() if kind is not type(module))
+        str(instruction.argval)
+        for codes in _functions(kind).values()
+        for code in codes
+        for instruction in _inside(code)
+        if instruction.opname == "STORE_ATTR"
     }
 
 
-def _code_of(model: nn.Module) -> dict[type, list[CodeType]]:
-    """Return the code of a model's own classes that steps may call."""
-    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    return {kind: [code for base in kind.__mro__ for code in _steps(base)] for kind in kinds}
-
-
-def _steps(kind: type) -> Iterator[CodeType]:
-    """Yield the code of a class that steps may call."""
-    if not kind.__module__.startswith("torch."):
-        for name, function in vars(kind).items():
-            if isinstance(function, FunctionType) and name not in _ONLY_ONCE:
-                yield function.__code__
+def _reads_of(own: Mapping[str, Sequence[CodeType]], method: str) -> set[str]:
+    """Return the names that a method reads of `self`, and those that the methods read that it calls."""
+    found: set[str] = set()
+    waiting = [method]
+    while waiting:
+        for name in {name for code in own[waiting.pop()] for name in _named(code, of_self=True)}:
+            if name not in found and name in own:
+                waiting.append(name)
+            found.add(name)
+    return found
 
 
 def _inside(code: CodeType) -> Iterator[dis.Instruction]:
@@ -133,20 +202,18 @@ def _inside(code: CodeType) -> Iterator[dis.Instruction]:
             yield from _inside(constant)
 
 
-def _set(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes that code sets."""
-    for instruction in _inside(code):
-        if instruction.opname == "STORE_ATTR":
-            yield str(instruction.argval)
-
-
 def _foreign(code: CodeType) -> Iterator[str]:
     """Yield the names of attributes that code reads of anything but `self`."""
-    before = None
+    yield from _named(code, of_self=False)
     for instruction in _inside(code):
-        own = before is not None and before.opname.startswith("LOAD_FAST") and before.argval == "self"
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and not own:
-            yield str(instruction.argval)
         if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str):
             yield instruction.argval  # for getattr
+
+
+def _named(code: CodeType, of_self: bool) -> Iterator[str]:
+    before = None
+    for instruction in _inside(code):
+        own = before is not None and before.opname.startswith("LOAD_") and before.argval == "self"
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and own == of_self:
+            yield str(instruction.argval)
         before = instruction

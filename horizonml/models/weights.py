@@ -14,9 +14,11 @@ import copy
 import functools
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from horizonml.data.seeds import name_seed
 from horizonml.errors import ModelError
+from horizonml.machine.code import is_own_file
+from horizonml.models.own_state import is_own
 
 _aten = torch.ops.aten
 # Constructors like to read back these cheap constants (`tolist`, `item`), so they stay real.
@@ -355,12 +359,50 @@ def materialise(
     for constant in getattr(module, "horizonml_constants", {}).values():
         if constant.is_meta:
             values[id(constant)] = tape.replay(constant, seed)
+    cells = _prepare_functions(module, values)
     made = copy.deepcopy(module, values)
+    for cell, copied in cells:
+        with suppress(ValueError):  # it is empty
+            copied.cell_contents = copy.deepcopy(cell.cell_contents, values)
     copy_persistence(module, made)
     for name, tensor in module.named_parameters():
         if name not in held:
             carry_hooks(tensor, values.get(id(tensor), tensor), values)
     return made
+
+
+def _prepare_functions(module: nn.Module, copies: dict[int, Any]) -> list[tuple[CellType, CellType]]:
+    """Add copies of the functions that a model's modules hold and that remember something, which `deepcopy` shares.
+
+    Returns what they remember, with what the copies remember, which is to be filled.
+    """
+    cells: dict[int, tuple[CellType, CellType]] = {}
+    waiting, seen = deque[Any](value for inner in module.modules() for value in vars(inner).values()), set[int]()
+    while waiting:
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, Tensor | nn.Module):
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and value.__closure__ and is_own_file(value.__code__.co_filename):
+            own = tuple(cells.setdefault(id(cell), (cell, CellType()))[1] for cell in value.__closure__)
+            copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, own)
+            copied.__kwdefaults__, copied.__qualname__ = value.__kwdefaults__, value.__qualname__
+            copied.__dict__.update(value.__dict__)
+            copies[id(value)] = copied
+            for cell in value.__closure__:
+                with suppress(ValueError):
+                    waiting.append(cell.cell_contents)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple | set | deque):
+            waiting.extend(value)
+        elif isinstance(value, functools.partial):
+            waiting.extend((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, MethodType):
+            waiting.append(value.__self__)
+        elif is_own(value.__class__):
+            waiting.extend(vars(value).values() if hasattr(value, "__dict__") else ())
+    return list(cells.values())
 
 
 def carry_hooks(tensor: Tensor, copied: Tensor, copies: dict[int, Any]) -> None:

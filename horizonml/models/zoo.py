@@ -179,7 +179,7 @@ def build(
             torch.default_generator.manual_seed(seed)
             return seeded(lambda: _call(spec, constructor), seed, recorded)
 
-    if _has_plain(model):  # which parts of a chain take as they are
+    if _has_plain(model) or _reads_in_train(model):  # which parts of a chain take as they are
         (model, _), tape = make(), Tape()
     _refuse_unusual(spec, model)
     if (shared := sharing(model)) is not None and cutting.by != "nothing":
@@ -318,6 +318,16 @@ def _has_plain(model: nn.Module) -> bool:
     known = {id(tensor) for tensor in _tensors(model).values()}
     held = (value for module in model.modules() for value in vars(module).values())
     return any(isinstance(value, Tensor) and value.is_meta and id(value) not in known for value in held)
+
+
+def _reads_in_train(model: nn.Module) -> bool:
+    """Return whether a `train` of the author's own needs the value of a tensor, such as a counter of steps."""
+    try:
+        with tried_out(model):
+            model.train()
+    except RuntimeError:  # includes NotImplementedError
+        return True
+    return False
 
 
 def _require_same(recorded: nn.Module, made: nn.Module) -> None:

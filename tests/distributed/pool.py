@@ -5,6 +5,7 @@ Importing torch takes a second of processor time, so these are forked, and all t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import traceback
@@ -23,7 +24,9 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "horizonml.engine.session", "horizonml.models.zoo"])
+        context.set_forkserver_preload(
+            ["torch.distributed", "horizonml.engine.session", "horizonml.models.zoo", "torch._dynamo"]
+        )
         self._runs = 0
         self._connections: list[Connection] = []
         self._processes = []
@@ -73,6 +76,7 @@ def _serve(connection: Connection, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     while True:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horizonml.errors import ModelError
 from horizonml.machine.torchvision import import_torchvision
@@ -48,6 +48,24 @@ def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> N
     chain = Chain(original, InputSpec.of(shape_of(name)))
     assert len(chain) >= 14
     compare_with_model(original, chain, (torch.randn(2, *shape_of(name)),))
+
+
+class MixesRows(nn.Sequential):
+    """Computes with the number of rows, in ways that are the same for one row and for two."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        found: Tensor = self[0](value.flatten(1))
+        found = found.roll(found.size(0) // 4, 0) * (1 + value.shape[0] // 12)
+        few = found[: 1 + found.shape[0] // 8]
+        return self[2](self[1](found) - few.mean(0, keepdim=True))
+
+
+def test_what_is_computed_from_the_number_of_rows_is_computed_for_every_batch() -> None:
+    for rows in (2, 13, 24):
+        original = MixesRows(nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 10))
+        chain = Chain(original, InputSpec.of((1, 8, 8)))
+        assert len(chain) > 2
+        compare_with_model(original, chain, (torch.randn(rows, 1, 8, 8),))
 
 
 @pytest.mark.parametrize("name", EACH)
