@@ -307,6 +307,63 @@ class LooksAtTheOneBefore(Base):
         self.last = _OpensAfter(self.first)
 
 
+SETTINGS = {"scale": 1.0}
+
+
+class _SetsAGlobal(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        if self.is_late:
+            SETTINGS["scale"] = 0.5
+        return super().forward(value)
+
+
+class _ReadsAGlobal(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value) * SETTINGS["scale"]
+
+
+class SetsAGlobalLater(Base):
+    block = _SetsAGlobal
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = _ReadsAGlobal()
+
+
+class _Prunes(_Counts):
+    def forward(self, value: Tensor) -> Any:
+        found = super().forward(value)
+        return found[:, : WIDTH // 2] if self.is_late else found
+
+
+class _Pads(Block):
+    def forward(self, value: Tensor) -> Tensor:
+        missing = WIDTH - value.shape[1]
+        return super().forward(nn.functional.pad(value, (0, missing)) if missing else value)
+
+
+class PrunesLater(Base):
+    block = _Pads
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Prunes(), nn.Sequential(Block(), Block())
+
+
+class KeepsAList(SetsAFlagAtItsEnd):
+    """Decides by the length of a list that it extends at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[Tensor] = []
+
+    def forward(self, value: Tensor) -> Tensor:
+        found = super().forward(value if len(self._seen) < LATE_AFTER else value * 0.5)
+        if self.training:
+            self._seen.append(found.detach().mean())
+        return found
+
+
 LISTS = "the model's forward goes through all parameters or buffers"
 LATE: list[tuple[type[Base], str]] = [
     (WarmsUp, "middle returns 0.5 where it returned 0.0"),
@@ -320,6 +377,9 @@ LATE: list[tuple[type[Base], str]] = [
     (CollectsLosses, "middle returns other values beside its tensors than when the model was cut"),
     (GoesThroughBuffers, LISTS),
     (ReadsItsState, LISTS),
+    (SetsAGlobalLater, "SETTINGS has changed"),
+    (PrunesLater, "each sample's tensors that leave stage 0 have the shapes [[8]], and had [[16]]"),
+    (KeepsAList, "_seen has changed"),
     (SetsItsClassLater, "_Tempered.temperature has changed"),
     (DrawsLater, "the code of layers"),
     (HalvesLater, "what leaves stage 0 is of torch.bfloat16 now, and was of torch.float32"),

@@ -218,6 +218,7 @@ REFUSALS = {
     "CountsInADictionary": "state, which its code sets",
     "CountsByIterator": "its outputs differ",
     "ReadsWhatABlockCounts": "sets passes, which ReadsWhatABlockCounts reads",
+    "OrdersRows": "needs rows in the order of the whole batch",
     "ReadsAProperty": "sets calls, which ReadsAProperty reads",
     "ReadsACounterInTrain": "sets calls, which train reads",
     "SeedsInForward": "seeds PyTorch's random numbers",

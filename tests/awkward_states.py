@@ -311,6 +311,37 @@ class ReadsAProperty(Base):
         return super().forward(value) * (0.5 if self.middle.is_ready else 1.0)
 
 
+class OrdersRows(Base):
+    """Puts the rows of a batch into an order, and back: members of a stage know the order of their own rows only."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.flatten(1)
+        order = value.abs().sum(1).argsort(descending=True)
+        found = self.last(self.middle(self.first(self.stem(value[order]))))
+        return self.head(found[order.argsort()])
+
+
+class OrdersRowsByHand(Base):
+    """Does the same by operations of which no graph can be recorded."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        value = value.flatten(1)
+        rows, positive = torch.arange(len(value)), value[:, 0] > 0
+        order = torch.cat([rows[positive], rows[~positive]])
+        found = self.last(self.middle(self.first(self.stem(value)[order])))
+        placed = torch.empty_like(found)
+        placed[order] = found
+        return self.head(placed)
+
+
+class HasNormalisedWeights(Base):
+    """Computes a weight in a hook, and keeps it: a tensor with a history, which nothing can copy as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.utils.weight_norm(self.first.inner)
+
+
 class ReadsACounterInTrain(Base):
     """Decides on modes by a buffer that its forward counts, which constructing it without memory cannot read."""
 

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -447,3 +448,36 @@ def loud(num_classes: int = 10) -> nn.Sequential:
         nn.Flatten(), nn.Linear(64, 63), nn.Tanh(), Loud(), Quiet(), nn.Linear(63, 64), nn.Tanh(),
         nn.Linear(64, num_classes),
     )  # fmt: skip
+
+
+class _SeesLater(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3 * 32 * 32, 10)
+        self.register_buffer("seen", None)
+
+    def forward(self, value: Tensor) -> Tensor:
+        if self.seen is None:
+            self.seen = torch.zeros(())
+        return super().forward(value.flatten(1)) + self.seen
+
+
+class MakesABufferLater(nn.Sequential):
+    """Has a buffer that its forward makes when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__(_SeesLater())
+
+
+class MakesAModuleLater(nn.Module):
+    """Makes a layer once it knows how wide that must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * 32 * 32, 8)
+        self.head = None
+
+    def forward(self, value: Tensor) -> Any:
+        found = self.first(value.flatten(1))
+        if self.head is None:
+            self.head = nn.Linear(int(found.shape[-1]), 10)
+        return self.head(found)

@@ -368,6 +368,13 @@ class StageRuntime:
                 f"a tensor that leaves stage {self.number} has {wrong} rows for {count(rows, 'sample')}; "
                 "what travels between stages must have a row for each sample"
             )
+        shapes = [list(value.shape[1:]) for value in left]
+        wanted = [list(spec.shape) for spec in self._exit.tensors]
+        if shapes != wanted:
+            raise ModelError(
+                f"each sample's tensors that leave stage {self.number} have the shapes {shapes}, and had {wanted} when "
+                "the model was cut; what travels between stages must not change its shape"
+            )
         kinds = [value.dtype for value in left]
         before = self._kinds.setdefault(torch.is_grad_enabled(), kinds)
         if kinds != before:

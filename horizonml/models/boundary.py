@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from horizonml.data.tensors import TensorSpec
 
@@ -54,6 +54,41 @@ class Boundary:
     def differentiable(self, values: Values) -> Values:
         """Return those of the tensors whose gradients travel back."""
         return tuple(value for tensor, value in zip(self.tensors, values, strict=True) if tensor.differentiable)
+
+
+@torch.no_grad()
+def depends_on_rows(parts: Sequence[nn.Module], inputs: Values) -> int | None:
+    """Return the first part that needs rows of the batch in the order in which they were together before, or None.
+
+    A model may order rows by their length, say, and put them back at its end. Members of a stage order their own rows
+    only, so a stage with other members finds rows where it does not expect them. What depends on the whole batch in any
+    case, such as a mean, is none of this.
+    """
+    half = len(inputs[0]) // 2
+    together, alone = inputs, [tuple(value[:half] for value in inputs), tuple(value[half:] for value in inputs)]
+    apart: list[tuple[int, Values]] = []
+    for index, part in enumerate(parts):
+        together, *alone = (flat(part.eval()(*values)) for values in (together, *alone))
+        put = tuple(map(torch.cat, zip(*alone, strict=True)))
+        if not _are_close(together, put):
+            apart.append((index + 1, put))
+    if apart and apart[-1][0] == len(parts):
+        return None
+    for index, values in apart:
+        for part in parts[index:]:
+            values = flat(part(*values))
+        if not _are_close(together, values):
+            return index
+    return None
+
+
+def _are_close(some: Values, others: Values) -> bool:
+    return all(
+        torch.allclose(one, other, 1e-3, 1e-4 * max(1e-3, float(one.abs().max())), equal_nan=True)
+        if one.is_floating_point()
+        else torch.equal(one, other)
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def values_of(result: Tensor | Values) -> Values:

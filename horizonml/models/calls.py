@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from horizonml.data.tensors import TensorSpec
 from horizonml.models.boundary import flat
 from horizonml.models.skeleton import Forward, Skeleton
-from horizonml.models.tracing import Attributes, tried_out
+from horizonml.models.tracing import Attributes, nothing_made, tried_out
 
 Result = tuple[int, int]
 """A tensor that a unit returned: the number of the call, and the tensor's place in what it returned.
@@ -220,7 +220,7 @@ class _Run:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, frozenset[Source], frozenset[Result]]:
         """Return the model's result, what it is made of, and the results that the glue has changed."""
-        with torch.no_grad(), self.tracker:
+        with torch.no_grad(), self.tracker, nothing_made(self._root):
             result = self._root(*args, **kwargs)
             changed = frozenset(found for found, tensor in self._results.items() if tensor._version)
             return result, self.tracker.of(result) | self.tracker.control, changed

@@ -14,7 +14,7 @@ from torch import nn
 from horizonml.errors import ModelError
 from horizonml.models.chain import Chain
 from horizonml.models.structure import LISTS, Structure
-from horizonml.models.tracing import Untraceable
+from horizonml.models.tracing import MadeLater, Untraceable
 from horizonml.models.whole import Uncut
 from horizonml.tasks.task import InputSpec
 
@@ -60,6 +60,8 @@ def cut(model: nn.Module, input: InputSpec, cutting: Cutting = AUTOMATIC) -> tup
         return structure, _note(model, structure, cutting.reason)
     try:
         chain = Chain(model, input)
+    except MadeLater:
+        raise
     except ModelError as problem:
         return _without_graph(model, input, cutting, problem)
     if cutting.by == "graph" or not any(_has_list(module) for module in chain.whole_modules()):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
-from horizonml.models.boundary import Boundary, Values, flat, values_of
+from horizonml.models.boundary import Boundary, Values, depends_on_rows, flat, values_of
 from horizonml.models.cutting import Cutting
 from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
@@ -62,20 +62,21 @@ def prove(model: Model, inputs: Values) -> Cutting:
     """Return how to cut a model so that its layers compute what it computes: as it is cut, if they do.
 
     Where they do not, the model is cut by its modules, between those of them that allow it; if that fails, too, it is
-    not cut. Raises ModelError if the model itself does not run on these inputs.
+    not cut. Most runs are on the first two samples; more of them show what depends on the order of rows. Raises
+    ModelError if the model itself does not run on these inputs.
     """
     if len(model.chain) == 1:
         return model.cutting
-    started = time.monotonic()
+    started, few = time.monotonic(), _first(inputs)
     whole = model.stage(0, len(model.chain))
     assert isinstance(whole, WholeModule)
     try:
         with _alone(), tried_out(whole.horizonml_root):
-            drawing = _drawing(whole, inputs)
+            drawing = _drawing(whole, few)
         with _alone(), own_state_kept(whole.horizonml_root):
             state = OwnState(whole.horizonml_root)
             shared: dict[str, None] = {}  # an ordered set
-            truth = _observe(_run_whole(whole), [whole], inputs, lambda: shared.update(dict.fromkeys(state.changed())))
+            truth = _observe(_run_whole(whole), [whole], few, lambda: shared.update(dict.fromkeys(state.changed())))
     except HorizonError:
         raise
     except Exception as error:  # the model's own code runs here, and may fail in any way
@@ -116,6 +117,10 @@ def prove(model: Model, inputs: Values) -> Cutting:
 
     kept = _most(sorted(points), is_right)
     return by_modules(frozenset(kept)) if kept else Cutting("nothing", reason=first)
+
+
+def _first(inputs: Values) -> Values:
+    return tuple(value[:2] for value in inputs)
 
 
 def check_shared(model: Model, inputs: Values) -> None:
@@ -176,7 +181,9 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
     try:
         parts = [model.stage(index, index + 1) for index in range(len(model.chain))]
         with _alone(), own_state_kept(root):
-            found = _observe(_run_parts(model, parts), parts, inputs)
+            found = _observe(_run_parts(model, parts), parts, _first(inputs))
+            orders = inputs, tuple(value.flip(0) for value in inputs)  # in one of which the rows are not in order
+            number = next(filter(None, (depends_on_rows(parts, order) for order in orders)), None)
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise
@@ -186,6 +193,9 @@ def _difference(model: Model, root: nn.Module, truth: Sequence[_Seen], inputs: V
         if difference is not None:
             place, words = difference
             return f"{_place(root, place)}{words}"
+    if number is not None:
+        layer = model.chain.names[number]
+        return f"in {_owner(root)}, {layer} needs rows in the order of the whole batch, of which members have a part"
     return None
 
 

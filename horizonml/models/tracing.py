@@ -28,6 +28,10 @@ class Untraceable(ModelError):
     """A model's forward pass cannot be recorded as a graph."""
 
 
+class MadeLater(ModelError):
+    """A forward makes parameters or buffers that are not there once the model has been constructed."""
+
+
 class _Hidden(Exception):
     """A module's forward does something that a graph would not show: the module must stay in one piece."""
 
@@ -288,16 +292,50 @@ class Attributes:
 
 @contextmanager
 def tried_out(model: nn.Module) -> Iterator[None]:
-    """Let a model run without consequences: its modes and attributes are as before afterwards."""
+    """Let a model run without consequences: its modes and attributes are as before afterwards. Raises MadeLater."""
     modes, attributes = [(module, module.training) for module in model.modules()], Attributes(model)
     try:
-        with own_state_kept(model), torch.random.fork_rng(devices=[]), python_seeded(0):
+        with nothing_made(model), own_state_kept(model), torch.random.fork_rng(devices=[]), python_seeded(0):
             torch.default_generator.manual_seed(0)  # all ranks must see the same
             yield
     finally:
         attributes.restore()
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def nothing_made(model: nn.Module) -> Iterator[None]:
+    """Raise MadeLater if a model makes modules or buffers, which checkpoints and other stages would not have."""
+    registered = [(path, module, _registered(module)) for path, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        made = [(path, one) for path, module, before in registered for one in _taken_away(module, before)]
+        if made:
+            name = ".".join(filter(None, made[0]))
+            raise MadeLater(
+                f"the forward of {type(model).__name__} makes {name} when it is first called; make it in the "
+                "constructor, so that checkpoints have it and every device makes the same"
+            )
+
+
+def _registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return dict(module._modules), dict(module._buffers)
+
+
+def _taken_away(module: nn.Module, before: Sequence[dict[str, Any]]) -> list[str]:
+    """Remove the modules and buffers of a module that were not there before, and return their names."""
+    found = []
+    registries: tuple[dict[str, Any], ...] = (module._modules, module._buffers)
+    for names, held in zip(registries, before, strict=True):
+        for name in [name for name, one in names.items() if one is not None and held.get(name) is None]:
+            made = names.pop(name)
+            if name in held:
+                names[name] = None
+            if isinstance(made, Tensor) or made.state_dict():
+                found.append(name)
+    return found
 
 
 class _Tensors:

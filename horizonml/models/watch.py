@@ -7,6 +7,7 @@ and the model's own forward reads, is noticed here: each part has its own copy, 
 from __future__ import annotations
 
 import dis
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -24,6 +25,7 @@ from horizonml.text import printable
 
 _ONLY_ONCE = ("__init__", "reset_parameters", "extra_repr", "load_state_dict")  # which no step calls
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set, deque)
 _MOST_SHOWN = 100  # characters of a value
 _OF_EVERY = frozenset(nn.Module().__dict__)  # the attributes of every module
 _FEW = 16  # numbers of a buffer on which a decision may depend
@@ -39,10 +41,16 @@ class Watch:
     def __init__(self, part: nn.Module, model: nn.Module) -> None:
         """Find out what to watch in a part of a model."""
         modules = dict(vars(part).get("horizonml_root", part).named_modules())
-        places = sorted(_shared(model) | set_and_read(model).keys())
+        places = sorted(_shared(model) | set_and_read(model).keys() | _around_units(part))
         self._places = [(path, modules[path], name) for path, name in places if path in modules]
         kinds = {base for module in model.modules() for base in type(module).__mro__ if not _is_torch(base)}
         self._kinds = sorted(kinds - {object}, key=lambda kind: kind.__qualname__)
+        self._globals = {
+            name: function.__globals__
+            for _, function in itertools.chain.from_iterable(map(_methods, self._kinds))
+            for name in function.__code__.co_names
+            if isinstance(function.__globals__.get(name, object), _PLAIN + _CONTAINERS)
+        }
         self._held: dict[str, tuple[Any, Any]] = {}
         self._parts = frozenset(map(id, parts_of(vars(part).get("horizonml_root", part))))
 
@@ -52,6 +60,7 @@ class Watch:
         for kind in self._kinds:
             plain = ((name, value) for name, value in vars(kind).items() if isinstance(value, _PLAIN))
             now |= {f"{kind.__qualname__}.{name}": value for name, value in plain if not name.startswith("__")}
+        now |= {name: space.get(name) for name, space in self._globals.items()}
         if not self._held:
             self._held = {name: (_form(value), copy_of(value, self._parts)) for name, value in now.items()}
         for name, (form, copy) in self._held.items():
@@ -75,11 +84,11 @@ def set_everywhere(part: nn.Module) -> dict[str, str]:
     if not isinstance(part, ModuleSlice):
         return {}
     return {
-        f"{path}.{name}".lstrip("."): repr(value)[:_MOST_SHOWN]
+        f"{path}.{name}".lstrip("."): "a tensor" if isinstance(value, Tensor) else repr(value)[:_MOST_SHOWN]
         for path, module in part.horizonml_root.named_modules()
         if not part.has_in_unit(path)
         for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name not in ("training", "forward") and not name.startswith("_")
+        if isinstance(value, (*_PLAIN, Tensor)) and name not in _OF_EVERY
     }
 
 
@@ -102,6 +111,19 @@ def _form(value: Any) -> Any:
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
         return value
     return [leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__ for leaf in leaves]
+
+
+def _around_units(part: nn.Module) -> set[tuple[str, str]]:
+    """Return the lists and the like of modules whose code all parts run, though not all to its end."""
+    if not isinstance(part, ModuleSlice):
+        return set()
+    around = ((path, one) for path, one in part.horizonml_root.named_modules() if not part.has_in_unit(path))
+    return {
+        (path, name)
+        for path, module in around
+        for name, value in vars(module).items()
+        if isinstance(value, _CONTAINERS) and name not in _OF_EVERY
+    }
 
 
 def _shared(model: nn.Module) -> set[tuple[str, str]]:
@@ -141,7 +163,7 @@ def set_and_read(model: nn.Module) -> dict[tuple[str, str], str]:
         if kind not in kinds:
             continue
         own = _functions(kind)
-        containers = {name for name, value in vars(module).items() if isinstance(value, list | dict | set | deque)}
+        containers = {name for name, value in vars(module).items() if isinstance(value, _CONTAINERS)}
         changes = _set_by(kind) | set(module._buffers) | containers - _OF_EVERY
         if "train" in own:
             found |= {(path, name): "train" for name in changes & _reads_of(own, "train")}
@@ -159,16 +181,21 @@ def _is_torch(kind: type) -> bool:
 def _functions(kind: type) -> dict[str, list[CodeType]]:
     """Return the code of a class and its bases that steps may call, by the names of methods and properties."""
     found: dict[str, list[CodeType]] = {}
-    for base in kind.__mro__:
-        for name, value in vars(base).items() if not _is_torch(base) else ():
-            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if isinstance(function, FunctionType) and name not in _ONLY_ONCE:
-                found.setdefault(name, []).append(function.__code__)
-                for called in function.__code__.co_names:  # functions beside the class
-                    helper = function.__globals__.get(called)
-                    if isinstance(helper, FunctionType) and helper.__module__ == base.__module__:
-                        found.setdefault(f"{called}()", []).append(helper.__code__)
+    for name, function in itertools.chain.from_iterable(map(_methods, kind.__mro__)):
+        found.setdefault(name, []).append(function.__code__)
+        for called in function.__code__.co_names:  # functions beside the class
+            helper = function.__globals__.get(called)
+            if isinstance(helper, FunctionType) and helper.__module__ == function.__module__:
+                found.setdefault(f"{called}()", []).append(helper.__code__)
     return found
+
+
+def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the functions of a class, without its bases, that steps may call."""
+    for name, value in vars(kind).items() if not _is_torch(kind) else ():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(function, FunctionType) and name not in _ONLY_ONCE:
+            yield name, function
 
 
 def _set_by(kind: type) -> set[str]:

@@ -359,11 +359,13 @@ def materialise(
     for constant in getattr(module, "horizonml_constants", {}).values():
         if constant.is_meta:
             values[id(constant)] = tape.replay(constant, seed)
-    cells = _prepare_functions(module, values)
+    for inner in module.modules():
+        for value in vars(inner).values():  # what a hook has computed of parameters, such as a normalised weight
+            if isinstance(value, Tensor) and not value.is_leaf:
+                values[id(value)] = value.detach().clone()
+    fill = _prepare_functions(module, values)
     made = copy.deepcopy(module, values)
-    for cell, copied in cells:
-        with suppress(ValueError):  # it is empty
-            copied.cell_contents = copy.deepcopy(cell.cell_contents, values)
+    fill()
     copy_persistence(module, made)
     for name, tensor in module.named_parameters():
         if name not in held:
@@ -371,25 +373,30 @@ def materialise(
     return made
 
 
-def _prepare_functions(module: nn.Module, copies: dict[int, Any]) -> list[tuple[CellType, CellType]]:
+def _prepare_functions(module: nn.Module, copies: dict[int, Any]) -> Callable[[], None]:
     """Add copies of the functions that a model's modules hold and that remember something, which `deepcopy` shares.
 
-    Returns what they remember, with what the copies remember, which is to be filled.
+    Returns what copies all that they remember, once there are copies of the modules.
     """
     cells: dict[int, tuple[CellType, CellType]] = {}
+    functions: list[tuple[FunctionType, FunctionType]] = []
     waiting, seen = deque[Any](value for inner in module.modules() for value in vars(inner).values()), set[int]()
     while waiting:
         value = waiting.popleft()
         if id(value) in seen or isinstance(value, Tensor | nn.Module):
             continue
         seen.add(id(value))
-        if isinstance(value, FunctionType) and value.__closure__ and is_own_file(value.__code__.co_filename):
-            own = tuple(cells.setdefault(id(cell), (cell, CellType()))[1] for cell in value.__closure__)
-            copied = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, own)
-            copied.__kwdefaults__, copied.__qualname__ = value.__kwdefaults__, value.__qualname__
-            copied.__dict__.update(value.__dict__)
+        if isinstance(value, FunctionType) and is_own_file(value.__code__.co_filename):
+            closure = value.__closure__ or ()
+            if not closure and not value.__defaults__ and not value.__kwdefaults__:
+                continue
+            own = tuple(cells.setdefault(id(cell), (cell, CellType()))[1] for cell in closure)
+            copied = FunctionType(value.__code__, value.__globals__, value.__name__, None, own)
+            copied.__qualname__ = value.__qualname__
             copies[id(value)] = copied
-            for cell in value.__closure__:
+            functions.append((value, copied))
+            waiting.extend(value.__defaults__ or ())
+            for cell in closure:
                 with suppress(ValueError):
                     waiting.append(cell.cell_contents)
         elif isinstance(value, dict):
@@ -402,7 +409,17 @@ def _prepare_functions(module: nn.Module, copies: dict[int, Any]) -> list[tuple[
             waiting.append(value.__self__)
         elif is_own(value.__class__):
             waiting.extend(vars(value).values() if hasattr(value, "__dict__") else ())
-    return list(cells.values())
+
+    def fill() -> None:
+        for cell, own in cells.values():
+            with suppress(ValueError):  # it is empty
+                own.cell_contents = copy.deepcopy(cell.cell_contents, copies)
+        for function, copied in functions:
+            copied.__defaults__ = copy.deepcopy(function.__defaults__, copies)
+            copied.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, copies)
+            copied.__dict__.update(copy.deepcopy(function.__dict__, copies))
+
+    return fill
 
 
 def carry_hooks(tensor: Tensor, copied: Tensor, copies: dict[int, Any]) -> None:

@@ -10,7 +10,7 @@ from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.calls import arguments
-from horizonml.models.tracing import tried_out
+from horizonml.models.tracing import MadeLater, tried_out
 from horizonml.tasks.task import InputSpec
 
 _REGISTRIES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -106,6 +106,8 @@ def _returned(model: nn.Module, input: InputSpec, rows: int) -> tuple[object, ..
         with tried_out(model):
             model.eval()
             return flat(torch.func.functional_call(model, zeros, args, kwargs))
+    except MadeLater:
+        raise
     except Exception as error:  # the model's own code runs here, and may fail in any way
         if is_out_of_memory(error):
             raise

@@ -32,8 +32,9 @@ from horizonml.planner.strategies import may_cut
 from horizonml.text import count, human_bytes, human_seconds
 
 _log = logging.getLogger(__name__)
-_FORMAT = 1
-_ROWS = 2
+_FORMAT = 2
+_ROWS, _FEW_ROWS = 8, 4  # fewer where those of one sample are large
+_MOST_BYTES = 8 << 20  # of a tensor between two layers, for one sample
 _COPIES = 6  # of the parameters, with gradients, that the comparison holds
 _TOLD_SECONDS = 1.0
 _shared: set[int] = set()  # the models whose shared parameters have been looked at
@@ -125,14 +126,15 @@ def _is_too_large(model: Model) -> bool:
 
 def _samples(job: Job, model: Model, info: DataInfo) -> tuple[Values, str]:
     """Return a few inputs: training samples where this machine has the data, or else random ones; and what they are."""
-    rows = max(1, min(_ROWS, info.train))
+    largest = max(boundary.bytes_per_sample for boundary in model.chain.boundaries)
+    rows = max(1, min(_ROWS if largest <= _MOST_BYTES else _FEW_ROWS, info.train))
     try:
         data = load(job.data, info, cache_folder() / "data", inputs=True, targets=False)
         found = data.batch(True, torch.arange(rows), name_seed(job.seed, "cuts")).inputs(0, rows)
         return values_of(found), f"{count(rows, 'training sample')}"
     except DataError as error:
         _log.info("the model is compared with its layers on random samples: %s", error)
-        return model.chain.boundaries[0].example(_ROWS), "random samples"
+        return model.chain.boundaries[0].example(rows), "random samples"
 
 
 def _key(job: Job, model: Model) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Optimizer:
             tensors,
             gradients,
             [entries.get("momentum_buffer") for entries in kept],
-            fused=True,
+            fused=_is_fused(tensors),
             foreach=False,
             weight_decay=spec.weight_decay,
             momentum=spec.momentum,
@@ -109,7 +109,7 @@ class Optimizer:
             [entries["exp_avg_sq"] for entries in kept],
             [],
             [entries["step"] for entries in kept],
-            fused=True,
+            fused=_is_fused(tensors),
             foreach=False,
             decoupled_weight_decay=spec.name == "adamw",
             amsgrad=False,
@@ -120,6 +120,11 @@ class Optimizer:
             eps=1e-8,
             maximize=False,
         )
+
+
+def _is_fused(tensors: list[Tensor]) -> bool:
+    """Return whether the fused kernels update these; PyTorch's for SGD leave numbers of 16 bits on CPUs as they are."""
+    return all(tensor.dtype in (torch.float32, torch.float64) or tensor.device.type != "cpu" for tensor in tensors)
 
 
 def _lay_alike(parameter: nn.Parameter, entries: dict[str, Tensor]) -> None:

@@ -49,14 +49,15 @@ def made(row: Row) -> Model:
 def proven(row: Row) -> Cutting | str:
     """How a model may be cut, as rank 0 finds out for all, or why the model is refused."""
     try:
-        return prove(made(row), (RandomBatch(0).inputs(0, 2),))
+        return prove(made(row), (RandomBatch(0).inputs(0, 8),))
     except ModelError as error:
         return str(error)
 
 
 def plan_for(members: tuple[tuple[int, ...], ...], layers: int) -> Plan:
     """A plan of this shape, with as many of its stages as there are layers."""
-    used = members if layers >= len(members) else (*members[: layers - 1], members[-1])
+    rest = tuple(rank for ranks in members[layers - 1 :] for rank in ranks)
+    used = members if layers >= len(members) else (*members[: layers - 1], rest)
     cuts = [layers * place // len(used) for place in range(len(used) + 1)]
     return Plan(
         tuple(

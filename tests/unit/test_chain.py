@@ -141,6 +141,8 @@ def test_models_that_cannot_be_chains_are_refused(
             r"returns \[7\] values per sample, but the data needs 10",
         ),
         (ModelSpec(name="vit_b_16", options={"image_size": 33}), "cannot be built"),
+        (ModelSpec(name="tests.models:MakesABufferLater"), r"makes 0\.seen when it is first called; make it in the"),
+        (ModelSpec(name="tests.models:MakesAModuleLater"), "makes head when it is first called; make it in the"),
     ],
 )
 def test_wrong_models_are_named(spec: ModelSpec, words: str) -> None:

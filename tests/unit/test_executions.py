@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.engine.execution import Compiled, convert, memory_format, runs_for
@@ -129,6 +129,19 @@ def test_updates_do_not_depend_on_how_gradients_and_state_lie(optimizer: Sgd | A
         results.append(weight.detach().clone(memory_format=torch.contiguous_format))
     assert torch.equal(*results)
     assert lies_alike(torch.zeros(4, 3, 1, 1), torch.zeros(4, 3, 1, 1).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_16_bits_are_updated_as_by_pytorch(dtype: torch.dtype) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(40, dtype=dtype)) for _ in range(2))
+    optimizer = torch.optim.SGD([theirs], 0.1, momentum=0.9, weight_decay=0.01, foreach=False)
+    updates, state = Optimizer(Sgd(momentum=0.9, weight_decay=0.01)), dict[str, dict[str, Tensor]]()
+    for _ in range(3):
+        ours.grad, theirs.grad = (torch.full((40,), 0.5, dtype=dtype) for _ in range(2))
+        updates.step({"weight": ours}, state, 0.1)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+    assert float(theirs.detach()[0]) < 0.8
 
 
 def test_a_run_of_layers_has_the_modules_of_its_stage_and_the_results_of_its_boundary() -> None:
