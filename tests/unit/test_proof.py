@@ -80,7 +80,7 @@ def test_a_comparison_is_remembered_until_the_code_changes(tmp_path: Path, monke
         ways.append(proven_cutting(job, model_for(job, info), info, told.append).by)
     assert ways == ["any", "any", "modules"]
     assert len(list((tmp_path / "cache" / "cuts").iterdir())) == 2
-    assert "its 2 layers compute what the model computes, on 2 training samples" in told[-1]
+    assert "its 2 layers compute what the model computes, on 8 training samples" in told[-1]
     assert len(told) < 3  # what was compared before is not compared again
 
 
