@@ -15,7 +15,7 @@ from typing import IO, Self
 
 import psutil
 
-import horizonml.chaos.cluster as chaos
+import benchmarks.chaos.cluster as chaos
 from benchmarks.faults_read import Trace, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from horizonml.chaos.accounting import read_records
+from benchmarks.chaos.accounting import read_records
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from horizonml.chaos.network import Networks
+from benchmarks.chaos.network import Networks
 from horizonml.security.token import TOKEN_FILE, make_token, save_token
 
 _FOUND = re.compile(r"^found .* \(after ([\d.]+) s\)", re.MULTILINE)

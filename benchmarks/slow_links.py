@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.network import NoNetworks
 from benchmarks.harness import machine
 from benchmarks.slow_links_run import STOP, Failed, Wanted, run
 from benchmarks.slow_links_ways import TASKS, WAYS, Way
-from horizonml.chaos.network import NoNetworks
 from horizonml.files import write_atomically
 
 MEASURED = Path(__file__).resolve().parent / "measured" / "slow-links.json"

@@ -39,7 +39,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 def address(rank: int) -> str:
-    """Return a rank's address, as `horizonml.chaos.network` gives them."""
+    """Return a rank's address, as `benchmarks.chaos.network` gives them."""
     return f"10.251.1.{1 + rank}"
 
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.chaos.accounting import read_records
+from benchmarks.chaos.network import Networks
 from benchmarks.slow_links_ways import TASKS, Way
-from horizonml.chaos.accounting import read_records
-from horizonml.chaos.network import Networks
 from horizonml.machine.signals import LAUNCHER, launcher_name
 from horizonml.security.token import TOKEN, make_token
 

@@ -16,7 +16,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from horizonml.chaos import network
+from benchmarks.chaos import network
 
 ROOT = Path(__file__).resolve().parent.parent
 TENSORFLOW = ROOT / "examples" / "horovod_tensorflow"

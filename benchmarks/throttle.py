@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from horizonml.chaos.cluster import Cluster
+from benchmarks.chaos.cluster import Cluster
 from horizonml.cli.tables import print_table
 
 JOB = """

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from horizonml.chaos.network import Networks
+from benchmarks.chaos.network import Networks
 
 WAYS = ("plain gloo", "tunnel, plain", "tunnel, TLS")
 STRATEGIES = ("ddp", "pipeline")

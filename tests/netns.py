@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from horizonml.chaos.network import Networks
+from benchmarks.chaos.network import Networks
 from horizonml.runtime.forkserver import SERVER
 from tests.distributed.processes import environment
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 
-from horizonml.chaos import network
+from benchmarks.chaos import network
 
 ALL = "HORIZONML_TEST_ALL"  # set where every program is promised, as in CI: one that is missing is a failure there
 WITHOUT = "HORIZONML_TEST_WITHOUT"  # programs that are not promised nevertheless, separated by spaces

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +12,6 @@ from typer.core import TyperArgument
 
 from horizonml import __version__
 from horizonml.cli.bench import app as bench
-from horizonml.cli.chaos import chaos
 from horizonml.cli.cluster import app as cluster
 from horizonml.cli.export import export
 from horizonml.cli.jobs import init, schema, validate
@@ -24,6 +26,7 @@ from horizonml.cli.train import train
 from horizonml.cli.up import join, up
 from horizonml.cli.watch import watch
 from horizonml.cli.what_if import what_if
+from horizonml.errors import JobError
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
@@ -39,6 +42,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def chaos(context: typer.Context) -> None:
+    """Go on with `python -m benchmarks.chaos`, which lies in the repository and no longer in the package."""
+    words = "horizonml chaos is now called python -m benchmarks.chaos"
+    if not Path("benchmarks/chaos").is_dir():
+        raise JobError(f"{words}, in the folder of HorizonML's repository")
+    print(f"warning: {words}", file=sys.stderr, flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.chaos", *context.args])  # noqa: S606
+
+
 for command in (train, up, join, init, validate, schema, plan, simulate, profile):
     app.command()(command)
 # What comes after a command to start belongs to that command.
@@ -53,7 +66,7 @@ app.command()(watch)
 app.command()(top)
 app.command("what-if")(what_if)
 app.command()(log)
-app.command()(chaos)
+app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(chaos)
 app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
 

@@ -48,7 +48,10 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def begin(folder: Path, *arguments: str, env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
-    """Start a command whose output is text."""
+    """Start a command whose output is text: one of `horizonml`, or one of `benchmarks` by its name."""
+    if arguments[0].startswith("benchmarks."):
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, **options)
     command = [sys.executable, "-m", "horizonml", *arguments]
     return fork(command, server().address, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, **options)
 

@@ -14,10 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from horizonml.chaos.cluster import Cluster
-from horizonml.chaos.faults import FAULTS
+from benchmarks.chaos.cluster import Cluster
+from benchmarks.chaos.faults import FAULTS
 from tests.distributed.processes import horizonml, ours, wait_for
 from tests.programs import need_networks
+
+CHAOS = "benchmarks.chaos"
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +28,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 def test_a_job_that_is_killed_and_paused_goes_on_and_its_goodput_is_measured(folder: Path) -> None:
     done = horizonml(
-        folder, "chaos", "job.yaml", "--faults", "kill,pause", "--every", "10s", "--for", "20s", "--reference", "2s",
+        folder, CHAOS, "job.yaml", "--faults", "kill,pause", "--every", "10s", "--for", "20s", "--reference", "2s",
         "--restart-after", "500ms", "--out", "out", "--set", "checkpoint.every_steps=20", HORIZONML_TEST=str(folder),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +50,7 @@ def test_a_job_that_is_killed_and_paused_goes_on_and_its_goodput_is_measured(fol
 
 def test_a_rank_that_does_not_come_back_is_named_with_its_log(folder: Path) -> None:
     done = horizonml(
-        folder, "chaos", "job.yaml", "--faults", "kill", "--every", "5s", "--for", "10s", "--reference", "1s",
+        folder, CHAOS, "job.yaml", "--faults", "kill", "--every", "5s", "--for", "10s", "--reference", "1s",
         "--restart-after", "1h", "--deadline", "2s", "--out", "out", HORIZONML_TEST=str(folder),
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
@@ -64,7 +66,7 @@ def test_a_rank_that_does_not_come_back_is_named_with_its_log(folder: Path) -> N
 def test_a_job_that_cannot_start_says_why_at_once(folder: Path) -> None:
     job = folder / "job.yaml"
     job.write_text(job.read_text().replace("samples: 300", "folder: nowhere").replace("name: digits", "name: folder"))
-    done = horizonml(folder, "chaos", "job.yaml", "--faults", "kill", "--out", "out", HORIZONML_TEST=str(folder))
+    done = horizonml(folder, CHAOS, "job.yaml", "--faults", "kill", "--out", "out", HORIZONML_TEST=str(folder))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "nowhere" in done.stderr
     assert "although nothing was done to it" in done.stderr
@@ -73,7 +75,7 @@ def test_a_job_that_cannot_start_says_why_at_once(folder: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_whatever_ends_it_nothing_is_left_behind(folder: Path, start: Start, number: int, code: int) -> None:
-    process = start("chaos", "job.yaml", "--faults", "pause", "--every", "60s", "--for", "2m", "--reference", "1s")
+    process = start(CHAOS, "job.yaml", "--faults", "pause", "--every", "60s", "--for", "2m", "--reference", "1s")
 
     def paused() -> bool:
         for other in ours(folder):
@@ -137,7 +139,7 @@ def test_a_rank_is_cut_off_and_its_disk_is_full_and_both_pass(folder: Path) -> N
     ],
 )
 def test_a_mistake_is_named_before_anything_starts(folder: Path, arguments: list[str], said: str) -> None:
-    done = horizonml(folder, "chaos", "job.yaml", *arguments)
+    done = horizonml(folder, CHAOS, "job.yaml", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -145,7 +147,7 @@ def test_a_mistake_is_named_before_anything_starts(folder: Path, arguments: list
 
 
 def test_a_fault_that_this_machine_cannot_do_is_refused_with_what_is_missing(folder: Path) -> None:
-    done = horizonml(folder, "chaos", "job.yaml", "--faults", "partition", PATH="/nowhere")
+    done = horizonml(folder, CHAOS, "job.yaml", "--faults", "partition", PATH="/nowhere")
     assert done.returncode == 2
     assert "--faults: partition: cutting a rank's network needs Linux with ip, unshare, nsenter" in done.stderr
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from horizonml.chaos.cluster import Cluster
+from benchmarks.chaos.cluster import Cluster
 from tests.distributed.processes import Service, steps, wait_for
 from tests.distributed.test_chaos import need_networks
 from tests.distributed.test_recovery import OPTIONS, runs

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from horizonml.chaos.cluster import Cluster
+from benchmarks.chaos.cluster import Cluster
 from tests.distributed.processes import ours, wait_for
 from tests.programs import need, need_networks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from horizonml.chaos.network import Networks
+from benchmarks.chaos.network import Networks
 from horizonml.security.token import make_token
 from horizonml.tunnel.addresses import entries, is_ours
 from tests.distributed.processes import environment, wait_for

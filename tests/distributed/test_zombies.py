@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import Store
 
-from horizonml.chaos.cluster import Cluster
+from benchmarks.chaos.cluster import Cluster
 from horizonml.comm.group import Group
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.spec import Sgd

@@ -46,14 +46,13 @@ TABLE: dict[str, set[str]] = {
     "report": {"engine", "machine", "plan", "planner", "telemetry"},
     "page": {"machine", "plan", "planner", "report", "security", "telemetry", "web"},
     "bench": {"job", "machine", "plan", "report", "runtime"},
-    "chaos": {"machine", "report", "runtime", "security"},
     "exports": {"data", "job", "machine", "models", "plan", "report", "spec", "state", "tasks", "telemetry"},
     "api": {
         "bench", "data", "exports", "job", "machine", "models", "plan", "planner", "rendezvous", "runtime", "spec",
         "state", "tasks", "telemetry",
     },
     "cli": {
-        "api", "bench", "chaos", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "page",
+        "api", "bench", "comm", "discovery", "exports", "job", "kube", "lobby", "machine", "models", "page",
         "plan", "planner", "profiling", "rendezvous", "report", "runtime", "security", "spec", "starter", "state",
         "telemetry",
     },

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from horizonml.chaos import report
-from horizonml.chaos.accounting import Injected, Ledger, Span, read_records
-from horizonml.chaos.campaign import Result, Settings
-from horizonml.chaos.checks import tracebacks
-from horizonml.chaos.cluster import Cluster
-from horizonml.chaos.faults import FAULTS
-from horizonml.chaos.output import Output
-from horizonml.cli.chaos import chaos
+from benchmarks.chaos import report
+from benchmarks.chaos.__main__ import chaos
+from benchmarks.chaos.accounting import Injected, Ledger, Span, read_records
+from benchmarks.chaos.campaign import Result, Settings
+from benchmarks.chaos.checks import tracebacks
+from benchmarks.chaos.cluster import Cluster
+from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.output import Output
 from horizonml.errors import JobError, is_out_of_memory
 from horizonml.spec.durations import duration
 
@@ -189,7 +189,7 @@ def test_every_fault_is_in_the_help_and_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "fault-tolerance.md").read_text()
     for name in FAULTS:
         assert re.search(rf"^    {name}[* ]", chaos.__doc__ or "", re.M), (
-            f"`horizonml chaos --help` does not explain {name}"
+            f"`python -m benchmarks.chaos --help` does not explain {name}"
         )
         assert f"\n| `{name}` | " in page, f"docs/fault-tolerance.md does not explain {name}"
 

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horizonml.chaos.report import briefly
+from benchmarks.chaos.report import briefly
 
 
 class Lines:

@@ -1,4 +1,4 @@
-"""The command that breaks things on purpose, and measures what that costs: `horizonml chaos`."""
+"""The command that breaks things on purpose, and measures what that costs: `python -m benchmarks.chaos`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import typer
 
 from horizonml.cli.options import JobFile, Overrides, load_job
 from horizonml.machine.extras import require
+from horizonml.runtime.process import run_and_exit
 
 if TYPE_CHECKING:
-    from horizonml.chaos.campaign import Result, Settings
+    from benchmarks.chaos.campaign import Result, Settings
 
 _ENDLESS = ("epochs=1000000", "steps=null", "early_stop.patience=null")  # what a campaign changes in a job
 
@@ -57,7 +58,7 @@ def chaos(
     rank that dies is started again. This does a kill or a pause every ten seconds for a minute:
 
     \b
-        horizonml chaos digits --faults kill,pause --every 10s --for 1m --ranks 3
+        python -m benchmarks.chaos digits --faults kill,pause --every 10s --for 1m --ranks 3
 
     The result is the goodput, which is the share of the samples that the same ranks train without faults in the same
     time, and how fast each fault was noticed and overcome. The exit code is 1 if a rank hangs, does not step again by
@@ -73,7 +74,7 @@ def chaos(
     oom*        the process gets no further memory, so an allocation fails soon
     disk*       writing to files fails for 4 to 10 s
     """
-    require("matplotlib", "`horizonml chaos`")
+    require("matplotlib", "`benchmarks.chaos`")
     settings = _settings(
         job_file, faults, every, length, ranks, seed, restart_after, deadline, reference, overrides, out
     )
@@ -97,7 +98,7 @@ def _settings(
     out: Path | None,
 ) -> Settings:
     """Return what the options ask for. Raises JobError."""
-    from horizonml.chaos.campaign import Settings
+    from benchmarks.chaos.campaign import Settings
     from horizonml.errors import JobError
     from horizonml.spec.durations import duration
 
@@ -125,7 +126,7 @@ def _settings(
 
 def _kinds(text: str) -> tuple[str, ...]:
     """Return the kinds of faults that an option names, without those that this machine cannot do. Raises JobError."""
-    from horizonml.chaos.faults import FAULTS
+    from benchmarks.chaos.faults import FAULTS
     from horizonml.errors import JobError
     from horizonml.text import nearest
 
@@ -157,9 +158,9 @@ def _free(out: Path | None) -> Path:
 
 def _run(settings: Settings) -> Result:
     """Run the campaign, and show how far it is. Raises Exit if the user interrupts it."""
-    from horizonml.chaos.campaign import Campaign, Interrupted
-    from horizonml.chaos.display import display
-    from horizonml.chaos.report import briefly
+    from benchmarks.chaos.campaign import Campaign, Interrupted
+    from benchmarks.chaos.display import display
+    from benchmarks.chaos.report import briefly
     from horizonml.machine.signals import StopRequest, handling
     from horizonml.text import count
 
@@ -181,8 +182,8 @@ def _run(settings: Settings) -> Result:
 
 def _show(result: Result) -> None:
     """Print what came out, and write it down."""
-    from horizonml.chaos import report
-    from horizonml.chaos.picture import draw
+    from benchmarks.chaos import report
+    from benchmarks.chaos.picture import draw
     from horizonml.cli.tables import print_table
 
     if result.faults:
@@ -199,3 +200,19 @@ def _show(result: Result) -> None:
             print(path, flush=True)
     for failure in result.failures:
         print(f"error: {failure}", file=sys.stderr)
+
+
+def main() -> None:
+    """Run the command as `horizonml` runs its own: errors that are meant for the user have no traceback."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.command()(chaos)
+    run_and_exit(lambda: app(prog_name="python -m benchmarks.chaos"))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Protocol
 
-from horizonml.chaos import checks
-from horizonml.chaos.accounting import Aftermath, Injected, Ledger, Span, parse
-from horizonml.chaos.cluster import Cluster, Exit
-from horizonml.chaos.faults import FAULTS, Fault
+from benchmarks.chaos import checks
+from benchmarks.chaos.accounting import Aftermath, Injected, Ledger, Span, parse
+from benchmarks.chaos.cluster import Cluster, Exit
+from benchmarks.chaos.faults import FAULTS, Fault
 from horizonml.text import human_seconds
 
 _LOOK_SECONDS = 0.1

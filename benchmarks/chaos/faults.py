@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import psutil
 
-from horizonml.chaos import network
-from horizonml.chaos.cluster import Cluster
+from benchmarks.chaos import network
+from benchmarks.chaos.cluster import Cluster
 
 
 class Fault(ABC):

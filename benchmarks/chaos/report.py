@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from horizonml.chaos.accounting import Aftermath, Injected
-from horizonml.chaos.campaign import Result
+from benchmarks.chaos.accounting import Aftermath, Injected
+from benchmarks.chaos.campaign import Result
 from horizonml.files import write_atomically
 from horizonml.text import human_seconds, percent
 

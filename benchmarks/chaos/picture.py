@@ -13,10 +13,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from horizonml.chaos.accounting import Span
-from horizonml.chaos.campaign import Result
-from horizonml.chaos.faults import FAULTS
-from horizonml.chaos.report import briefly
+from benchmarks.chaos.accounting import Span
+from benchmarks.chaos.campaign import Result
+from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.report import briefly
 from horizonml.report.style import clock_axis, plain_axis, save
 from horizonml.text import count, percent
 

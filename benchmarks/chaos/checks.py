@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from horizonml.chaos.cluster import Cluster, Exit
+from benchmarks.chaos.cluster import Cluster, Exit
 
 _TRACEBACK = "Traceback (most recent call last)"
 
