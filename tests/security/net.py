@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
 from horizonml.machine.network import use_interface
+from horizonml.rendezvous import heartbeat
 from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
@@ -142,6 +144,8 @@ class Ranks:
 
     def __init__(self, target: Target) -> None:
         use_interface("lo")
+        self._often = patch.object(heartbeat, "BEAT_SECONDS", 0.02)  # so that a check takes no second
+        self._often.start()
         found: list[Membership | None] = [None, None]
 
         def one(rank: int) -> None:
@@ -175,6 +179,7 @@ class Ranks:
             member.leave("done", Departure.DONE)
         for member in self.members:
             member._heartbeat.join(20)
+        self._often.stop()
 
 
 class Silent:
