@@ -3,12 +3,14 @@
 A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule.
 Then all ranks agree on the loss and on whether to go on, the gradients are summed within each stage, and the parameters
 are updated. The state changes only in the update, so a session can be dropped at any other moment.
+
+Runs the actions of a step on the stages of a rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
 from horizonml.data.needs import Needs
 from horizonml.engine.clock import Clock
-from horizonml.engine.interpreter import run_passes
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging
 from horizonml.engine.staging_choice import staging_for
@@ -37,6 +38,35 @@ from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.task import Batch, Task
+
+_POSTED_AHEAD = 2  # how many actions ahead receives are posted
+_LAST = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # after these, a micro-batch's gradients are complete
+
+
+def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], clock: Clock) -> None:
+    """Run forward and backward actions in the given order. Raises PeerLost.
+
+    `actions` must not contain actions on micro-batches of which this rank has no rows.
+    """
+    last = {action.stage: index for index, action in enumerate(actions) if action.kind in _LAST}
+    for index, action in enumerate(actions):
+        for ahead in actions[index if index == 0 else index + _POSTED_AHEAD : index + _POSTED_AHEAD + 1]:
+            stages[ahead.stage].expect(ahead)
+        stage = stages[action.stage]
+        if last.get(action.stage) == index:
+            stage.sync.arm(stage.weight, stage.pending(action))
+        match action.kind:
+            case Kind.FORWARD:
+                stage.forward(action.micro)
+            case Kind.BACKWARD:
+                stage.backward(action.micro)
+            case Kind.BACKWARD_INPUT:
+                stage.backward_input(action.micro)
+            case Kind.BACKWARD_WEIGHT:
+                stage.backward_weight(action.micro)
+            case Kind.REDUCE | Kind.UPDATE:
+                raise ValueError(f"{action} is no pass")
+        clock.switch("compute", "prepare")
 
 
 class Session:

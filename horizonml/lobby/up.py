@@ -1,4 +1,7 @@
-"""Implements `horizonml up`: gathers devices, lets them train a job together, and tells them when it is over."""
+"""Implements `horizonml up`: gathers devices, lets them train a job together, and tells them when it is over.
+
+Finds the address by which other devices reach this one.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,28 @@ import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from horizonml.discovery.device import measure_gflops, this_device
+from horizonml.discovery.interfaces import usable
 from horizonml.errors import HorizonError, JobError
 from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import terminal
 from horizonml.lobby.accept import needed
 from horizonml.lobby.child import Child
-from horizonml.lobby.lobby import Lobby
+from horizonml.lobby.lobby import Guest, Lobby
 from horizonml.lobby.messages import Outcome, Standing
 from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_lineage, offer
 from horizonml.lobby.progress import Progress
-from horizonml.lobby.reach import host_of, own_address
 from horizonml.lobby.settings import secret
 from horizonml.lobby.sharing import Shelf
 from horizonml.lobby.view import View, rows, view
 from horizonml.machine.host import NAME
-from horizonml.machine.network import listen
+from horizonml.machine.network import listen, route_to
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.service import Service
@@ -35,6 +39,27 @@ from horizonml.security.tls import server_context
 from horizonml.security.token import Token
 from horizonml.state.runfolder import foreign, make_run_folder
 from horizonml.text import count, human_bytes, printable
+
+
+def host_of(guest: Guest) -> str:
+    """Return the address of a device, without its port."""
+    return guest.address.rpartition(":")[0].strip("[]") or guest.address
+
+
+def own_address(guests: list[Guest], host: str) -> str:
+    """Return the address of this device by which most of the others reach it."""
+    if host not in ("", "0.0.0.0", "::"):  # noqa: S104
+        return host
+    found: Counter[str] = Counter()
+    for guest in guests:
+        try:
+            found[route_to(host_of(guest), 9)[0]] += 1
+        except OSError:
+            continue
+    if found:
+        return found.most_common(1)[0][0]
+    return next((address for interface in usable() for address in interface.ipv4), "127.0.0.1")
+
 
 _LOOK_SECONDS = 0.1
 _TOLD_SECONDS = 3.0  # in which the devices learn that the run is over

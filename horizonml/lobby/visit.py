@@ -1,17 +1,20 @@
-"""Runs a visit of this device to a lobby: prepares, waits for the start, trains, and leaves."""
+"""Runs a visit of this device to a lobby: prepares, waits for the start, trains, and leaves.
+
+Measures the link to the lobby: its delay, and its rates in both directions.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 
 from horizonml.errors import HorizonError, RendezvousError
 from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
-from horizonml.lobby import echo
 from horizonml.lobby.accept import confinement
 from horizonml.lobby.child import Child
-from horizonml.lobby.messages import News, Outcome, Phase, Standing
+from horizonml.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Standing
 from horizonml.lobby.offer import job_text
 from horizonml.lobby.prepare import CalledAway, Preparation, take_folder
 from horizonml.lobby.progress import Progress
@@ -19,6 +22,7 @@ from horizonml.lobby.settings import JoinSettings, Place, secret
 from horizonml.lobby.voice import Voice
 from horizonml.machine.host import NAME
 from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.client import ServiceError
 from horizonml.text import count, printable
 
@@ -62,7 +66,7 @@ class Visit:
                 file = scratch / "job.yaml"
                 file.write_text(job_text(job))
                 self._child = Child(file, joins=True)
-                self._voice.say(Standing.PREPARING, "loads PyTorch", link=echo.measure(self._voice.ask))
+                self._voice.say(Standing.PREPARING, "loads PyTorch", link=measure(self._voice.ask))
                 return self._stay(job, lineage)
             except CalledAway as away:
                 return self._leave(str(away))
@@ -236,3 +240,33 @@ def _th(number: int) -> str:
     """Return a number as a place in a row."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
     return f"{number}{ending}"
+
+
+_ROUNDS, _SECONDS = 8, 0.5  # of messages in each direction, and how long they take at most
+
+
+def measure(ask: Callable[[Fields], Fields]) -> Link:
+    """Return what messages to the lobby and back have shown.
+
+    On a fast link that is what TLS and the two processors manage, so it is a lower bound; on a slow one it is the link.
+    """
+    delay = min(_timed(ask, "", 0) for _ in range(4))
+    return Link(_rate(ask, "0" * MOST_CHUNK, 0, delay), _rate(ask, "", MOST_CHUNK, delay), delay)
+
+
+def _rate(ask: Callable[[Fields], Fields], payload: str, back: int, delay: float) -> float:
+    """Return the bytes per second of some messages, less the delay that each of them has anyway."""
+    size = seconds = 0.0
+    for _ in range(_ROUNDS):
+        taken = _timed(ask, payload, back)
+        size, seconds = size + MOST_CHUNK, seconds + max(taken - delay, taken / 10)
+        if seconds > _SECONDS:
+            break
+    return size / seconds
+
+
+def _timed(ask: Callable[[Fields], Fields], payload: str, back: int) -> float:
+    """Return the seconds of one message and its reply."""
+    begin = time.perf_counter()
+    ask({"do": "echo", "payload": payload, "back": back})
+    return time.perf_counter() - begin

@@ -1,13 +1,135 @@
-"""Keeps a device that always joins out of its owner's way: it reads the device and asks the policy."""
+"""Keeps a device that always joins out of its owner's way: it reads the device and asks the policy.
+
+Decides when a device that always joins may train: only while its owner does not need it. It reads nothing itself.
+
+Every condition has two thresholds, so that a device does not come and go around one: leaving is quick, and coming back
+takes longer.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import dataclass, field
 
 from horizonml.errors import JobError
 from horizonml.machine.owner import Usage
-from horizonml.machine.policy import Policy, Readings
 from horizonml.machine.sensors import on_mains, temperature
+from horizonml.text import percent
+
+IDLE_SECONDS = 180.0  # without a key, a movement of the mouse, or a command in a terminal, before it trains
+ACTIVE_SECONDS = 20.0  # since the last of these, within which it stops: readings are no further apart
+BUSY, CALM = 0.4, 0.2  # of the machine's cores, used by other programs
+BUSY_SECONDS, CALM_SECONDS = 15.0, 60.0  # for which they must be busy before it stops, and calm before it trains
+COOL_DEGREES, COOL_SECONDS = 8.0, 60.0  # below the limit, and for how long, before it trains again
+MAINS_SECONDS = 15.0  # on mains before it trains again: plugs are pulled and put in again
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What was read of the device at one moment; None is what cannot be read."""
+
+    idle_seconds: float | None = None  # since anybody used keyboard, mouse or a terminal
+    others_load: float | None = None  # the share of the machine's cores that other programs use, from 0 to 1
+    temperature: float | None = None  # of the processor, in degrees Celsius
+    on_mains: bool | None = None
+
+
+@dataclass
+class Policy:
+    """Decides from readings whether the device may train. It remembers what it needs to not change its mind too often.
+
+    A policy without conditions always allows it.
+    """
+
+    when_idle: bool = False
+    max_temperature: float | None = None
+    on_mains: bool = False
+    _allowed: bool = False  # the last decision
+    _since: dict[str, float] = field(default_factory=dict)  # since when each of several things has been the case
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the limit of the temperature makes no sense."""
+        if self.max_temperature is not None and not 20 <= self.max_temperature <= 120:
+            raise ValueError(f"the highest temperature must be from 20 to 120 degrees, not {self.max_temperature:g}")
+
+    @property
+    def has_conditions(self) -> bool:
+        """Return whether there is anything to read."""
+        return self.when_idle or self.on_mains or self.max_temperature is not None
+
+    def may_train(self, readings: Readings, now: float) -> str | None:
+        """Return why the device may not train now, as a sentence without its period, or None if it may.
+
+        `now` is a time in seconds that never goes back, such as `time.monotonic()`. Call it every few seconds.
+        """
+        reasons = [self._mains(readings, now), self._heat(readings, now), *self._owner(readings, now)]
+        reason = next((reason for reason in reasons if reason is not None), None)
+        self._allowed = reason is None
+        return reason
+
+    def _mains(self, readings: Readings, now: float) -> str | None:
+        if not self.on_mains:
+            return None
+        if readings.on_mains is None:
+            return "whether this device runs on mains cannot be read"
+        if not readings.on_mains:
+            self._since["unplugged"] = now
+            return "this device runs on its battery"
+        if now - self._since.get("unplugged", -math.inf) < MAINS_SECONDS:
+            return "this device has just been plugged in"
+        return None
+
+    def _heat(self, readings: Readings, now: float) -> str | None:
+        limit = self.max_temperature
+        if limit is None:
+            return None
+        degrees = readings.temperature
+        if degrees is None or not math.isfinite(degrees):
+            return "the temperature of this device can no longer be read"
+        cool = self._lasts("cool", degrees <= limit - COOL_DEGREES, now)
+        if degrees > limit:
+            self._since["hot"] = now
+            return f"this device is too hot: {degrees:.0f} °C, and at most {limit:.0f} °C is allowed"
+        if "hot" in self._since and (degrees > limit - COOL_DEGREES or cool < COOL_SECONDS):
+            return f"this device cools down: {degrees:.0f} °C, and it has to stay below {limit - COOL_DEGREES:.0f} °C"
+        self._since.pop("hot", None)
+        return None
+
+    def _owner(self, readings: Readings, now: float) -> list[str | None]:
+        if not self.when_idle:
+            return []
+        return [self._used(readings), self._busy(readings, now)]
+
+    def _used(self, readings: Readings) -> str | None:
+        idle = readings.idle_seconds
+        if idle is None:  # nobody is logged in, and nothing is there to be used
+            return None
+        if idle < (ACTIVE_SECONDS if self._allowed else IDLE_SECONDS):
+            return f"somebody used this device {idle:.0f} s ago, and it waits until nobody has for {IDLE_SECONDS:.0f} s"
+        return None
+
+    def _busy(self, readings: Readings, now: float) -> str | None:
+        load = readings.others_load
+        if load is None:
+            return None
+        busy = self._lasts("busy", load > BUSY, now)
+        calm = self._lasts("calm", load < CALM, now)
+        if self._allowed and busy < BUSY_SECONDS:
+            return None
+        if not self._allowed and calm >= CALM_SECONDS:
+            return None
+        return (
+            f"other programs use {percent(load, 0)} of this device's processor, and it waits until that was less than "
+            f"{percent(CALM)} for {CALM_SECONDS:.0f} s"
+        )
+
+    def _lasts(self, what: str, true: bool, now: float) -> float:
+        """Return for how many seconds something has been the case without a break, -1 if it is not."""
+        if not true:
+            self._since.pop(what, None)
+            return -1.0
+        return now - self._since.setdefault(what, now)
 
 
 class Yielding:

@@ -4,6 +4,8 @@ Every rank is the same command that a container would run; on Linux, several of 
 has loaded PyTorch. The first rank shares this terminal. The output of the others, and all errors and warnings, go to
 `rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C and SIGTERM reach all ranks as a request to
 stop after the step, and a rank that fails ends the others.
+
+Keeps the output of the ranks of a local run in files, and shows their warnings.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from horizonml.errors import HorizonError, JobError, PeerLost
 from horizonml.machine.code import python_module
@@ -27,8 +30,55 @@ from horizonml.machine.network import listen
 from horizonml.machine.signals import LAUNCHER, StopRequest, explain_signal, handling, launcher_name
 from horizonml.runtime.command import STOP_SECONDS
 from horizonml.runtime.forkserver import SERVER, ForkServer, start
-from horizonml.runtime.logs import RankLog, Warnings
 from horizonml.security.token import INSECURE, TOKEN, make_token
+from horizonml.text import escaped, plain_lines
+
+_MOST_TEXT = 1 << 20  # bytes of a log that are looked at at once
+
+
+class RankLog:
+    """Represents the log of one rank, which may begin with the output of earlier runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: IO[bytes] = path.open("a+b")  # which is also read, as somebody may delete the folder meanwhile
+        self._start = self._shown = self.file.tell()
+
+    def text(self) -> str:
+        """Return everything that the rank has printed in this run."""
+        end = os.fstat(self.file.fileno()).st_size
+        content = self._read(max(self._start, end - _MOST_TEXT)).decode(errors="replace")
+        return plain_lines(content).strip()
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that were completed since the last call."""
+        content = self._read(self._shown)
+        whole = content[: content.rfind(b"\n") + 1] or (content if len(content) == _MOST_TEXT else b"")
+        self._shown += len(whole)
+        return [escaped(line) for line in whole.decode(errors="replace").split("\n")[:-1]]
+
+    def _read(self, start: int) -> bytes:
+        return os.pread(self.file.fileno(), _MOST_TEXT, start)  # where others write does not change
+
+
+class Warnings:
+    """Shows the warnings of all ranks on standard error, each of them once."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def show(self, rank: int, lines: list[str]) -> None:
+        """Show those of a rank's lines that are warnings and were not shown before."""
+        for line in lines:
+            # These are the formats of logging and of the warnings module.
+            if re.match(r"WARNING: |warning: |rank \d+: warning: |\S.*:\d+: \w*Warning: ", line):
+                text = line.partition("WARNING: ")[2] or line
+                if text not in self._seen:
+                    self._seen.add(text)
+                    clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # clears the progress bar's line
+                    prefix = "" if text.startswith("rank ") else f"rank {rank}: "
+                    print(f"{clear}{prefix}{text}", file=sys.stderr, flush=True)
+
 
 _GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
 TOGETHER = "HORIZONML_TOGETHER"  # set for ranks that all end when one is lost, instead of waiting for its replacement

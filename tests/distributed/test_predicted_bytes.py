@@ -16,7 +16,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.hardware import LOCAL_NETWORK, Host
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import Profile
-from horizonml.planner.traffic import traffic
+from horizonml.planner.reasons import traffic
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import powersgd_bytes
 from horizonml.state.spec import Sgd

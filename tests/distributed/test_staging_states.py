@@ -15,8 +15,7 @@ from horizonml.data.tensors import TensorSpec
 from horizonml.engine.codec import BoundaryCodec
 from horizonml.job.schema import Job
 from horizonml.machine import accelerator
-from horizonml.machine.accelerator import Compute
-from horizonml.machine.nvml import Readings
+from horizonml.machine.accelerator import Compute, Readings
 from horizonml.machine.signals import StopRequest
 from horizonml.models.boundary import Boundary
 from horizonml.plan.local import Local
@@ -26,7 +25,7 @@ from horizonml.runtime import capacity
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.worker import Worker
-from horizonml.state.packing import Packer
+from horizonml.state.mirror import Packer
 from horizonml.state.spec import Ema
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.metrics import Metrics

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from horizonml.rendezvous.keys import MOST_VALUE
+from horizonml.rendezvous.service import MOST_VALUE
 from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from horizonml.errors import HorizonError
 from horizonml.report.lead import lead_records
 from horizonml.report.records import load_run
-from horizonml.runtime.logs import RankLog, Warnings
+from horizonml.runtime.local import RankLog, Warnings
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Lines
 from horizonml.text import escaped

@@ -14,8 +14,7 @@ from horizonml.engine.clock import Clock
 from horizonml.errors import JobError, is_out_of_memory
 from horizonml.job.jobfile import parse
 from horizonml.machine import accelerator
-from horizonml.machine.accelerator import Compute, choose_device, computing
-from horizonml.machine.nvml import Readings, readings
+from horizonml.machine.accelerator import Compute, Readings, choose_device, computing, readings
 from horizonml.machine.resources import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
 from horizonml.planner.hardware import Host, Network

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.rank_table import rank_table
+from horizonml.cli.cluster import rank_table
 from horizonml.job.schema import Job
 from horizonml.kube.diagnosis import Condition, PodState, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from horizonml.comm import listener as module
-from horizonml.comm.listener import guard, others_there, silence
+from horizonml.comm import connect as module
+from horizonml.comm.connect import guard, others_there, silence
 from horizonml.errors import PeerLost
 from horizonml.tunnel.addresses import own_address
 from horizonml.tunnel.blob import Published

@@ -24,9 +24,8 @@ from horizonml.lobby.messages import Link, Outcome, Sign, Standing, rate_words, 
 from horizonml.lobby.offer import note_lineage, offer
 from horizonml.lobby.prepare import take_folder
 from horizonml.lobby.progress import Progress
-from horizonml.lobby.reach import own_address
 from horizonml.lobby.settings import JoinSettings, Place
-from horizonml.lobby.up import Settings, Up
+from horizonml.lobby.up import Settings, Up, own_address
 from horizonml.lobby.view import Lines, rows
 from horizonml.lobby.visit import Ending
 from horizonml.machine.network import listen, metrics_address

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import build
-from horizonml.state.packing import Packer
+from horizonml.state.mirror import Packer
 from horizonml.state.spec import Adam
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import InputSpec

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.page.flows import ACTIVATIONS, GRADIENTS, flows
+from horizonml.page.describe import ACTIVATIONS, GRADIENTS, flows
 from horizonml.page.guard import Guard
 from horizonml.page.series import Series
 from horizonml.page.server import PageServer, static_files

@@ -16,10 +16,17 @@ import pytest
 from horizonml.errors import JobError
 from horizonml.machine import sensors
 from horizonml.machine.owner import Usage, desktops_idle, own_seconds, share_of_others, terminals_idle, were_used
-from horizonml.machine.policy import ACTIVE_SECONDS, CALM_SECONDS, COOL_SECONDS, IDLE_SECONDS, Policy, Readings
 from horizonml.machine.sensors import hottest
 from horizonml.machine.unit import unit
-from horizonml.machine.yielding import Yielding
+from horizonml.machine.yielding import (
+    ACTIVE_SECONDS,
+    CALM_SECONDS,
+    COOL_SECONDS,
+    IDLE_SECONDS,
+    Policy,
+    Readings,
+    Yielding,
+)
 from tests.programs import need
 
 

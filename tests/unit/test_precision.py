@@ -29,10 +29,16 @@ from horizonml.planner.planner import choose, fixed_plan, problem_for
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
 from horizonml.planner.profile import LayerProfile, Profile
-from horizonml.planner.reasons import accuracy_reason, asked_reason, chosen_inexact, inexact_parts
+from horizonml.planner.reasons import (
+    accuracy_reason,
+    asked_reason,
+    chosen_inexact,
+    inexact_parts,
+    summed_bytes,
+    traffic,
+)
 from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
 from horizonml.planner.shape_reasons import layer_reasons, reasons
-from horizonml.planner.traffic import summed_bytes, traffic
 
 CODECS = {"bf16": 3e-11, "int8": 4e-10, "int4": 3e-10, "fp16": 3e-11, "powersgd": 1e-9}
 MIB = 1 << 20

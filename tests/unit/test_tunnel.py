@@ -26,8 +26,7 @@ from horizonml.tunnel.addresses import (
     stand_in_address,
 )
 from horizonml.tunnel.blob import read_blob
-from horizonml.tunnel.ciphers import AES, CHACHA, configuration, measure, offered
-from horizonml.tunnel.client import link_port
+from horizonml.tunnel.client import AES, CHACHA, configuration, link_port, measure, offered
 from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
 
 # What gloo of PyTorch 2.13 published for rank 1 of 3 at 127.64.0.4:33949 on a machine called "vm".
