@@ -110,7 +110,7 @@ def horovod(config: dict[str, Any], rank: int, store: PrefixStore, model: Model,
     """A minimal training loop on Horovod, over gloo."""
     import horovod.torch as hvd
 
-    from horizonml.engine.sync.horovod_connect import rendezvous
+    from horizonml.engine.sync.horovod import rendezvous
 
     world_size = config["world_size"]
     os.environ.update(rendezvous(Group(store, rank, world_size, 300.0)))

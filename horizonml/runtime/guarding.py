@@ -2,20 +2,43 @@
 
 A job does so with `parallel.exact: false`, for formats that the planner chooses, and with `precision: auto`. What it
 sets itself (`parallel.activations`, `gradient_compression`, `stages`, `precision: bf16`) is used without a trial.
+
+Tries lossy formats before a run trains with them, and replaces those that cost accuracy by more precise ones.
+
+From the state that the run has, a warm-up of a few steps is trained exactly, and another one with all lossy choices of
+the plan (formats of links, of sums of gradients, bf16 computing), on the same batches with the same random numbers.
+Both are evaluated on the same held-out samples, four times in their second half, because a single evaluation of a model
+that learns fast says little: with the digits, it differed by 3 points (standard deviation) between two runs that differ
+by rounding only, and the mean of four by 1. Where the lossy one is worse by more than `MOST_LOST` and what chance
+explains, each choice's error is measured: how much the gradients of one batch change if only this choice is lossy. The
+worst choice, and others that are at least half as bad, are made more precise, and the warm-up is trained again.
+
+Then the state is brought back to where the run was, and training goes on with what was chosen. So every step of the run
+is recorded, evaluated and saved once, a run that is interrupted in a trial has lost nothing, and the run ends with the
+same parameters, bit for bit, as one whose job sets these formats. `warm_up` says how long a trial is;
+a run that is too short for one does without what should not be used untested.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 
-from horizonml.comm.expected import boolean, optional
+import torch
+
+from horizonml.comm.expected import boolean, measure, optional
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data
+from horizonml.data.sampler import sampler_for
 from horizonml.engine.session import Session
+from horizonml.engine.step import Totals
+from horizonml.errors import Diverged
 from horizonml.job.schema import Job
+from horizonml.machine.resources import memory_left
 from horizonml.plan.execution import Executions, without_bf16
-from horizonml.plan.lossy import LINK, PRECISION, SUMS, Setting, Tried
+from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints
@@ -23,11 +46,236 @@ from horizonml.planner.saving import is_better, with_objective
 from horizonml.runtime.agreement import Agreed
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Forecast
-from horizonml.runtime.trial import Trial
-from horizonml.runtime.warm_up import LOCAL_STEPS
+from horizonml.runtime.trainer import held_out_batches, training_batch
+from horizonml.runtime.warm_up import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
+from horizonml.state.copies import StateCopy
+from horizonml.state.optim import learning_rate
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
-from horizonml.text import human_seconds
+from horizonml.text import count, human_seconds
+
+MOST_LOST = 0.01  # of the accuracy; of the loss, where a task has no accuracy, ten times as much
+_ALIKE = 0.5  # of the worst error, from which other choices are made more precise, too
+_MOST_MEASURED = 8  # choices whose errors are measured one by one; more are made more precise together
+_EVALUATIONS = 4  # of a warm-up, in its second half; together they take at most as many batches as it has steps
+_MEMORY = 0.5  # of what is left, that a copy of the state may take
+
+
+@dataclass(frozen=True)
+class Score:
+    """Holds how well a warm-up did on held-out samples, in the mean of its evaluations."""
+
+    metric: str
+    value: float
+    samples: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.1%}" if self.metric == "accuracy" else f"{self.value:.4f}"
+
+    def loses(self, exact: Score) -> bool:
+        """Return whether this is worse than the exact warm-up by more than chance explains."""
+        if self.metric != "accuracy":
+            return self.value > exact.value * (1 + 10 * MOST_LOST)
+        return self.value < exact.value - MOST_LOST - 2 * self._error((self.value + exact.value) / 2)
+
+    def shows_nothing(self, classes: int) -> bool:
+        """Return whether an accuracy is that of guessing, as far as chance lets it be told apart."""
+        if self.metric != "accuracy" or classes < 2:
+            return False
+        return self.value < 1 / classes + MOST_LOST + 2 * self._error(1 / classes)
+
+    def _error(self, accuracy: float) -> float:
+        """Return the standard error of the difference of two accuracies of about this size."""
+        return math.sqrt(2 * accuracy * (1 - accuracy) / max(1, self.samples))
+
+
+class _Stopped(Exception):
+    """Reports that a rank was asked to stop in the middle of a trial."""
+
+
+class Trial:
+    """Tries the lossy choices of a setting, as one rank of a group; all ranks do the same."""
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        state: TrainState,
+        group: Group,
+        sessions: Callable[[Setting], Session],
+        stop: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`sessions` makes a session that trains `state` in a setting; `stop` says whether this rank is to end."""
+        self._job, self._data, self._state, self._group = job, data, state, group
+        self._sessions, self._stop, self._say = sessions, stop, say
+        self._sampler = sampler_for(data.info, job.batch_size, job.seed)
+        self._per_epoch = self._sampler.steps_per_epoch
+
+    def run(self, setting: Setting, steps: int | None = None) -> Tried | None:
+        """Return what the run may use of a setting, or None if a rank was asked to stop before that was known.
+
+        `steps` are those of each warm-up; by default `trial_steps`. Raises PeerLost. However this ends, the state is
+        what it was.
+        """
+        before = self._state.step
+        steps = trial_steps(self._job, self._per_epoch, before) if steps is None else steps
+        reason = self._why_not(steps)
+        if reason is not None:
+            return self._untried(setting, reason)
+        self._say(f"trying on a warm-up of {count(steps, 'step')} what this costs in accuracy: {_list(setting.lossy)}")
+        kept = StateCopy(self._state)
+        try:
+            exact = self._warm_up(setting.exact(), steps, kept)
+            if exact is None:
+                return self._untried(setting, "the exact warm-up diverged")
+            if exact.shows_nothing(self._data.info.outputs):
+                return self._untried(
+                    setting,
+                    f"an exact warm-up of {count(steps, 'step')} had a held-out accuracy of only {exact}, which "
+                    "shows nothing yet",
+                )
+            return self._improve(setting, exact, steps, kept)
+        except _Stopped:
+            return None
+        finally:
+            kept.restore()
+
+    def _why_not(self, steps: int) -> str | None:
+        """Return why nothing can be tried, or None."""
+        if not steps:
+            return too_short(self._job, self._per_epoch)
+        if not self._data.info.held_out:
+            return NOT_HELD_OUT
+        held, _ = self._state.contents()
+        size = (1 + 2) * sum(tensor.nbytes for tensor in held.values())
+        hosts = self._group.hosts
+        room = memory_left(processes=hosts.count(hosts[self._group.rank])) * _MEMORY > size
+        if not all(self._group.gather_json(room, boolean)):
+            return "a rank has no memory for the copy of its state that a trial needs"
+        return None
+
+    def _untried(self, setting: Setting, reason: str) -> Tried:
+        """Return the verdict where nothing can be tried."""
+        cautious, step = setting.cautious(), self._state.step
+        changed = [f"{one}" for one in setting.lossy if one not in cautious.lossy]
+        if not changed:
+            text = f"nothing is tried on a warm-up, as {reason}; {_list(cautious.lossy)}, which needs no trial"
+            return Tried.of(step, 0, cautious, (text,))
+        instead = _list(cautious.lossy) if cautious.lossy else "everything stays exact"
+        return Tried.of(step, 0, cautious, (f"the plan was that {', '.join(changed)}, but {reason}; so {instead}",))
+
+    def _improve(self, setting: Setting, exact: Score, steps: int, kept: StateCopy) -> Tried:
+        """Return the first setting whose warm-up is as good as the exact one, from `setting` on."""
+        texts: list[str] = []
+        before = self._state_step(kept)
+        for _ in range(MOST_WARM_UPS - 1):
+            if not setting.lossy:
+                break
+            found = self._warm_up(setting, steps, kept)
+            text = f"{_list(setting.lossy)}; on a warm-up of {count(steps, 'step')} "
+            if found is None:
+                text += "training diverged"
+            else:
+                text += f"held-out {found.metric} was {found} with that and {exact} without"
+                if not found.loses(exact):
+                    return Tried.of(before, steps, setting, (*texts, text))
+            setting, raised = self._raised(setting, kept)
+            texts.append(f"{text}, so {raised}")
+        if setting.lossy:
+            setting = setting.exact()
+            texts.append(f"{count(MOST_WARM_UPS - 1, 'lossy warm-up')} did worse than the exact one: all stays exact")
+        return Tried.of(before, steps, setting, tuple(texts))
+
+    def _state_step(self, kept: StateCopy) -> int:
+        kept.restore()
+        return self._state.step
+
+    def _warm_up(self, setting: Setting, steps: int, kept: StateCopy) -> Score | None:
+        """Train a warm-up from the state before the trial, and evaluate it; return None if it diverged."""
+        kept.restore()
+        job, done = self._job, self._state.step
+        total = job.total_steps(self._per_epoch)
+        found: list[Totals] = []
+        held_out = held_out_batches(job, self._data)[: max(1, steps // _EVALUATIONS)]
+        points = {done + steps - steps * back // (2 * _EVALUATIONS) for back in range(_EVALUATIONS)}
+        with closing(self._sessions(setting)) as session:
+            try:
+                for step in range(done, done + steps):
+                    batch = training_batch(job, self._data, self._sampler, *divmod(step, self._per_epoch))
+                    rate = learning_rate(job.lr_schedule, job.optimizer.lr, step, self._per_epoch, total)
+                    if session.step(batch, rate, stop=self._stop()).totals.stop:
+                        raise _Stopped
+                    if step + 1 in points:
+                        found.append(session.evaluate(held_out))
+            except Diverged:
+                return None
+        metric = "accuracy" if "accuracy" in found[0].metrics else "loss"
+        values = [one.metrics.get(metric, one.loss) for one in found]
+        # Processors differ in the last bit of what tasks compute, and all must agree.
+        value = self._group.broadcast(math.fsum(values) / len(values), read=measure)
+        return Score(metric, value, found[0].samples)
+
+    def _raised(self, setting: Setting, kept: StateCopy) -> tuple[Setting, str]:
+        """Return a setting in which the choices with the largest errors are more precise, and say what has changed."""
+        choices = setting.lossy
+        measured = 1 < len(choices) <= _MOST_MEASURED
+        errors = self._errors(setting, kept) if measured else dict.fromkeys(choices, math.inf)
+        worst, texts = max(errors.values()), []
+        for choice in choices:
+            if errors[choice] >= _ALIKE * worst:
+                setting = setting.raised(choice)
+                changed = next((one for one in setting.lossy if one[:2] == choice[:2]), None)
+                effect = f" ({choice.value} alone changes gradients by {errors[choice]:.1%})" if measured else ""
+                texts.append((str(changed) if changed is not None else f"not: {choice}") + effect)
+        return setting, ", ".join(texts)
+
+    def _errors(self, setting: Setting, kept: StateCopy) -> dict[Choice, float]:
+        """Return by how much each lossy choice alone changes the gradients of the next batch, relative to their norm.
+
+        The errors of sums are those of one step, without error feedback.
+        """
+        exact = self._gradients(setting.exact(), kept)
+        norm = self._total(sum(map(_square, exact.values())))
+        errors = {}
+        for choice in setting.lossy:
+            found = self._gradients(setting.only(choice), kept)
+            apart = sum(_square(found[name] - exact[name]) for name in exact if name in found)
+            error = math.sqrt(self._total(apart) / norm) if norm > 0 else 0.0
+            errors[choice] = error if math.isfinite(error) else math.inf
+        return errors
+
+    def _gradients(self, setting: Setting, kept: StateCopy) -> dict[str, torch.Tensor]:
+        kept.restore()
+        batch = training_batch(self._job, self._data, self._sampler, *divmod(self._state.step, self._per_epoch))
+        with closing(self._sessions(setting)) as session:
+            return session.gradients(batch)
+
+    def _total(self, own: float) -> float:
+        """Return the sum of all ranks' numbers, in the order of ranks."""
+        return math.fsum(self._group.gather_json(own, measure))
+
+
+def _square(tensor: torch.Tensor) -> float:
+    """Return the sum of squares; in 64 bits on the host, as some accelerators have none."""
+    return float(tensor.to("cpu", torch.float64).square().sum())
+
+
+def _list(choices: list[Choice]) -> str:
+    """Return choices in words, with the same choices of several stages as one."""
+    alike: dict[tuple[str, str], list[Choice]] = {}
+    for choice in choices:
+        alike.setdefault((choice.kind, choice.value), []).append(choice)
+    texts = []
+    for same in alike.values():
+        if len(same) == 1:
+            texts.append(str(same[0]))
+        else:
+            verb = "send" if same[0].kind == "link" else "sum gradients as"
+            stages = ", ".join(str(one.stage) for one in same[:-1])
+            texts.append(f"stages {stages} and {same[-1].stage} {verb} {same[0].value}")
+    return ", ".join(texts)
+
 
 _WORTH = 0.05  # of a step: the least that layers are moved for when formats have turned out to be too imprecise
 

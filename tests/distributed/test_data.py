@@ -18,7 +18,7 @@ from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, stand_ins
 from horizonml.data.sampler import Sampler
-from horizonml.data.shards import write_index
+from horizonml.data.stream import write_index
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest

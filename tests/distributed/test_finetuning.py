@@ -28,7 +28,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.runtime.agreement import agree_on_model, model_for
 from horizonml.runtime.life import Last
-from horizonml.runtime.rebuild import rebuild
+from horizonml.runtime.recovery import rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.follow import needs
 from horizonml.state.mirror import Mirror

@@ -22,8 +22,7 @@ from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.life import Last
-from horizonml.runtime.rebuild import rebuild
-from horizonml.runtime.recovery import crowded
+from horizonml.runtime.recovery import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders

@@ -27,10 +27,9 @@ from horizonml.planner.hardware import Network
 from horizonml.planner.precision import best_plan
 from horizonml.planner.reasons import inexact_parts
 from horizonml.runtime.agreement import Agreed, describe_together
-from horizonml.runtime.guarding import Guard
+from horizonml.runtime.guarding import Guard, Trial
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Forecast
-from horizonml.runtime.trial import Trial
 from horizonml.state.runfolder import RunFolder
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for

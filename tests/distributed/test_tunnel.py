@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from horizonml.comm.connect import PublishedAddresses
 from horizonml.comm.group import Group
-from horizonml.comm.published import PublishedAddresses
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context

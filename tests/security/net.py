@@ -20,7 +20,7 @@ from unittest.mock import patch
 import psutil
 
 from horizonml.machine.network import use_interface
-from horizonml.rendezvous import heartbeat
+from horizonml.rendezvous import membership
 from horizonml.rendezvous.client import Client, Endpoint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
@@ -144,7 +144,7 @@ class Ranks:
 
     def __init__(self, target: Target) -> None:
         use_interface("lo")
-        self._often = patch.object(heartbeat, "BEAT_SECONDS", 0.02)  # so that a check takes no second
+        self._often = patch.object(membership, "BEAT_SECONDS", 0.02)  # so that a check takes no second
         self._often.start()
         found: list[Membership | None] = [None, None]
 

@@ -23,9 +23,8 @@ from horizonml.data.files import FolderSource
 from horizonml.data.hub import open_hub
 from horizonml.data.origin import Shard
 from horizonml.data.pictures import MOST_PIXELS, pixels_of, read_picture
-from horizonml.data.shards import table_of
 from horizonml.data.spec import DataSpec
-from horizonml.data.stream import Samples
+from horizonml.data.stream import Samples, table_of
 from horizonml.data.table import describe as describe_table
 from horizonml.data.text import describe as describe_text
 from horizonml.data.tokens import FromFile

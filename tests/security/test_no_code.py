@@ -19,8 +19,8 @@ from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError
 from horizonml.job.schema import Job
 from horizonml.models.libraries import check_options
+from horizonml.models.pretrained import opened
 from horizonml.models.spec import ModelSpec, WeightsSpec
-from horizonml.models.weightfiles import opened
 from horizonml.models.zoo import build
 from horizonml.tasks.task import InputSpec
 from tests.security.bounds import bounded

@@ -25,8 +25,8 @@ from horizonml.data.loading import Ahead
 from horizonml.data.needs import Needs
 from horizonml.data.origin import Origin, Shard
 from horizonml.data.sampler import ShardSampler, sampler_for
-from horizonml.data.shards import write_index
 from horizonml.data.spec import DataSpec
+from horizonml.data.stream import write_index
 from horizonml.data.workers import Threads
 from horizonml.errors import DataError
 from tests.programs import need_package

@@ -11,7 +11,7 @@ import pytest
 
 from horizonml.errors import HorizonError, PeerLost, RendezvousError
 from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.runtime.linking import Linking
+from horizonml.runtime.worker import Linking
 from horizonml.security.spec import SecuritySpec
 from horizonml.security.token import make_token
 from tests.unit.test_tunnel_process import HERE, free_port

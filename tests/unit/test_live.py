@@ -13,11 +13,10 @@ import pytest
 
 from horizonml.report.history import describe
 from horizonml.report.lines import StepLine
-from horizonml.report.live import LiveRun
+from horizonml.report.live import LiveRun, Tails
 from horizonml.report.live_facts import Curve, RankFile, State
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise
-from horizonml.report.tail import Tails
 from horizonml.report.top import frame
 from tests.runs import append, write_group, write_run
 

@@ -14,8 +14,7 @@ from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.planner.search import search
-from horizonml.runtime.guarding import guarded_kinds
-from horizonml.runtime.trial import Score
+from horizonml.runtime.guarding import Score, guarded_kinds
 from horizonml.runtime.warm_up import trial_steps
 
 ONE, TWO = (1.0,), (1.0, 1.0)

@@ -14,10 +14,8 @@ import pytest
 
 from horizonml.errors import HorizonError, JobError
 from horizonml.page.describe import ACTIVATIONS, GRADIENTS, flows
-from horizonml.page.guard import Guard
-from horizonml.page.series import Series
-from horizonml.page.server import PageServer, static_files
-from horizonml.page.watcher import encode
+from horizonml.page.server import Guard, PageServer, static_files
+from horizonml.page.watcher import Series, encode
 from horizonml.plan.plan import Plan, Stage
 from horizonml.security.token import make_token
 from horizonml.web.messages import parse

@@ -13,9 +13,9 @@ from PIL import ExifTags, Image
 from horizonml.data.choose import describe
 from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
+from horizonml.exports.card import how_to_load
 from horizonml.exports.export import export
 from horizonml.exports.formats import Format
-from horizonml.exports.loading import how_to_load
 from horizonml.exports.preparation import preparation_of, properties
 from horizonml.job.schema import Job
 from tests.checkpoints import checkpoint_of
