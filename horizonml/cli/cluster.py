@@ -1,6 +1,6 @@
 """The commands about jobs in Kubernetes: `horizonml cluster`.
 
-Shows the ranks of a job in a cluster as a table.
+It also shows the ranks of a job in a cluster as a table.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ Ranks find each other through the rendezvous service's store. Its client waits f
 connections but does not answer, and gloo notices nothing else while it connects. So both work in a thread, for which a
 rank waits no longer than it may take, and no longer than its group lasts.
 
-Makes gloo ignore further connections once a group has connected.
+It also makes gloo ignore further connections once a group has connected.
 
 gloo listens as long as a process group lasts, and every connection of a stranger costs the process a descriptor, until
 it has none left and is aborted.
 
-Stands between gloo and a group's store, and puts tunnels in the place of other machines' addresses.
+It also stands between gloo and a group's store, and puts tunnels in the place of other machines' addresses.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The description is read off the first sample. A rank that lacks the files may still work on the layers between: a data
 set that raises FileNotFoundError when it is made is described by the ranks that have it.
 
-Tells what a data set is made for, by what it says itself or by what its samples look like.
+It also tells what a data set is made for, by what it says itself or by what its samples look like.
 """
 
 from __future__ import annotations

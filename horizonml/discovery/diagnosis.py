@@ -1,6 +1,6 @@
 """Says in sentences why a device finds no other that it could train with, and what to do about it.
 
-Finds out whether a firewall on this machine keeps devices from finding or reaching each other.
+It also finds out whether a firewall on this machine keeps devices from finding or reaching each other.
 """
 
 from __future__ import annotations

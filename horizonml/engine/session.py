@@ -4,7 +4,7 @@ A step takes a global batch through the stages in micro-batches, forward and bac
 Then all ranks agree on the loss and on whether to go on, the gradients are summed within each stage, and the parameters
 are updated. The state changes only in the update, so a session can be dropped at any other moment.
 
-Runs the actions of a step on the stages of a rank.
+It also runs the actions of a step on the stages of a rank.
 """
 
 from __future__ import annotations

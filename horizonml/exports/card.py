@@ -1,6 +1,6 @@
 """Writes a model card: one page of Markdown about an exported model, for whoever finds the file later.
 
-Tells in a few lines of Python how an exported model is loaded, for model cards.
+It also tells in a few lines of Python how an exported model is loaded, for model cards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Talks to Kubernetes' API about a job in a cluster.
 
-Reads the metrics of a worker's pod: through the cluster's API, and where network policies keep that out, past them.
+It also reads the metrics of a worker's pod: through the cluster's API, and where network policies keep that out, past
+them.
 
 The API server asks a pod from its own address, which no policy can name. Where policies are enforced and the pod is on
 another node, that goes unanswered. A forwarded port is opened inside the pod instead, as `kubectl port-forward` does.

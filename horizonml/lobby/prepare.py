@@ -1,6 +1,6 @@
 """Gets what a device needs before it can train: the job and, by consent, the data.
 
-Fetches the files of a data set from the device that shares them: all of them and intact, or none.
+It also fetches the files of a data set from the device that shares them: all of them and intact, or none.
 """
 
 from __future__ import annotations

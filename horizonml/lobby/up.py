@@ -1,6 +1,6 @@
 """Implements `horizonml up`: gathers devices, lets them train a job together, and tells them when it is over.
 
-Finds the address by which other devices reach this one.
+It also finds the address by which other devices reach this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a visit of this device to a lobby: prepares, waits for the start, trains, and leaves.
 
-Measures the link to the lobby: its delay, and its rates in both directions.
+It also measures the link to the lobby: its delay, and its rates in both directions.
 """
 
 from __future__ import annotations

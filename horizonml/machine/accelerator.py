@@ -1,6 +1,6 @@
 """Chooses the device that a rank computes on, and finds out how much memory it has there.
 
-Reads the temperature and the utilization of an NVIDIA GPU, from its driver's library or from a Jetson's kernel.
+It also reads the temperature and the utilization of an NVIDIA GPU, from its driver's library or from a Jetson's kernel.
 """
 
 from __future__ import annotations

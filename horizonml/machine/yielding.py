@@ -1,6 +1,7 @@
 """Keeps a device that always joins out of its owner's way: it reads the device and asks the policy.
 
-Decides when a device that always joins may train: only while its owner does not need it. It reads nothing itself.
+It also decides when a device that always joins may train: only while its owner does not need it. It reads nothing
+itself.
 
 Every condition has two thresholds, so that a device does not come and go around one: leaving is quick, and coming back
 takes longer.

@@ -1,6 +1,6 @@
 """Finds the points at which a model's graph can be cut, and the tensors that would travel there.
 
-Finds out what each operation of a graph returns and what it changes in place, from a run on zeros.
+It also finds out what each operation of a graph returns and what it changes in place, from a run on zeros.
 """
 
 from __future__ import annotations

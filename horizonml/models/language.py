@@ -1,6 +1,6 @@
 """The language models that jobs can name.
 
-A small GPT: a language model that predicts the next token from the tokens before it.
+`GPT` is a small GPT, a language model that predicts the next token from the tokens before it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gives parameters and buffers their pretrained values, one by one, from a file whose names it matches to a model's.
 
-Reads single tensors from files of weights; the rest of a file is mapped into memory, but never read.
+It also reads single tensors from files of weights; the rest of a file is mapped into memory, but never read.
 """
 
 from __future__ import annotations

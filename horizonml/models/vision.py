@@ -1,6 +1,6 @@
 """The convolutional models and the transformer that jobs can name: a small one of our own, and torchvision's.
 
-A small convolutional network, for inputs as small as the embedded digits.
+`digits_cnn` is a small convolutional network, for inputs as small as the embedded digits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Describes a run for the page, as JSON.
 
-Estimates what flows over each link: records say how much a rank sends in which direction, and the plan to whom.
+It also estimates what flows over each link: records say how much a rank sends in which direction, and the plan to whom.
 """
 
 from __future__ import annotations

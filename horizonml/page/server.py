@@ -1,6 +1,6 @@
 """Serves the page of a run: the files of the page, what it asks for, and actions for those who have the token.
 
-Decides who may ask what of the page's service, and tells browsers what they may do with its answers.
+It also decides who may ask what of the page's service, and tells browsers what they may do with its answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Follows a run in a thread, and keeps ready what the page asks for.
 
-Holds values over the steps of a run in a bounded number of points: the longer the run, the coarser.
+It also holds values over the steps of a run in a bounded number of points: the longer the run, the coarser.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The reasons for what links carry and how members agree stand here; `shape_reasons` has those for stages, devices, the
 schedule and micro-batches.
 
-Predicts what travels in a step of a plan: between stages, among the members of stages, and from each rank.
+It also predicts what travels in a step of a plan: between stages, among the members of stages, and from each rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank knows of the group that it is a member of.
 
-The store through which PyTorch's process groups exchange addresses, backed by the rendezvous service.
+`GroupStore` is the store through which PyTorch's process groups exchange addresses, backed by the rendezvous service.
 
-The sign of life that a member of a formed group gives to the rendezvous service, and what it hears in return.
+`Heartbeat` gives a sign of life of a member to the rendezvous service, and hears how the group is.
 
 It is a thread with a connection of its own, which does nothing but beat: a step that computes, a disk that blocks or a
 collective that waits does not hold it up, because all of them release the interpreter's lock. A garbage collection

@@ -16,9 +16,8 @@ that it draws at random and that nobody else learns, and a connection speaks for
     ask       {id, ask}                    a process without a rank number asks for one
     status    {}                           who is missing, how many run, and who was refused lately
 
-The keys through which the ranks of one generation exchange their addresses.
-
-Each key belongs to the rank that sets it first, and no other may change it. What a rank can store is bounded.
+Through `Keys`, the ranks of one generation exchange their addresses. Each key belongs to the rank that sets it first,
+and no other may change it. What a rank can store is bounded.
 """
 
 from __future__ import annotations

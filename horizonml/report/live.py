@@ -3,7 +3,7 @@
 Records are read as they come, and what was read is summed up at once, so that a long run takes no more memory than a
 short one. A line that is damaged, or that this version cannot read, is counted and skipped.
 
-Reads files of records while they are written: whole lines only, in the order of time, and nothing twice.
+It also reads files of records while they are written: whole lines only, in the order of time, and nothing twice.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A job does so with `parallel.exact: false`, for formats that the planner chooses, and with `precision: auto`. What it
 sets itself (`parallel.activations`, `gradient_compression`, `stages`, `precision: bf16`) is used without a trial.
 
-Tries lossy formats before a run trains with them, and replaces those that cost accuracy by more precise ones.
+It also tries lossy formats before a run trains with them, and replaces those that cost accuracy by more precise ones.
 
 From the state that the run has, a warm-up of a few steps is trained exactly, and another one with all lossy choices of
 the plan (formats of links, of sums of gradients, bf16 computing), on the same batches with the same random numbers.

@@ -5,7 +5,7 @@ has loaded PyTorch. The first rank shares this terminal. The output of the other
 `rank-N.log` in the run's folder; warnings are also shown here, once. Ctrl-C and SIGTERM reach all ranks as a request to
 stop after the step, and a rank that fails ends the others.
 
-Keeps the output of the ranks of a local run in files, and shows their warnings.
+It also keeps the output of the ranks of a local run in files, and shows their warnings.
 """
 
 from __future__ import annotations

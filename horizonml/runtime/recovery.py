@@ -1,6 +1,6 @@
 """Brings the state in the ranks' memory to a new group and its plan, and prepares for the next loss.
 
-Rebuilds the layers that only lost ranks held, from their replicas and the messages that were sent to them.
+It also rebuilds the layers that only lost ranks held, from their replicas and the messages that were sent to them.
 """
 
 from __future__ import annotations

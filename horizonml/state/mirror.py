@@ -8,7 +8,7 @@ from the copy and brought to the present by repeating its work on those messages
 Where the members of a stage split channels, each is an owner of its parts. All take their copies at the same step, and
 keep them, too, because the parts that are left must fit the copy of those that are lost.
 
-Copies a state into one piece of memory, as the bytes of a safetensors file, again and again at the least cost.
+It also copies a state into one piece of memory, as the bytes of a safetensors file, again and again at the least cost.
 """
 
 from __future__ import annotations

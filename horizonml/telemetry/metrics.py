@@ -1,6 +1,6 @@
 """Updates one rank's Prometheus metrics, which `table` declares.
 
-Reads the CPU, memory and network use of a process and its container when Prometheus asks.
+It also reads the CPU, memory and network use of a process and its container when Prometheus asks.
 """
 
 from __future__ import annotations

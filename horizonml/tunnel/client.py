@@ -1,6 +1,6 @@
 """A rank's side of its tunnel: it starts the side process, and tells it what to do.
 
-Chooses the cipher that this machine's processor computes fastest.
+It also chooses the cipher that this machine's processor computes fastest.
 """
 
 from __future__ import annotations

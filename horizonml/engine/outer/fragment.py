@@ -6,7 +6,7 @@ Nesterov momentum, as in DiLoCo (arXiv 2311.08105). Every member computes the sa
 hold the same bits. If an update arrives late, it is mixed with the parameters after the steps in between (Streaming
 DiLoCo, arXiv 2501.18512, section 2.3).
 
-Sums vectors over the members of a stage for local steps, in the plan's format, while training may go on.
+It also sums vectors over the members of a stage for local steps, in the plan's format, while training may go on.
 """
 
 from __future__ import annotations

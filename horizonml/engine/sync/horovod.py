@@ -3,7 +3,7 @@
 Horovod fuses and orders the sums itself, in its own thread and over its own connections. Everything else works as with
 the other implementations of `GradientSync`.
 
-Connects Horovod's ranks through the group they are in, through their launcher, or through MPI.
+It also connects Horovod's ranks through the group they are in, through their launcher, or through MPI.
 """
 
 from __future__ import annotations
