@@ -60,7 +60,7 @@ def horizonml(folder: Path, *arguments: str, **extra: str) -> subprocess.Complet
     """Run a command to its end."""
     with begin(folder, *arguments, env=environment(**extra), stderr=subprocess.PIPE) as process:
         try:
-            output, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=300)
         except BaseException:
             process.kill()
             raise
