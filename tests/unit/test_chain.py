@@ -32,7 +32,7 @@ EACH = [pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ()) for 
 def test_a_chain_cut_everywhere_computes_what_the_model_computes(name: str) -> None:
     """Outputs and gradients of all layers run one by one equal the original model's, and so do the names."""
     if name == "digits_cnn":
-        from horizonml.models.vision import digits_cnn
+        from horizonml.models.small import digits_cnn
 
         def constructor() -> nn.Module:
             return digits_cnn()
