@@ -322,10 +322,14 @@ def _has_plain(model: nn.Module) -> bool:
 
 def _reads_in_train(model: nn.Module) -> bool:
     """Return whether a `train` of the author's own needs the value of a tensor, such as a counter of steps."""
+    if all(type(module).train is nn.Module.train for module in model.modules()):
+        return False
     try:
         with tried_out(model):
             model.train()
-    except RuntimeError:  # includes NotImplementedError
+    except RuntimeError:
+        # On the meta device, reading a value raises this. If the method itself is at fault, it raises the same again
+        # once the model is in memory, where it is reported.
         return True
     return False
 
