@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from horizonml.errors import ModelError
+from horizonml.machine.code import is_own_file
 from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import copy_of, is_same, parts_of, reached
 from horizonml.text import printable
@@ -48,6 +49,7 @@ class Watch:
         self._globals = {
             name: function.__globals__
             for _, function in itertools.chain.from_iterable(map(_methods, self._kinds))
+            if is_own_file(function.__code__.co_filename)  # what packages keep, such as caches, is their own business
             for name in function.__code__.co_names
             if isinstance(function.__globals__.get(name, object), _PLAIN + _CONTAINERS)
         }
