@@ -38,6 +38,7 @@ def pytest_collection_finish() -> None:
     """Leave what is loaded by now out of all collections of garbage, each of which would take half a second."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

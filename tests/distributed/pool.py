@@ -77,6 +77,7 @@ def _serve(connection: Connection, port: int) -> None:
 
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     while True:
