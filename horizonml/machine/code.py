@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import pkgutil
 import sys
@@ -99,9 +100,37 @@ def _public(owner: Any) -> list[str]:
 
 def own_files() -> list[Path]:
     """Return the files of the code that this process has imported and that is neither HorizonML's nor installed."""
-    files = {file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None}
-    own = (file for file in files if file.endswith(".py") and is_own_file(file))
-    return [path for path in map(Path, sorted(own)) if path.is_file()]
+    return [
+        path
+        for path in map(Path, sorted({str(module.__file__) for module in own_modules()[0].values()}))
+        if path.is_file()
+    ]
+
+
+_loaded: tuple[list[ModuleType], dict[str, ModuleType], list[ModuleType]] = ([], {}, [])
+
+
+def own_modules() -> tuple[dict[str, ModuleType], list[ModuleType]]:
+    """Return the modules that are neither HorizonML's nor installed, by name, and all others.
+
+    There are thousands of others, so they are looked through again only after something has been imported; until then
+    the result is the same object.
+    """
+    global _loaded
+    now = dict(sys.modules)
+    if len(now) != len(_loaded[0]) or not all(map(operator.is_, now.values(), _loaded[0])):
+        own = {name: module for name, module in now.items() if _is_own(module)}
+        others = [module for name, module in now.items() if name not in own]
+        result = list(now.values()), own, others
+        if any(getattr(getattr(module, "__spec__", None), "_initializing", False) for module in others):
+            return result[1:]  # its names are not all there yet
+        _loaded = result
+    return _loaded[1:]
+
+
+def _is_own(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and file.endswith(".py") and is_own_file(file)
 
 
 def is_own_file(file: str) -> bool:

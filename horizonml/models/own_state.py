@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from horizonml.machine.code import is_own_file, own_files
+from horizonml.machine.code import is_own_file, own_modules
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), tuple)
 _MOST_OBJECTS, _MOST_INSIDE = 3000, 1000  # that are looked at, from one value on, and in one container
@@ -389,8 +389,7 @@ def put_back_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 def _own_modules(names: Iterable[str]) -> list[ModuleType]:
     """Return the user's own modules of these names, and those that the code in them names, in turn."""
-    files = set(map(str, own_files()))
-    own = {name: one for name, one in list(sys.modules.items()) if getattr(one, "__file__", None) in files}
+    own, _ = own_modules()
     found: dict[str, ModuleType] = {}
     waiting = deque(names)
     while waiting:

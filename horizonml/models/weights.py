@@ -13,12 +13,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from horizonml.data.seeds import name_seed
 from horizonml.errors import ModelError
-from horizonml.machine.code import is_own_file
+from horizonml.machine.code import is_own_file, own_modules
 from horizonml.models.own_state import is_own
 
 _aten = torch.ops.aten
@@ -262,19 +261,42 @@ def _initialisers_on(mode: Tape | Seeded) -> Iterator[None]:
 
         return record_call
 
-    replaced: list[tuple[Any, str, Any]] = []
-    for name in _TAKEN_WHOLE:
-        original = getattr(nn.init, name)
-        stand_in = recorder(original)
-        for module in list(sys.modules.values()):
-            if getattr(module, "__dict__", {}).get(name) is original:
-                replaced.append((module, name, original))
-                setattr(module, name, stand_in)
+    originals = {name: getattr(nn.init, name) for name in _TAKEN_WHOLE}
+    stand_ins = {name: recorder(original) for name, original in originals.items()}
+    own, others = own_modules()
+    for module, name in [*_users(own.values(), originals), *_users_installed(others, originals)]:
+        setattr(module, name, stand_ins[name])
     try:
         yield
     finally:
-        for module, name, original in replaced:
-            setattr(module, name, original)
+        own, now = own_modules()
+        imported = () if now is others else now  # and what has been imported meanwhile
+        for module, name in [
+            *_users(own.values(), stand_ins),
+            *_users_installed(others, stand_ins),
+            *_users(imported, stand_ins),
+        ]:
+            setattr(module, name, originals[name])
+
+
+def _users(modules: Iterable[ModuleType], functions: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
+    """Yield the modules that have one of these functions by its name, with that name."""
+    for module in list(modules):
+        space = getattr(module, "__dict__", {})
+        for name, function in functions.items():
+            if space.get(name) is function:
+                yield module, name
+
+
+_installed: tuple[list[ModuleType], list[ModuleType]] = ([], [])
+
+
+def _users_installed(others: list[ModuleType], functions: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
+    """Yield the same for installed modules, which are looked through once for each list of them."""
+    global _installed
+    if others is not _installed[0]:
+        _installed = others, list(dict.fromkeys(module for module, _ in _users(others, functions)))
+    return _users(_installed[1], functions)
 
 
 def untie(model: nn.Module) -> tuple[tuple[str, ...], ...]:
