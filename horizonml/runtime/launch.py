@@ -89,7 +89,7 @@ def train_as_rank(
         worker = Worker(job, identity, endpoint, own, stop, observer)
         outcome = worker.run(fresh, rejoin=TOGETHER not in os.environ)
         prefix = f"rank {identity.rank}: " if identity.rank else ""
-        print(prefix + _farewell(job, outcome, worker.newest_checkpoint), flush=True)
+        print(prefix + _farewell(job, outcome, worker.newest_checkpoint, worker.step), flush=True)
         if outcome in (Outcome.COMPLETE, Outcome.ALREADY_COMPLETE, Outcome.COMPLETE_WITHOUT):
             own.completed()
             if stay and not stop.wanted:
@@ -209,8 +209,8 @@ def _split_address(text: str, name: str) -> tuple[str, int]:
         raise JobError(f"{name}: {text!r} is not host:port, for example 192.168.1.10:29400") from None
 
 
-def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
-    """Return the last message of a run; `step` is that of the newest checkpoint, if there is one."""
+def _farewell(job: Job, outcome: Outcome, step: int | None, trained: int = 0) -> str:
+    """Return the last message of a run with the steps of its newest checkpoint, if there is one, and of its state."""
     if outcome is Outcome.ALREADY_COMPLETE:
         length = "epochs" if job.steps is None else "steps"
         return (
@@ -225,6 +225,11 @@ def _farewell(job: Job, outcome: Outcome, step: int | None) -> str:
     if outcome is Outcome.STOPPED:
         if step is None:
             return "stopped as asked: nothing was saved"
+        if step < trained:
+            return (
+                f"stopped as asked, after step {trained}: the newest checkpoint is that of step {step}, from which the "
+                "same command or call continues"
+            )
         return f"stopped as asked: a checkpoint is saved (step {step}); the same command or call continues from it"
     if outcome is Outcome.STOPPED_WAITING:
         return "stopped as asked, while waiting for the other ranks"

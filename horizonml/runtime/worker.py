@@ -232,6 +232,11 @@ class Worker:
         """The step of the newest checkpoint, if there is any."""
         return self._life.newest_checkpoint if self._life is not None else None
 
+    @property
+    def step(self) -> int:
+        """The number of steps that this rank's state has been trained for."""
+        return self._life.state.step if self._life is not None and self._life.state is not None else 0
+
     def run(self, fresh: bool, rejoin: bool) -> Outcome:
         """Train to the end. Raises HorizonError.
 
