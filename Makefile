@@ -56,10 +56,10 @@ demo: setup ## Train by four strategies with 5 local ranks and compare them; pla
 	@echo "Next: make hetero trains on five such devices, emulated with Docker."
 
 test: setup ## Test on this machine, with real ranks, in a few minutes
-	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: setup ## Run the tests that take long: faults, slow links, benches, and the documentation's commands
-	@"$(BIN)/python" -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m slow
+	@"$(BIN)/python" -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder -m slow
 
 ##@ Develop
 unit: setup ## Run the fast tests, without ranks
