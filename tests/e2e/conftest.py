@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -44,7 +45,14 @@ def cluster(image: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 @pytest.fixture
 def clean(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, in which the test's jobs are deleted in the end; their disks are kept."""
-    yield cluster
+    with cleaned(cluster):
+        yield cluster
+
+
+@contextmanager
+def cleaned(cluster: Cluster) -> Iterator[None]:
+    """Delete the jobs that are there in the end."""
+    yield
     print(cluster.kubectl("-n", NAMESPACE, "get", "pods,pvc", check=False, both=True))
     print(cluster.log(0)[-3000:])
     for pod in cluster.pods():

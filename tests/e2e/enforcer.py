@@ -34,6 +34,10 @@ class Enforcer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the rules away, before the end of the context, too."""
         self._done.set()
         self._thread.join(30)
         self._restore([])

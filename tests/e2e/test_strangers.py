@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from horizonml.security.token import make_token
 from tests.e2e.cluster import CLUSTER, NAMESPACE, Cluster, complete, overlay
+from tests.e2e.conftest import cleaned
 from tests.e2e.enforcer import Enforcer
 from tests.e2e.tools import IMAGE, run, wait_for
 
@@ -75,61 +78,67 @@ def addresses(cluster: Cluster) -> dict[str, str]:
     return {pod["metadata"]["name"].partition("-")[0]: pod["status"]["podIP"] for pod in found}
 
 
-def test_policies_keep_strangers_out_and_let_the_job_train(clean: Cluster, tmp_path: Path) -> None:
-    with Enforcer(clean):
+@pytest.fixture(scope="module")
+def enclosed(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enforcer]:
+    """A job that trains while policies are enforced."""
+    with cleaned(cluster), Enforcer(cluster) as enforcer:
         # A job of another name, because disks outlive tests, and with them what is trained to the end.
-        clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="enclosed"))
-        wait_for(lambda: complete(clean, 5), "the end of a training with all else closed", 180)
-        at = addresses(clean)
-        service, metrics = f"{at['rendezvous']}:29400", f"{at['worker']}:9400"
-        closed = {service: "silent", metrics: "silent"}
-        everything = [service, metrics, f"{at['worker']}:29401"]
-        for name, space, labels in (("same-namespace", NAMESPACE, {}), ("same-labels", "default", RANK)):
-            found = knock(clean, name, space, labels, everything)
-            assert found == {**closed, everything[-1]: "silent"}, (name, found)
-        found = knock(clean, "monitoring", "horizonml-monitoring", {}, everything)
-        assert found == {service: "silent", metrics: "open", everything[-1]: "silent"}
-        # A worker reaches the service, and nothing that is not part of its job.
-        prometheus = "prometheus.horizonml-monitoring.svc.cluster.local:9090"
-        found = knock(clean, "worker", NAMESPACE, RANK, [service, metrics, prometheus])
-        assert found == {service: "open", metrics: "silent", prometheus: "silent"}
-    found = knock(clean, "without-policies", "default", {}, [service, metrics])
+        folder = tmp_path_factory.mktemp("enclosed") / "job"
+        cluster.kubectl("apply", "-k", overlay(folder, "dp", 5, name="enclosed", epochs=40))
+        wait_for(lambda: (cluster.metric(0, "horizonml_step") or 0) > 0, "the first step", 120)
+        yield enforcer
+
+
+def test_whoever_gets_past_the_policies_needs_the_token(enclosed: Enforcer, cluster: Cluster) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "5", "HORIZONML_RENDEZVOUS": "rendezvous:29400", "HORIZONML_CACHE": "/tmp"}
+    command = ["horizonml", "train", "digits", "-n", "5", "--set", "parallel.strategy=ddp"]
+    command += ["--set", "rendezvous.timeout=20", "--set", "folder=/tmp/run"]
+    wrong = run_pod(cluster, "wrong-token", NAMESPACE, RANK, command, HORIZONML_TOKEN=make_token().text, **rank)
+    assert "it has another token" in wrong
+    without = run_pod(cluster, "without-token", NAMESPACE, RANK, command, **rank)
+    assert "this process has no token" in without
+    said = cluster.kubectl("-n", NAMESPACE, "logs", "deployment/rendezvous")
+    assert "turned away a client" in said
+    wait_for(lambda: complete(cluster, 5), "the end of a training with all else closed", 180)
+    assert cluster.metric(0, "horizonml_generation") == 1
+
+
+def test_policies_keep_strangers_out_and_let_the_job_train(enclosed: Enforcer, cluster: Cluster) -> None:
+    wait_for(lambda: complete(cluster, 5), "the end of a training with all else closed", 180)
+    at = addresses(cluster)
+    service, metrics = f"{at['rendezvous']}:29400", f"{at['worker']}:9400"
+    closed = {service: "silent", metrics: "silent"}
+    everything = [service, metrics, f"{at['worker']}:29401"]
+    for name, space, labels in (("same-namespace", NAMESPACE, {}), ("same-labels", "default", RANK)):
+        found = knock(cluster, name, space, labels, everything)
+        assert found == {**closed, everything[-1]: "silent"}, (name, found)
+    found = knock(cluster, "monitoring", "horizonml-monitoring", {}, everything)
+    assert found == {service: "silent", metrics: "open", everything[-1]: "silent"}
+    # A worker reaches the service, and nothing that is not part of its job.
+    prometheus = "prometheus.horizonml-monitoring.svc.cluster.local:9090"
+    found = knock(cluster, "worker", NAMESPACE, RANK, [service, metrics, prometheus])
+    assert found == {service: "open", metrics: "silent", prometheus: "silent"}
+    enclosed.stop()
+    found = knock(cluster, "without-policies", "default", {}, [service, metrics])
     enforced = found == closed
     print(f"the cluster's own network plugin {'enforces' if enforced else 'does not enforce'} network policies")
     assert enforced or set(found.values()) == {"open"}
 
 
-def test_whoever_gets_past_the_policies_needs_the_token(clean: Cluster, tmp_path: Path) -> None:
-    clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="guarded", epochs=40))
-    wait_for(lambda: (clean.metric(0, "horizonml_step") or 0) > 0, "the first step", 120)
-    rank = {"RANK": "1", "WORLD_SIZE": "5", "HORIZONML_RENDEZVOUS": "rendezvous:29400", "HORIZONML_CACHE": "/tmp"}
-    command = ["horizonml", "train", "digits", "-n", "5", "--set", "parallel.strategy=ddp"]
-    command += ["--set", "rendezvous.timeout=20", "--set", "folder=/tmp/run"]
-    wrong = run_pod(clean, "wrong-token", NAMESPACE, RANK, command, HORIZONML_TOKEN=make_token().text, **rank)
-    assert "it has another token" in wrong
-    without = run_pod(clean, "without-token", NAMESPACE, RANK, command, **rank)
-    assert "this process has no token" in without
-    said = clean.kubectl("-n", NAMESPACE, "logs", "deployment/rendezvous")
-    assert "turned away a client" in said
-    wait_for(lambda: complete(clean, 5), "the end of the training", 180)
-    assert clean.metric(0, "horizonml_generation") == 1
-
-
-def test_status_sees_ranks_that_the_api_server_cannot_reach(clean: Cluster, tmp_path: Path) -> None:
-    clean.kubectl("apply", "-k", overlay(tmp_path / "job", "dp", 5, name="unreached"))
-    wait_for(lambda: complete(clean, 5), "the end of the training", 180)
+def test_status_sees_ranks_that_the_api_server_cannot_reach(enclosed: Enforcer, cluster: Cluster) -> None:
+    wait_for(lambda: complete(cluster, 5), "the end of the training", 180)
     # As if the pods were on other nodes, whose network plugin lets nobody in whom the policies do not name.
     rule = ("OUTPUT", "-p", "tcp", "--dport", "9400", "-j", "DROP")
     node = f"{CLUSTER}-control-plane"
-    clean.docker("exec", node, "iptables", "-I", *rule)
+    cluster.docker("exec", node, "iptables", "-I", *rule)
     try:
-        assert not clean.metrics(0)
+        assert not cluster.metrics(0)
         shown = run(
             sys.executable, "-m", "horizonml", "cluster", "status", "--json", "--context", f"kind-{CLUSTER}",
-            env={**os.environ, **clean.env},
+            env={**os.environ, **cluster.env},
         )  # fmt: skip
     finally:
-        clean.docker("exec", node, "iptables", "-D", *rule)
+        cluster.docker("exec", node, "iptables", "-D", *rule)
     rows = json.loads(shown)["ranks"]
     assert [row["phase"] for row in rows] == ["Complete"] * 5
     assert len({row["step"] for row in rows}) == 1
