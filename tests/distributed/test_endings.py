@@ -150,7 +150,7 @@ def run(world_size: int, command: list[str], logs: Path, kill_service: signal.Si
 
 
 def test_a_launcher_goes_on_when_the_folder_of_its_logs_is_deleted(folder: Path, start: Start) -> None:
-    launcher = start("train", "job.yaml", "-n", "2", "--set", "epochs=60")
+    launcher = start("train", "job.yaml", "-n", "2", "--set", "epochs=15")
     wait_for(lambda: steps(folder) > 5, "the first steps")
     shutil.rmtree(folder / "runs" / "test", ignore_errors=True)
     output, _ = launcher.communicate(timeout=100)

@@ -45,8 +45,15 @@ class Kind:
     tolerance: float = 1e-5
 
     def model(self) -> Model:
-        """The model, with the same first values wherever it is made."""
-        return build(ModelSpec(name=self.name, options=self.options), 0, self.outputs, self.input)
+        """The model, with the same first values wherever it is made; every session has modules of its own from it."""
+        if self.label not in _models:
+            _models[self.label] = build(ModelSpec(name=self.name, options=self.options), 0, self.outputs, self.input)
+        return _models[self.label]
+
+    @property
+    def label(self) -> str:
+        """What tells it from others."""
+        return f"{self.name} {self.options}"
 
     def whole(self) -> nn.Module:
         """The same as an ordinary module, which nothing has been traced or cut in."""
@@ -54,6 +61,9 @@ class Kind:
         model = self.model()
         made.load_state_dict(model.stage(0, len(model.chain)).state_dict())
         return made.train()
+
+
+_models: dict[str, Model] = {}
 
 
 def language(name: str, **options: Any) -> Kind:
