@@ -15,11 +15,11 @@ from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, load
 if TYPE_CHECKING:
     from horizonml.discovery.records import Found
     from horizonml.job.schema import Job
-    from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner
     from horizonml.lobby.settings import Place
     from horizonml.lobby.up import Up
     from horizonml.machine.signals import StopRequest
+    from horizonml.machine.yielding import Courtesy
     from horizonml.security.token import Token
 
 _AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
@@ -168,10 +168,10 @@ def join(
         horizonml join --forever --when-idle --print-unit
     """
     from horizonml.lobby import terminal
-    from horizonml.lobby.courtesy import Courtesy
     from horizonml.lobby.join import Joiner
     from horizonml.lobby.settings import JoinSettings
     from horizonml.machine.signals import StopRequest, handling
+    from horizonml.machine.yielding import Courtesy
     from horizonml.runtime.access import insecure as accepted
     from horizonml.security.token import find_token
 
@@ -187,7 +187,8 @@ def join(
     if token is None and not (insecure or accepted()):
         _refuse_without_token()
     stop = StopRequest()
-    with handling(stop.note), Courtesy(when_idle, max_temperature, on_mains, stop) as courtesy:
+    with handling(stop.note):
+        courtesy = Courtesy(when_idle, max_temperature, on_mains, stop)
 
         def agrees(question: str) -> bool:
             return (terminal.answer(f"{question} [y/N]", lambda: stop.wanted) or "").lower() in ("y", "yes")

@@ -1,13 +1,13 @@
-"""Finds out whether anybody uses this device: keyboard and mouse, terminals, the desktop, and other programs.
+"""Finds out whether anybody uses this device, by its terminals, its desktop, and the load of other programs.
 
-Of keys and movements, only that there was one is looked at, never which.
+It opens no keyboard and no mouse: the desktop reports to logind when it is idle or locked.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import struct
 import subprocess
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -17,9 +17,6 @@ import psutil
 
 Seconds = tuple[float, float, float]
 
-_EVENT = struct.Struct("llHHi")  # of /dev/input: seconds, microseconds, type, code, value (see input.h of Linux)
-_USED = {0x01, 0x02}  # the types of keys (also a touch) and of movements; a sensor of a laptop's lid has others
-_MOST_EVENTS = 64
 _REST_SECONDS = 4.0  # between two looks at what takes some time to find out
 _SECONDS = 3.0  # for loginctl
 # A terminal that was used longer ago than this, or will be, tells more about a clock that was set than about people.
@@ -27,29 +24,22 @@ _LONGEST, _EARLIEST = 365 * 86400.0, -10.0
 
 
 class Usage:
-    """Watches, from its creation on, when somebody last used this device, and how much other programs compute."""
+    """Observes, from its creation on, when this device was last used, and how much other programs compute."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """Begin to watch. Until it has seen anything else, it takes its beginning for the last time."""
+        """Begin to observe; until there is other evidence, the device counts as last used now."""
         self._dev = root / "dev"
-        self._inputs: dict[Path, int] = {}
-        self._used = time.monotonic()
+        self._began = time.monotonic()
         self._load: Seconds | None = None
         self._share: float | None = None
         self._asked, self._desktops = -_REST_SECONDS, list[float]()
 
     def idle_seconds(self) -> float:
-        """Return for how long nobody has used keyboard, mouse or a terminal, as far as can be seen."""
+        """Return for how many seconds no terminal and no desktop has been used."""
         now = time.monotonic()
-        self._open_inputs()
-        if self._look_at_inputs():
-            self._used = now
-        idle = [now - self._used, *terminals_idle(self._dev, time.time())]
-        if not self._inputs:  # nothing tells when the screen was used but the desktop itself
-            if now - self._asked >= _REST_SECONDS:
-                self._asked, self._desktops = now, desktops_idle(_sessions(), _monotonic())
-            idle += self._desktops
-        return min(idle)
+        if now - self._asked >= _REST_SECONDS:
+            self._asked, self._desktops = now, desktops_idle(_sessions(), _monotonic())
+        return min(now - self._began, *terminals_idle(self._dev, time.time()), *self._desktops, math.inf)
 
     def others_load(self) -> float | None:
         """Return the share of the machine's cores that other programs have used of late; None at first."""
@@ -62,39 +52,6 @@ class Usage:
                 self._share = share_of_others(before, self._load, os.cpu_count() or 1)
         return self._share
 
-    def blind(self) -> bool:
-        """Return whether there is a keyboard or a mouse, and this user may not see that it is used."""
-        self._open_inputs()
-        return not self._inputs and any((self._dev / "input").glob("event*"))
-
-    def close(self) -> None:
-        """Stop watching."""
-        for handle in self._inputs.values():
-            os.close(handle)
-        self._inputs.clear()
-
-    def _open_inputs(self) -> None:
-        """Open the keyboards, mice and touch screens that there are by now, where this user may."""
-        for path in sorted((self._dev / "input").glob("event*")):
-            if path not in self._inputs:
-                try:
-                    self._inputs[path] = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                except OSError:
-                    continue  # only root and the group `input` may
-
-    def _look_at_inputs(self) -> bool:
-        """Return whether one of them was used since the last look."""
-        used = False
-        for path, handle in list(self._inputs.items()):
-            try:
-                while data := os.read(handle, _EVENT.size * _MOST_EVENTS):
-                    used = used or were_used(data)
-            except BlockingIOError:
-                continue
-            except OSError:  # it was unplugged
-                os.close(self._inputs.pop(path))
-        return used
-
 
 def share_of_others(before: Seconds, after: Seconds, cores: int) -> float:
     """Return the share of the cores that others used between two moments.
@@ -103,12 +60,6 @@ def share_of_others(before: Seconds, after: Seconds, cores: int) -> float:
     """
     wall, busy, own = (new - old for new, old in zip(after, before, strict=True))
     return min(1.0, max(0.0, (busy - max(0.0, own)) / wall / cores))
-
-
-def were_used(data: bytes) -> bool:
-    """Return whether events of an input device are of a person."""
-    whole = len(data) - len(data) % _EVENT.size
-    return any(kind in _USED for _, _, kind, _, _ in _EVENT.iter_unpack(data[:whole]))
 
 
 def terminals_idle(dev: Path, now: float) -> list[float]:

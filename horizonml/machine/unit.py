@@ -14,11 +14,6 @@ from string import Template
 from horizonml.errors import JobError
 
 _HOMES = ("home", "root")  # folders at the top that ProtectHome= of systemd hides
-_INPUT = """\
-# --when-idle looks whether keyboard and mouse are used, which the group `input` may.
-SupplementaryGroups=input
-DeviceAllow=char-input r
-"""
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -42,7 +37,6 @@ def unit(options: Sequence[str], program: Sequence[str] = (), source: str = "~/.
         token=source,
         user=user,
         home="yes" if home is None else "read-only",
-        devices=_INPUT if "--when-idle" in options else "",
     )
 
 

@@ -1,7 +1,4 @@
-"""Keeps a device that always joins out of its owner's way: it reads the device and asks the policy.
-
-It also decides when a device that always joins may train: only while its owner does not need it. It reads nothing
-itself.
+"""Decides when a device that always joins may train: only while its owner does not need it.
 
 Every condition has two thresholds, so that a device does not come and go around one: leaving is quick, and coming back
 takes longer.
@@ -16,13 +13,15 @@ from dataclasses import dataclass, field
 from horizonml.errors import JobError
 from horizonml.machine.owner import Usage
 from horizonml.machine.sensors import on_mains, temperature
+from horizonml.machine.signals import StopRequest
 from horizonml.text import percent
 
-IDLE_SECONDS = 180.0  # without a key, a movement of the mouse, or a command in a terminal, before it trains
+IDLE_SECONDS = 180.0  # without use of a desktop or a terminal, before it trains
 ACTIVE_SECONDS = 20.0  # since the last of these, within which it stops: readings are no further apart
 BUSY, CALM = 0.4, 0.2  # of the machine's cores, used by other programs
 BUSY_SECONDS, CALM_SECONDS = 15.0, 60.0  # for which they must be busy before it stops, and calm before it trains
 COOL_DEGREES, COOL_SECONDS = 8.0, 60.0  # below the limit, and for how long, before it trains again
+_LOOK_SECONDS = 2.0  # between two looks at the device
 MAINS_SECONDS = 15.0  # on mains before it trains again: plugs are pulled and put in again
 
 
@@ -30,7 +29,7 @@ MAINS_SECONDS = 15.0  # on mains before it trains again: plugs are pulled and pu
 class Readings:
     """What was read of the device at one moment; None is what cannot be read."""
 
-    idle_seconds: float | None = None  # since anybody used keyboard, mouse or a terminal
+    idle_seconds: float | None = None  # since a desktop or a terminal was used
     others_load: float | None = None  # the share of the machine's cores that other programs use, from 0 to 1
     temperature: float | None = None  # of the processor, in degrees Celsius
     on_mains: bool | None = None
@@ -133,14 +132,20 @@ class Policy:
         return now - self._since.setdefault(what, now)
 
 
-class Yielding:
-    """Tells whether this device may train now. Ask it every few seconds, whether the device trains or not.
+class Courtesy:
+    """Tells whether this device may train now, and waits until it may.
 
     The processor time of this process and of its children is not counted as that of other programs.
     """
 
-    def __init__(self, when_idle: bool = False, max_temperature: float | None = None, mains: bool = False) -> None:
-        """Begin to watch the device. Raises JobError if it cannot measure what a condition needs."""
+    def __init__(
+        self,
+        when_idle: bool = False,
+        max_temperature: float | None = None,
+        mains: bool = False,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """Begin to observe the device; `stop` ends every wait. Raises JobError if a condition cannot be measured."""
         try:
             self._policy = Policy(when_idle, max_temperature, mains)
         except ValueError as error:
@@ -153,22 +158,34 @@ class Yielding:
         if mains and on_mains() is None:
             raise JobError("--on-mains: this device does not say whether it is plugged in; leave the option out")
         self._usage = Usage() if when_idle else None
+        self._stop = stop or StopRequest()
+        self._looked = -_LOOK_SECONDS
+        self._reason: str | None = None
 
     def reason(self) -> str | None:
         """Return why this device may not train now, as a sentence without its period, or None if it may."""
-        return self._policy.may_train(self.read(), time.monotonic())
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked, self._reason = now, self._policy.may_train(self._read(), now)
+        return self._reason
 
-    def advice(self) -> str | None:
-        """Return what would let this device see better whether its owner uses it, as a sentence, or None."""
-        if self._usage is None or not self._usage.blind():
-            return None
-        return (
-            "This user may not see whether keyboard and mouse are used, so that a desktop counts as used until it says "
-            "that it is idle; `sudo usermod --append --groups input $USER` lets this user see it after the next login."
-        )
+    def wait(self) -> bool:
+        """Wait until this device may train, and return False if this process is asked to end before."""
+        said = False
+        while (reason := self.reason()) is not None and not self._stop.wanted:
+            if not said:
+                said = True
+                print(f"waiting: {reason}", flush=True)
+            time.sleep(0.1)
+        return not self._stop.wanted
 
-    def read(self) -> Readings:
-        """Return what the policy needs to know of the device."""
+    def sleep(self, seconds: float) -> None:
+        """Wait for so long, or until this process is asked to end."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stop.wanted:
+            time.sleep(0.1)
+
+    def _read(self) -> Readings:
         policy, usage = self._policy, self._usage
         return Readings(
             idle_seconds=usage.idle_seconds() if usage is not None else None,
@@ -176,8 +193,3 @@ class Yielding:
             temperature=temperature() if policy.max_temperature is not None else None,
             on_mains=on_mains() if policy.on_mains else None,
         )
-
-    def close(self) -> None:
-        """Stop watching the device."""
-        if self._usage is not None:
-            self._usage.close()

@@ -11,7 +11,6 @@ import pytest
 
 from horizonml.cli.up import _join_forever
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.courtesy import Courtesy
 from horizonml.lobby.join import Joiner
 from horizonml.lobby.lobby import Lobby
 from horizonml.lobby.messages import Standing
@@ -19,6 +18,7 @@ from horizonml.lobby.offer import offer
 from horizonml.lobby.settings import JoinSettings, Place
 from horizonml.lobby.visit import Ending
 from horizonml.machine.signals import StopRequest
+from horizonml.machine.yielding import Courtesy
 from horizonml.rendezvous.server import Peer
 from tests.unit.test_lobby_join import LINEAGE, serving
 
@@ -70,8 +70,7 @@ def test_a_device_that_always_joins_goes_on_after_what_was_wrong_with_it(capsys:
         return None
 
     settings = JoinSettings(None)
-    with Courtesy(False, None, False, stop) as courtesy:
-        _join_forever(Joiner(settings, stop), place, courtesy, stop, pause=0.1)
+    _join_forever(Joiner(settings, stop), place, Courtesy(stop=stop), stop, pause=0.1)
     assert tries == [0, 1, 2]
     said = capsys.readouterr().err
     assert said.count("No space left on device: '/tmp/horizonml-1'\ntrying again every few seconds") == 1
