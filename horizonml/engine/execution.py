@@ -125,42 +125,6 @@ def precision_of(execution: Execution, entered: Values) -> AbstractContextManage
     return torch.autocast(entered[0].device.type, dtype=torch.bfloat16)
 
 
-class Compiled:
-    """Runs layers that are compiled for full micro-batches of training, and all else as it is.
-
-    Nothing is compiled a second time for a smaller micro-batch or an evaluation. Layers that cannot be compiled run
-    plain.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._compiled: Forward | None = None
-        self._rows: int | None = None
-        self.is_used = True
-
-    def load(self) -> None:
-        """Load PyTorch's compiler, which a rank without compiled layers does without."""
-        self._compiled = torch.compile(self._module, dynamic=False)
-
-    def __call__(self, *values: Tensor) -> Any:
-        """Return what the module returns."""
-        if not self.is_used or not torch.is_grad_enabled() or self._rows not in (None, len(values[0])):
-            return self._module(*values)
-        if self._rows is not None:
-            assert self._compiled is not None
-            return self._compiled(*values)
-        self._rows = len(values[0])
-        if self._compiled is None:
-            self.load()
-        assert self._compiled is not None
-        try:
-            return self._compiled(*values)
-        except Exception as error:  # noqa: BLE001 - the compiler may fail in any way; the layers' own errors come again
-            _log.warning("layers could not be compiled, and run as they are: %s", str(error).partition("\n")[0])
-            self.is_used, self._compiled = False, None
-            return self._module(*values)
-
-
 class CastWeights:
     """Keeps the 16-bit copies of weights that autocast makes, from the first micro-batch of a step to the last.
 
@@ -193,7 +157,6 @@ def runs_for(
     *,
     before: Sequence[Execution] = (),
     sums_as_they_lie: bool = True,
-    may_compile: bool = True,
 ) -> Forward:
     """Return what runs a module that is layers `start` to `stop - 1`: the module itself if all of them are plain.
 
@@ -212,7 +175,7 @@ def runs_for(
     parts: list[tuple[Execution, Forward]] = []
     for first, last, execution in found:
         part = layers.slice(first, last, module) if isinstance(layers, Chain) and len(found) > 1 else module
-        parts.append((execution, Compiled(part) if execution.compiled and may_compile else part))
+        parts.append((execution, part))
     return Runs(parts, None if before else layers.boundaries[stop], *before)
 
 

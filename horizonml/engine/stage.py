@@ -171,9 +171,7 @@ class StageRuntime:
         if not self.stage.splits_channels:  # the layers of which are replaced
             lies = sums_as_they_lie(self.stage.ranks, self.stage.sync)
             span = self.stage.start, self.stage.stop
-            actions = plan.actions(group.rank, max(1, plan.micro_batches))
-            whole = all(action.kind is not Kind.BACKWARD_WEIGHT for action in actions)  # as compiled ones are
-            self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies, may_compile=whole)
+            self._run = runs_for(model, module, *span, executions, sums_as_they_lie=lies)
         whole_model = len(plan.stages) == 1
         self._watch = None if whole_model else Watch(module, model.recorded)
         self._cast_weights = CastWeights()

@@ -82,8 +82,7 @@ class Job(Spec):
     )
     compile: Literal["auto", "never"] = Field(
         "never",
-        description="Whether to compile stages with torch.compile. With auto, they are compiled if a trial shows that "
-        "this repays its time within the run.",
+        description="Has no effect any more: compiling layers never repaid its time.",
     )
     evaluate: EvaluateSpec = Field(default_factory=EvaluateSpec)
     early_stop: EarlyStopSpec = Field(default_factory=EarlyStopSpec)

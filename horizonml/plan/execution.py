@@ -1,4 +1,4 @@
-"""Describes how each layer runs on a device: its memory format, its precision, and whether it is compiled."""
+"""Describes how each layer runs on a device: its memory format and its precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Execution:
 
     channels_last: bool = False
     precision: str = "fp32"  # or "bf16": autocast, with float32 parameters and float32 sums of gradients
-    compiled: bool = False  # by torch.compile
 
     @property
     def words(self) -> str:
@@ -26,8 +25,6 @@ class Execution:
             *(["channels_last"] if self.channels_last else []),
             *(["bf16"] if self.precision == "bf16" else []),
         ]
-        if self.compiled:
-            return " in ".join(["compiled", *([" and ".join(found)] if found else [])])
         return " and ".join(found) or "plain"
 
 
@@ -87,15 +84,12 @@ def runs(layers: Sequence[Execution], start: int = 0, stop: int | None = None) -
 
 def without_bf16(layers: Sequence[Execution]) -> tuple[Execution, ...]:
     """Return how layers run in float32 that may run in fewer bits."""
-    return tuple(Execution(layer.channels_last, "fp32", layer.compiled) for layer in layers)
+    return tuple(Execution(layer.channels_last, "fp32") for layer in layers)
 
 
 def to_json(layers: Sequence[Execution]) -> list[Any]:
     """Return executions as JSON: for each run, the number of its layers, and how they run."""
-    return [
-        [stop - start, execution.channels_last, execution.precision, execution.compiled]
-        for start, stop, execution in runs(layers)
-    ]
+    return [[stop - start, execution.channels_last, execution.precision] for start, stop, execution in runs(layers)]
 
 
 def from_json(value: Any) -> tuple[Execution, ...]:
@@ -104,14 +98,14 @@ def from_json(value: Any) -> tuple[Execution, ...]:
     if not isinstance(value, list):
         raise ValueError("the executions of layers are not a list")
     for entry in value:
-        if not isinstance(entry, list) or len(entry) != 4:
-            raise ValueError("a run of layers is not described by four values")
-        layers, channels_last, precision, compiled = entry
+        if not isinstance(entry, list) or len(entry) not in (3, 4):  # 4: an earlier version could compile layers
+            raise ValueError("a run of layers is not described by three values")
+        layers, channels_last, precision = entry[:3]
         if type(layers) is not int or not 0 < layers <= MOST_LAYERS - len(found):
             raise ValueError(f"a run does not have from 1 to {MOST_LAYERS} layers")
-        if type(channels_last) is not bool or type(compiled) is not bool or precision not in PRECISIONS:
-            raise ValueError("a run's memory format, precision or compilation is unknown")
-        found += [Execution(channels_last, precision, compiled)] * layers
+        if type(channels_last) is not bool or precision not in PRECISIONS:
+            raise ValueError("a run's memory format or precision is unknown")
+        found += [Execution(channels_last, precision)] * layers
     return tuple(found)
 
 
@@ -123,6 +117,6 @@ def described(layers: Sequence[Execution], names: Sequence[str]) -> str:
     parts = []
     for start, stop, execution in found:
         span = names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
-        parts.append(f"{span} {'in ' if not execution.compiled else ''}{execution.words}")
+        parts.append(f"{span} in {execution.words}")
     rest = "" if sum(stop - start for start, stop, _ in found) == len(layers) else ", the rest plain"
     return f"{'; '.join(parts)}{rest}"

@@ -1,4 +1,4 @@
-"""Explains what a plan leaves to the run, as only the devices can tell: threads, compiling, and precision."""
+"""Explains what a plan leaves to the run, as only the devices can measure: threads and precision."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ def run_reasons(job: Job, threads: int | None, untried: str | None) -> Iterator[
         most = f" (1 to {threads})" if threads is not None else ""
         text = f"When the run begins, each device measures how many threads{most} make its ranks fastest."
         yield Reason("threads", "tried", text, brief=False)
-    if job.compile == "never":
-        yield Reason("compile", "never", "No layers are compiled (compile: never).", brief=False)
-    else:
-        text = (
-            "When the run begins, each device that has a C++ compiler measures whether compiling the layers repays its "
-            "time. In runs of less than ten minutes, and on accelerators, nothing is compiled."
-        )
-        yield Reason("compile", "tried", text, brief=False)
     if job.precision == "auto" and untried is not None:
         text = f"With precision: auto, this run computes all layers in fp32, because {untried}."
         yield Reason("precision", "fp32", text)

@@ -52,9 +52,8 @@ def layer_reasons(profiles: Sequence[Profile], names: Sequence[str]) -> Iterator
         for run in found:
             last = run.stop - 1
             span = f"layers {run.start} to {last}" if last > run.start else f"layer {run.start}"
-            how = run.execution.words
             verb = "run" if last > run.start else "runs"
-            parts.append(f"{span} {verb} {'' if run.execution.compiled else 'in '}{how}")
+            parts.append(f"{span} {verb} in {run.execution.words}")
         few = sum(run.stop - run.start for run in found) < len(profile.layers)
         rest = "; the rest run plain" if few else ""
         gain = ""

@@ -22,11 +22,10 @@ from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, described, from_json, to_json, without_bf16
 from horizonml.planner.hardware import Host
 from horizonml.profiling import kept
-from horizonml.profiling.compile_trial import worth_compiling
 from horizonml.profiling.execution_trial import Choice, try_modes
 
 _log = logging.getLogger(__name__)
-_FORMAT = 1
+_FORMAT = 2
 _MOST_ROWS = 64
 _TINY_BYTES = 4 << 20  # of parameters and of all layers' results together, which take a few milliseconds
 _BYTE_SECONDS = 3e-9  # about what a pass takes for each of them; on a slower device, a trial is missed at worst
@@ -61,18 +60,10 @@ def read_layers(model: Model, value: Any) -> Layers:
 def executions_here(job: Job, model: Model, ranks: int, steps: int, say: Say, *, may_try: bool = True) -> Layers:
     """Return how layers run on this device: as the cache remembers, or as a trial shows if one is worth its time.
 
-    With `may_try` off, what is not remembered stays plain, and nothing is compiled.
+    With `may_try` off, what is not remembered stays plain.
     """
-    layers = _modes_here(job, model, ranks, steps, say, may_try)
-    if job.compile == "never" or not may_try or computing().accelerates:  # trials are run on the processor
-        return layers
-    if not worth_compiling(model, layers, _rows(job, ranks), steps, say, job.rendezvous.step_timeout / 3):
-        return layers
-    return tuple(replace(layer, compiled=True) for layer in layers)
-
-
-def _modes_here(job: Job, model: Model, ranks: int, steps: int, say: Say, may_try: bool) -> Layers:
-    """Return the memory format and the precision of each layer."""
+    if job.compile != "never" and may_try:
+        say("compile: auto has no effect any more, because compiling never repaid its time; leave the field out")
     modes = modes_for(job.memory_format, job.precision, model)
     plain = (modes[0],) * len(model.chain)
     rows = _rows(job, ranks)
@@ -160,13 +151,13 @@ def _pass_bytes(model: Model, rows: int) -> int:
 
 def gain_here(job: Job, model: Model, ranks: int, layers: Sequence[Execution]) -> float:
     """Return how many times as fast as plain layers run on this device in this way, or 1 if the cache has another."""
-    uncompiled = to_json([replace(layer, compiled=False) for layer in layers])
+    chosen = to_json(layers)
     for precision in dict.fromkeys((job.precision, "fp32")):
         modes = modes_for(job.memory_format, precision, model)
         try:
             content = kept.read("executions", _key(job, model, modes, _rows(job, ranks)))
             taken, plain = map(float, content["seconds"])
-            if content["layers"] == uncompiled and taken > 0 and 0 < plain < math.inf:
+            if content["layers"] == chosen and taken > 0 and 0 < plain < math.inf:
                 return plain / taken
         except (ValueError, KeyError, TypeError):
             _log.debug("no choice of executions is known for %s", precision)

@@ -17,8 +17,6 @@ from horizonml.planner.run_reasons import run_reasons
         ({}, 1, None, "Each rank computes with one thread, because it has only one core."),
         ({}, 4, None, "each device measures how many threads (1 to 4) make its ranks fastest."),
         ({}, None, None, "each device measures how many threads make its ranks fastest."),
-        ({"compile": "never"}, 1, None, "No layers are compiled (compile: never)."),
-        ({"compile": "auto"}, 1, None, "measures whether compiling the layers repays its time. In runs of less than"),
         (
             {"precision": "auto"},
             1,
@@ -38,4 +36,4 @@ def test_what_the_run_decides_is_said(
 ) -> None:
     told = [reason.text for reason in run_reasons(from_values({"name": "job", **values}, "job"), threads, untried)]
     assert [text for text in told if said in text]
-    assert len(told) == 2 + ("precision" in values)
+    assert len(told) == 1 + ("precision" in values)
