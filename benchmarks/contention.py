@@ -22,8 +22,7 @@ import yaml
 from benchmarks.hetero import shape_of, sweep_plans
 from horizonml.cli.tables import print_table
 from horizonml.files import write_atomically
-from horizonml.job.jobfile import changed
-from horizonml.job.planfile import plan_values
+from horizonml.job.jobfile import changed, plan_values
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator

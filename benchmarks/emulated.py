@@ -15,8 +15,7 @@ from types import TracebackType
 
 import yaml
 
-from horizonml.job.jobfile import changed, load
-from horizonml.job.planfile import plan_values
+from horizonml.job.jobfile import changed, load, plan_values
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import Cluster, load_cluster

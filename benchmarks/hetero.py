@@ -37,11 +37,10 @@ from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
 from horizonml.planner.subset import fastest_alone
-from horizonml.report.charts import draw_ranking
+from horizonml.report.charts import draw_ranking, save
 from horizonml.report.lines import StepLine
 from horizonml.report.records import Run, load_run
 from horizonml.report.run_plots import draw_timeline, legend, recorded_step
-from horizonml.report.style import save
 from horizonml.runtime.agreement import describe_problem, describe_together
 from horizonml.text import human_seconds
 

@@ -23,11 +23,10 @@ from dataclasses import asdict, dataclass
 from horizonml.discovery.device import Device
 from horizonml.job.jobfile import from_values
 from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.messages import Outcome, Phase, Sign, Standing
-from horizonml.lobby.offer import offer
-from horizonml.lobby.voice import Voice
+from horizonml.lobby.messages import Outcome, Phase, Sign, Standing, Voice
+from horizonml.lobby.sharing import offer
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.network import listen
-from horizonml.machine.usage import cpu_seconds, rss_bytes
 from horizonml.rendezvous.client import Client
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import client_context, server_context

@@ -18,8 +18,7 @@ from dataclasses import replace
 import psutil
 
 from horizonml.rendezvous.client import Client, Endpoint
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Join
+from horizonml.rendezvous.messages import Fingerprint, Join
 from horizonml.rendezvous.service import SETTLE_SECONDS
 from horizonml.security.tls import _pair, client_context
 from horizonml.security.token import TOKEN, Token, make_token

@@ -85,8 +85,7 @@ def measure(rank: int, hosts: list[str], wanted: Arguments) -> dict[str, Any]:
 
     from horizonml.comm.group import Group
     from horizonml.security.token import find_token
-    from horizonml.tunnel.client import Tunnel
-    from horizonml.tunnel.links import Links, Peer
+    from horizonml.tunnel.client import Links, Peer, Tunnel
 
     torch.set_num_threads(1)
     store = TCPStore(hosts[0], _PORT, None, rank == 0, wait_for_workers=False)

@@ -20,10 +20,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
     from horizonml.api.evaluation import evaluate, export, load, predict
-    from horizonml.api.generation import generate
-    from horizonml.api.history import Evaluation, Step
+    from horizonml.api.history import Evaluation, Run, Step
     from horizonml.api.planning import PlannedJob, plan
-    from horizonml.api.run import Run
+    from horizonml.api.predictions import generate
     from horizonml.api.training import train
     from horizonml.errors import HorizonError
     from horizonml.job.schema import Job
@@ -53,12 +52,12 @@ _MODULES = {
     "HorizonError": "horizonml.errors",
     "Job": "horizonml.job.schema",
     "PlannedJob": "horizonml.api.planning",
-    "Run": "horizonml.api.run",
+    "Run": "horizonml.api.history",
     "Step": "horizonml.api.history",
     "Task": "horizonml.tasks.task",
     "evaluate": "horizonml.api.evaluation",
     "export": "horizonml.api.evaluation",
-    "generate": "horizonml.api.generation",
+    "generate": "horizonml.api.predictions",
     "load": "horizonml.api.evaluation",
     "predict": "horizonml.api.evaluation",
     "train": "horizonml.api.training",

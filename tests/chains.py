@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from horizonml.engine.backward import backward
+from horizonml.engine.split_backward import backward
 from horizonml.models.boundary import Values, flat, values_of
 from horizonml.models.cutting import Layers
 

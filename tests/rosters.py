@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Departure, Farewell
+from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint
 from horizonml.rendezvous.roster import Roster
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from horizonml.cli.options import JobFile, Overrides, load_job
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.runtime.process import run_and_exit
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _settings(
     """Return what the options ask for. Raises JobError."""
     from benchmarks.chaos.campaign import Settings
     from horizonml.errors import JobError
-    from horizonml.spec.durations import duration
+    from horizonml.spec.base import duration
 
     interval, seconds = duration(every, "--every"), duration(length, "--for")
     if interval > seconds:

@@ -17,7 +17,7 @@ from benchmarks.chaos.accounting import Span
 from benchmarks.chaos.campaign import Result
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.report import briefly
-from horizonml.report.style import clock_axis, plain_axis, save
+from horizonml.report.charts import clock_axis, plain_axis, save
 from horizonml.text import count, percent
 
 _MARKS = {  # kind of fault: colour, marker

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.api.given import in_this_process
+from horizonml.api.history import Run
 from horizonml.api.jobs import DataLike, ModelLike, TaskLike, data_section, make_job
-from horizonml.api.run import Run
-from horizonml.data.arrays import is_array
 from horizonml.data.choose import describe
 from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
+from horizonml.data.own import is_array
 from horizonml.data.samples import join, tensor_of
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError

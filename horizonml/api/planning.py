@@ -10,7 +10,7 @@ from typing import Any
 
 from horizonml.api.given import in_this_process
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
-from horizonml.job.planfile import write_plan
+from horizonml.job.jobfile import write_plan
 from horizonml.plan.plan import Plan
 from horizonml.planner.explain import bottleneck, compare, explain_parts, why
 from horizonml.runtime.planning import Planned, plan_job

@@ -1,4 +1,7 @@
-"""Writes what a trained model predicts as a table, a row for each sample."""
+"""Writes what a trained model predicts as a table, a row for each sample.
+
+Implements `horizonml.generate`: what a trained language model writes.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from horizonml.api.evaluation import Parts, batches_of, outputs_of
+from horizonml.api.evaluation import CheckpointLike, Parts, batches_of, outputs_of, trained
+from horizonml.api.jobs import ModelLike
 from horizonml.data.dataset import DataBatch, Tree
 from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
 from horizonml.data.spec import IMAGES
-from horizonml.errors import DataError
+from horizonml.data.text import Tokens, tokens_for
+from horizonml.errors import DataError, JobError, ModelError
 from horizonml.exports.trained import Trained
 from horizonml.files import write_atomically, writing
 from horizonml.tasks.classification import Classification, MultiLabel
+from horizonml.tasks.task import main_tensor
 
 
 def write_predictions(found: Trained, files: Sequence[Path], part: Parts, batch_size: int, out: Path) -> int:
@@ -97,3 +103,69 @@ def _cells(found: Trained, row: Tensor) -> list[str]:
     if isinstance(found.task, Classification):
         return [_names(found, len(row))[int(row.argmax())], *numbers]
     return numbers
+
+
+def generate(
+    checkpoint: CheckpointLike,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    model: ModelLike = None,
+) -> str:
+    """Return the text with which a trained language model goes on from a prompt, without the prompt.
+
+    Parameters:
+        checkpoint: A run, the folder of a run, or the folder of a checkpoint.
+        prompt: How the text begins.
+        tokens: How many tokens are written: characters, bytes, or a tokenizer's, as the job has it.
+        temperature: How much the model dares: each token is drawn by probabilities to the power of 1 / temperature. At
+            0, it is always the most probable one.
+        seed: Decides what is drawn; the same seed gives the same text.
+        model: The model, if it was given to `train` as an object and `checkpoint` is a folder.
+
+    Raises HorizonError.
+    """
+    if tokens < 1:
+        raise JobError(f"tokens: {tokens} is too small; ask for one token at least")
+    if not temperature >= 0:
+        raise JobError(f"temperature: {temperature} is no temperature; give 0 or more")
+    found = trained(checkpoint, model)
+    vocabulary = vocabulary_of(found)
+    try:
+        start = vocabulary.encode(prompt)
+    except DataError as error:
+        raise DataError(f"prompt: {error}") from None
+    if not len(start):
+        raise DataError("prompt: there is nothing to go on from; give a word or a character")
+    return vocabulary.decode(_written(found, start.long(), tokens, temperature, seed))
+
+
+def vocabulary_of(found: Trained) -> Tokens:
+    """Return the tokens that a language model was trained on. Raises DataError if the model was trained on no text."""
+    data = found.job.data
+    if data.name != "text":
+        raise DataError(f"{found.path}: a text is written by models that were trained on texts, not on {data.name}")
+    if data.tokens == "characters" and not found.info.characters:
+        raise DataError(f"{found.path}: a checkpoint of this age does not tell which characters there are; train again")
+    return tokens_for(data.tokens, found.info.characters)
+
+
+def _written(found: Trained, start: Tensor, count: int, temperature: float, seed: int) -> list[int]:
+    """Return the numbers of `count` tokens that follow those in `start`."""
+    (context,), generator = found.info.inputs[0].shape, torch.Generator().manual_seed(seed)
+    numbers = start.tolist()
+    for _ in range(count):
+        seen = numbers[-context:]
+        # The model gets the shape that it was trained on; nothing depends on what comes later.
+        row = torch.tensor([seen + [0] * (context - len(seen))])
+        logits = main_tensor(outputs_of(found, row), "logits")[0, len(seen) - 1].double()
+        if not bool(logits.isfinite().all()):
+            raise ModelError(f"{found.path}: the model's outputs are not finite, so there is nothing to draw from")
+        if temperature == 0:
+            numbers.append(int(logits.argmax()))
+            continue
+        shares = ((logits - logits.max()) / temperature).softmax(0)
+        numbers.append(int(torch.multinomial(shares, 1, generator=generator)))
+    return list(numbers[len(start) :])

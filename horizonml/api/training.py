@@ -18,9 +18,8 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 from horizonml.api.given import in_plain_words
-from horizonml.api.history import Step
+from horizonml.api.history import Run, Step
 from horizonml.api.jobs import DataLike, JobLike, ModelLike, TaskLike, make_job
-from horizonml.api.run import Run
 from horizonml.api.transfer import NOTHING_DONE, packed
 from horizonml.errors import JobError
 from horizonml.rendezvous.identity import identify
@@ -82,7 +81,7 @@ def train(
     with ExitStack() as stack:
         objects = stack.enter_context(packed(made, given, fresh))
         parent = stack.enter_context(_Parent(on_step, progress))
-        command = [sys.executable, "-P", "-m", "horizonml.api.rank", str(objects), str(parent.records)]
+        command = [sys.executable, "-P", "-m", "horizonml.api.transfer", str(objects), str(parent.records)]
         stopped = run_ranks(
             made,
             command,

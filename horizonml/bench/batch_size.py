@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from horizonml.bench.compare import MEASURED, strategy_changes
-from horizonml.bench.findings import failures, warnings, where
-from horizonml.bench.manifest import Factors
-from horizonml.bench.study import Case, Study
+from horizonml.bench.study import Case, Factors, Study, failures, warnings, where
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.report import charts, style
+from horizonml.report import charts
 from horizonml.report.section import Picture, Section, Table
 from horizonml.text import count, human_bytes, human_seconds, percent
 
@@ -75,15 +73,15 @@ def section(study: Study) -> Section:
     result.tables.append(Table("Batch sizes", header, rows))
     chart = charts.lines(
         [
-            ("Samples per second", speeds, style.plain_axis),
-            ("Time of a step", step_times, style.seconds_axis),
-            ("Memory of the largest rank", memory, style.bytes_axis),
+            ("Samples per second", speeds, charts.plain_axis),
+            ("Time of a step", step_times, charts.seconds_axis),
+            ("Memory of the largest rank", memory, charts.bytes_axis),
         ],
         study.folder / "batch-sizes.png",
         x="samples per batch",
     )
     result.pictures.append(Picture(chart, "Speed, time of a step and memory over the batch size."))
-    fit = charts.memory_fit(peaks, limit, study.folder / "memory.png", x="samples per batch", form=style.bytes_axis)
+    fit = charts.memory_fit(peaks, limit, study.folder / "memory.png", x="samples per batch", form=charts.bytes_axis)
     result.pictures.append(
         Picture(fit, "Dots are measured, and lines are fitted to them, up to the memory of a rank here.")
     )

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from horizonml.bench.findings import failures, spread, summary_table, typical, warnings, where
-from horizonml.bench.manifest import Factors
-from horizonml.bench.study import Case, Result, Study
+from horizonml.bench.study import (
+    Case,
+    Factors,
+    Result,
+    Study,
+    failures,
+    spread,
+    summary_table,
+    typical,
+    warnings,
+    where,
+)
 from horizonml.errors import JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.limits import limits_of
-from horizonml.report import charts, run_plots, style
+from horizonml.plan.local import limits_of
+from horizonml.report import charts, run_plots
 from horizonml.report.section import Picture, Section, Table, rank_tables
 from horizonml.report.summary import Summary
 from horizonml.text import count, human_bytes, human_seconds, percent
@@ -250,27 +259,27 @@ def _pictures(folder: Path, by_size: dict[str, dict[str, list[Result]]]) -> list
         return found
 
     panels = [
-        ("Samples per second", values("samples_per_second"), style.plain_axis),
-        ("Time of an epoch", values("epoch_seconds"), style.seconds_axis),
-        ("Held-out accuracy (%)", values("accuracy"), style.percent_axis),
-        ("Training accuracy (%)", values("train_accuracy"), style.percent_axis),
-        ("Held-out loss (cross-entropy)", values("loss"), style.plain_axis),
-        ("Gradient divergence (of the mean)", values("divergence"), style.plain_axis),
+        ("Samples per second", values("samples_per_second"), charts.plain_axis),
+        ("Time of an epoch", values("epoch_seconds"), charts.seconds_axis),
+        ("Held-out accuracy (%)", values("accuracy"), charts.percent_axis),
+        ("Training accuracy (%)", values("train_accuracy"), charts.percent_axis),
+        ("Held-out loss (cross-entropy)", values("loss"), charts.plain_axis),
+        ("Gradient divergence (of the mean)", values("divergence"), charts.plain_axis),
     ]
     costs = [
-        ("Compute (% of time)", values("compute"), style.share_axis),
-        ("Transfer (% of time)", values("transfer"), style.share_axis),
-        ("Wait (% of time)", values("wait"), style.share_axis),
-        ("Idle, per rank and epoch", values("idle_seconds"), style.seconds_axis),
-        ("CPU (% of the cores)", values("cpu_utilisation"), style.share_axis),
-        ("Memory of the largest rank", values("rss_peak_bytes"), style.bytes_axis),
-        ("Memory of the mean rank", values("rss_mean_bytes"), style.bytes_axis),
-        ("Sent per step, all ranks", values("bytes_per_step"), style.bytes_axis),
-        ("Sent per second, all ranks", values("bytes_per_second"), style.byte_rate_axis),
+        ("Compute (% of time)", values("compute"), charts.share_axis),
+        ("Transfer (% of time)", values("transfer"), charts.share_axis),
+        ("Wait (% of time)", values("wait"), charts.share_axis),
+        ("Idle, per rank and epoch", values("idle_seconds"), charts.seconds_axis),
+        ("CPU (% of the cores)", values("cpu_utilisation"), charts.share_axis),
+        ("Memory of the largest rank", values("rss_peak_bytes"), charts.bytes_axis),
+        ("Memory of the mean rank", values("rss_mean_bytes"), charts.bytes_axis),
+        ("Sent per step, all ranks", values("bytes_per_step"), charts.bytes_axis),
+        ("Sent per second, all ranks", values("bytes_per_second"), charts.byte_rate_axis),
     ]
     energy = values("joules_per_sample")
     if energy:
-        costs.append(("Energy per sample (J)", energy, style.plain_axis))
+        costs.append(("Energy per sample (J)", energy, charts.plain_axis))
     note = " Bars are medians of the repeats, lines reach from the least to the most." if _repeated(last) else ""
     category = "training samples" if many else ""
     found = [

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from horizonml.bench import batch_size, compare, libraries, scaling
-from horizonml.bench.findings import write_data
-from horizonml.bench.study import Study, load_study
+from horizonml.bench.study import Study, load_study, write_data
 from horizonml.errors import HorizonError
 from horizonml.files import write_atomically, writing
-from horizonml.report import history_plot, run_plots
-from horizonml.report.page import render
+from horizonml.report import run_plots
 from horizonml.report.records import Run, load_run
 from horizonml.report.section import (
     NOTE,
@@ -27,6 +25,7 @@ from horizonml.report.section import (
     rank_tables,
     write_numbers,
 )
+from horizonml.report.seeds import render
 from horizonml.report.summary import Summary, summarise, traffic
 from horizonml.text import count, human_seconds, percent
 
@@ -102,7 +101,7 @@ def runs_section(folder: Path, runs: Mapping[str, Run]) -> Section:
         if run.history.changes:
             picture = folder / f"changes-{name.replace('/', '-')}.png"
             caption = f"What {name} did while ranks were lost and joined."
-            result.pictures.append(Picture(history_plot.changes(name, run, picture), caption))
+            result.pictures.append(Picture(run_plots.changes(name, run, picture), caption))
         picture = folder / f"timeline-{name.replace('/', '-')}.png"
         path = run_plots.timeline(name, run, picture) if len(run.stages) > 1 else None
         if path is not None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from horizonml.bench.compare import MEASURED, strategy_changes
-from horizonml.bench.findings import failures, typical, warnings, where
-from horizonml.bench.manifest import Factors, ScalingMode
-from horizonml.bench.study import Case, Result, Study
+from horizonml.bench.study import Case, Factors, Result, ScalingMode, Study, failures, typical, warnings, where
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
-from horizonml.plan.limits import limits_of
-from horizonml.report import charts, style
+from horizonml.plan.local import limits_of
+from horizonml.report import charts
 from horizonml.report.section import Picture, Section, Table
 from horizonml.text import percent
 
@@ -107,9 +105,9 @@ def _picture(
     ]
     path = charts.lines(
         [
-            ("Samples per second", speeds, style.plain_axis),
-            ("Speed-up (times one worker)", gains, style.plain_axis),
-            ("Efficiency (% of speed-up / workers)", efficiency, style.share_axis),
+            ("Samples per second", speeds, charts.plain_axis),
+            ("Speed-up (times one worker)", gains, charts.plain_axis),
+            ("Efficiency (% of speed-up / workers)", efficiency, charts.share_axis),
         ],
         study.folder / f"{mode}-scaling.png",
         x="workers",

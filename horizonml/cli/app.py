@@ -13,19 +13,13 @@ from typer.core import TyperArgument
 from horizonml import __version__
 from horizonml.cli.bench import app as bench
 from horizonml.cli.cluster import app as cluster
-from horizonml.cli.export import export
+from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.jobs import init, schema, validate
-from horizonml.cli.log import log
-from horizonml.cli.plan import plan, profile, simulate
-from horizonml.cli.predict import evaluate, generate, predict
-from horizonml.cli.rendezvous import rendezvous
-from horizonml.cli.report import report
-from horizonml.cli.token import token
-from horizonml.cli.top import top
+from horizonml.cli.plan import plan, profile, simulate, what_if
+from horizonml.cli.rendezvous import rendezvous, token
+from horizonml.cli.top import log, report, top, watch
 from horizonml.cli.train import train
 from horizonml.cli.up import join, up
-from horizonml.cli.watch import watch
-from horizonml.cli.what_if import what_if
 from horizonml.errors import JobError
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 
 if TYPE_CHECKING:
-    from horizonml.bench.manifest import StudySettings
-    from horizonml.bench.study import Case
+    from horizonml.bench.study import Case, StudySettings
     from horizonml.job.schema import Job
     from horizonml.report.section import Section
 
@@ -119,7 +118,7 @@ def compare(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import compare as study
-    from horizonml.bench.manifest import StudySettings
+    from horizonml.bench.study import StudySettings
 
     job = _job(
         job_file,
@@ -158,7 +157,7 @@ def scaling(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import scaling as study
-    from horizonml.bench.manifest import ScalingMode, StudySettings
+    from horizonml.bench.study import ScalingMode, StudySettings
     from horizonml.errors import JobError
 
     try:
@@ -196,7 +195,7 @@ def batch_size(
     """
     require("matplotlib", "`horizonml bench`")
     from horizonml.bench import batch_size as study
-    from horizonml.bench.manifest import StudySettings
+    from horizonml.bench.study import StudySettings
 
     job = _job(None, "synthetic", None, overrides)
     strategy = _strategies([strategy], ())[0]

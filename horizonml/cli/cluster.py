@@ -14,7 +14,7 @@ import typer
 
 from horizonml.cli.tables import layout, print_text, terminal_width
 from horizonml.errors import ClusterError, JobError
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.text import count, escaped
 
 if TYPE_CHECKING:

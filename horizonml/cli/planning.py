@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from horizonml.cli.tables import print_table, print_text
 from horizonml.errors import JobError
 from horizonml.files import writing
-from horizonml.job.planfile import write_plan
+from horizonml.job.jobfile import write_plan
 from horizonml.job.schema import Job
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.planner.devices import write_profile
 from horizonml.planner.profile import Profile
 from horizonml.text import count, human_bytes, human_seconds
@@ -57,7 +57,7 @@ def show_plan(
 
         predicted(found.plan, predict(planned.problem, found.plan), places.names, picture)
     if as_json:
-        from horizonml.planner.energy_reasons import energy_facts
+        from horizonml.planner.shape_reasons import energy_facts
 
         content = {
             "plan": found.plan.to_json(),
@@ -86,8 +86,7 @@ def show_profile(job: Job, out: Path | None, threads: int | None) -> None:
 
     from horizonml.comm.group import Group
     from horizonml.machine.host import versions
-    from horizonml.machine.memory import keep_freed_memory
-    from horizonml.machine.resources import available_cores, memory_limit, threads_per_rank
+    from horizonml.machine.resources import available_cores, keep_freed_memory, memory_limit, threads_per_rank
     from horizonml.profiling.executions import executions_here, untried
     from horizonml.profiling.measure import cached_profile
     from horizonml.runtime.agreement import describe_together, profile_key
@@ -137,8 +136,8 @@ def _print_layers(job: Job, profile: Profile) -> None:
 
 
 def _print_plan(planned: Planned, in_full: bool) -> None:
-    from horizonml.planner.energy_reasons import energy_reasons
     from horizonml.planner.explain import bottleneck, compare, explain_parts, rows, why
+    from horizonml.planner.shape_reasons import energy_reasons
     from horizonml.runtime.agreement import uncut_layer
 
     job, model, problem, found, places = planned.job, planned.model, planned.problem, planned.found, planned.places

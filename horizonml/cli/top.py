@@ -1,4 +1,11 @@
-"""The command that shows a run in the terminal while it trains: `horizonml top`."""
+"""The command that shows a run in the terminal while it trains: `horizonml top`.
+
+The command that serves a page for a run: `horizonml watch`.
+
+The command that reports on runs: `horizonml report`.
+
+The command that shows a recorded run in other tools: `horizonml log`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +24,17 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from horizonml.report.live import LiveRun
+
+import threading
+from typing import TYPE_CHECKING
+
+from horizonml.errors import JobError, SecurityError
+
+if TYPE_CHECKING:
+    from horizonml.security.token import Token
+
+
+from horizonml.machine.code import require
 
 _PLAIN_WIDTH = 110  # columns without a terminal
 
@@ -121,3 +139,162 @@ def _keys() -> Iterator[_Pressed]:
         yield _Pressed(True)
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def watch(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="A run's folder (runs/NAME), or a folder of runs, for the newest.", show_default=False
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on; all but 127.0.0.1 need --insecure.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port; 0 for any free one.")] = 8400,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser.")] = False,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Let everyone who reaches the address read the page, which is not encrypted."),
+    ] = False,
+) -> None:
+    """Serve a page about a run, live or finished.
+
+    The page shows devices and links, the plan, where the time goes, the loss, what has happened, and what another
+    device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C.
+    """
+    from horizonml.machine.network import is_loopback
+    from horizonml.machine.signals import stop_on_signal
+    from horizonml.page.server import PageServer, StopHere
+
+    folder = find_run(run)
+    if not is_loopback(host) and not insecure:
+        raise JobError(
+            f"--host {host}: everyone on that network could read the page, and what travels is not encrypted. From "
+            f"another machine, use `ssh -L {port}:127.0.0.1:{port} THIS-MACHINE` and open http://127.0.0.1:{port}; or "
+            "add --insecure if everyone there may read it"
+        )
+    token, stop_run = _token(), StopHere(folder)
+    page = PageServer(folder, (host, port), token, {"stop": stop_run}, possible=lambda name: stop_run.is_possible())
+    with stop_on_signal() as stop, page as server:
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{server.port}/"
+        print(f"the page of {folder} is at {url} (Ctrl-C ends it)", flush=True)
+        if not is_loopback(host):
+            print("everyone who reaches this address can read it", flush=True)
+        if open_page:
+            import webbrowser
+
+            webbrowser.open(url)
+        while not stop.wanted:
+            threading.Event().wait(0.2)
+
+
+def _token() -> Token | None:
+    """Return the token of this machine's user, with which the page offers to stop a run, or None."""
+    from horizonml.security.token import find_token
+
+    try:
+        return find_token()
+    except SecurityError as error:
+        print(f"the page is read-only: {error}", file=sys.stderr)
+    return None
+
+
+def find_run(path: Path) -> Path:
+    """Return a run's folder, or the newest run in a folder of several. Raises JobError."""
+    if not path.is_dir():
+        raise JobError(f"{path} is not a folder; name that of a run, such as runs/digits")
+    if _is_run(path):
+        return path
+    runs = [inner for inner in path.iterdir() if inner.is_dir() and _is_run(inner)]
+    if not runs:
+        raise JobError(f"{path} is not a run and contains none; runs are in `runs`, or where the job's `folder` says")
+    return max(runs, key=_newest)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / ".horizonml-run").exists() or any(path.glob("rank-*.jsonl"))
+
+
+def _newest(path: Path) -> float:
+    return max((file.stat().st_mtime for file in path.glob("rank-*.jsonl")), default=path.stat().st_mtime)
+
+
+def report(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A run (runs/NAME), a bench, or a folder of several.", show_default=False
+        ),
+    ],
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page", metavar="FILE", help="The page to write. Default: FOLDER/report.html.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Write a page about runs and benches.
+
+    The page has findings in words, tables, and pictures of where the time went. It is one HTML file; its pictures, and
+    the numbers as CSV and JSON, are written beside the records.
+    """
+    require("matplotlib", "`horizonml report`")
+    from horizonml.bench.report import write_report
+
+    for path in write_report(folder, page):
+        print(path)
+
+
+def log(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder (runs/NAME).", show_default=False)],
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write TensorBoard event files to FOLDER/NAME, which must not contain any yet.",
+            show_default=False,
+        ),
+    ] = None,
+    mlflow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="Log to MLflow: the URI of a server, or a folder for a database. If part of the run was logged there "
+            "before, the rest is added.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Log a recorded run to TensorBoard or MLflow.
+
+    A job with telemetry.tensorboard or telemetry.mlflow logs while it trains. Use this command for a run that did not,
+    or to add what could not be delivered then, for example because the server was down. The run's own records are not
+    changed.
+    """
+    from horizonml.errors import HorizonError, JobError
+    from horizonml.report.section import lead_records
+    from horizonml.telemetry.sinks import Scalars, Sink, deliver, open_mlflow, open_tensorboard
+
+    if tensorboard is None and mlflow is None:
+        raise JobError("say where to log the run: --tensorboard FOLDER, --mlflow URI, or both")
+    records, sinks = lead_records(run), list[tuple[str, Sink]]()
+    if tensorboard is not None:
+        folder = tensorboard / run.absolute().name
+        if any(folder.glob("events.out.tfevents.*")):
+            raise JobError(f"--tensorboard: {folder} has event files already; delete them, or name another folder")
+        sinks.append((f"TensorBoard: tensorboard --logdir {tensorboard}", open_tensorboard(folder)))
+    try:
+        if mlflow is not None:
+            sinks.append((f"MLflow at {mlflow}", open_mlflow(mlflow, run)))
+        for words, sink in sinks:
+            scalars = Scalars()
+            deliver(sink, scalars, records)
+            sink.close(scalars.outcome)
+            print(f"logged {sum(record['kind'] == 'step' for record in records):,} steps to {words}")
+    except HorizonError:
+        raise
+    except Exception as error:  # the libraries' own errors are of many kinds
+        problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise HorizonError(f"{run} cannot be logged: {problem}") from error

@@ -76,7 +76,7 @@ def train(
 
     job = load_job(job_file, overrides, workers)
     if plan_file is not None:
-        from horizonml.job.planfile import read_plan
+        from horizonml.job.jobfile import read_plan
 
         job = read_plan(job, plan_file)
     identity = join or identify(os.environ, job.parallel.max_workers)

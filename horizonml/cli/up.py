@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from horizonml.discovery.records import Found
     from horizonml.job.schema import Job
     from horizonml.lobby.join import Joiner
-    from horizonml.lobby.settings import Place
+    from horizonml.lobby.messages import Place
     from horizonml.lobby.up import Up
     from horizonml.machine.signals import StopRequest
     from horizonml.machine.yielding import Courtesy
@@ -73,7 +73,7 @@ def up(
     """
     from horizonml.lobby.messages import Outcome
     from horizonml.lobby.up import Settings, Up
-    from horizonml.runtime.access import insecure as accepted
+    from horizonml.runtime.command import insecure as accepted
 
     job = load_job(job_file, overrides)
     token = None if insecure or accepted() else _token()
@@ -169,10 +169,10 @@ def join(
     """
     from horizonml.lobby import terminal
     from horizonml.lobby.join import Joiner
-    from horizonml.lobby.settings import JoinSettings
+    from horizonml.lobby.messages import JoinSettings
     from horizonml.machine.signals import StopRequest, handling
     from horizonml.machine.yielding import Courtesy
-    from horizonml.runtime.access import insecure as accepted
+    from horizonml.runtime.command import insecure as accepted
     from horizonml.security.token import find_token
 
     if print_unit:

@@ -38,8 +38,7 @@ from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
 from horizonml.errors import PeerLost, TooManyFiles, is_out_of_files
 from horizonml.tunnel.addresses import kernel_table, others_connected, own_address, stand_in_address
 from horizonml.tunnel.blob import Published, read_blob
-from horizonml.tunnel.client import TunnelGone
-from horizonml.tunnel.links import Links
+from horizonml.tunnel.client import Links, TunnelGone
 
 _UNUSED = 1  # a port, of a rank that connects to this one
 

@@ -20,10 +20,9 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
-from horizonml.comm.log import MessageLog
-from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, Moves, Work, lost
+from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, MessageLog, Moves, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
-from horizonml.tunnel.links import Links
+from horizonml.tunnel.client import Links
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
 from horizonml.files import inside
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.text import nearest
 
 _WIDE = ("int32", "int64", "uint32", "uint64", "float64")  # dtypes of columns that float32 may not hold exactly

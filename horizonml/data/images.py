@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from horizonml.data.dataset import Data, DataInfo, Inputs
-from horizonml.data.files import FolderSource, FolderSplits, load_torchvision
+from horizonml.data.files import ArraySource, FolderSource, FolderSplits, Source, load_torchvision
 from horizonml.data.holdout import SPLIT_SEED, divide, hold_out, in_order, subset
 from horizonml.data.pictures import PHOTO_MEAN, PHOTO_SIZE, PHOTO_STD
 from horizonml.data.seeds import name_seed
-from horizonml.data.source import ArraySource, Source
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 

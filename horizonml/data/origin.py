@@ -19,8 +19,8 @@ from typing import Any
 
 from horizonml.errors import DataError, HorizonError
 from horizonml.files import safe_name
-from horizonml.machine.extras import require
-from horizonml.machine.outbound import SPARE_BYTES, http_session, is_confined, reason
+from horizonml.machine.code import require
+from horizonml.machine.network import SPARE_BYTES, http_session, is_confined, reason
 from horizonml.spec.base import check_url, is_place_elsewhere
 from horizonml.text import human_bytes
 

@@ -42,7 +42,7 @@ from horizonml.data.samples import tree_of
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, HorizonError, is_out_of_memory
 from horizonml.files import cache_folder
-from horizonml.machine.outbound import CONFINED_BYTES, is_confined
+from horizonml.machine.network import CONFINED_BYTES, is_confined
 from horizonml.text import human_bytes
 
 _TABLES = 64  # shards whose list of files is kept in memory

@@ -16,7 +16,7 @@ from horizonml.data.holdout import divide, hold_out, in_order
 from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, is_out_of_memory
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.machine.resources import memory_left
 from horizonml.text import human_bytes, nearest
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from horizonml.discovery.interfaces import Interface, choose, interfaces
-from horizonml.discovery.multicast import Hearing, listen
+from horizonml.discovery.multicast import Hearing, Interface, choose, interfaces, listen
 from horizonml.discovery.records import Found
 from horizonml.text import some
 

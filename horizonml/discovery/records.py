@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from horizonml.discovery.interfaces import Interface, reachable
+from horizonml.discovery.multicast import Interface, reachable
 from horizonml.rendezvous.checks import shown
 
 TYPE = "_horizonml._tcp.local."

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from horizonml import __version__
 from horizonml.discovery import records
-from horizonml.discovery.interfaces import Interface, usable
+from horizonml.discovery.multicast import Interface, usable
 from horizonml.discovery.records import TYPE, Found, distinct
 from horizonml.machine.host import device_name
 

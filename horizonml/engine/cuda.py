@@ -2,6 +2,10 @@
 
 Copies run on two streams beside the one that computes, one for each way. PyTorch's allocator of pinned memory reuses a
 block only when the copies that use it are complete, so consecutive messages use different blocks.
+
+Stages tensors for an Apple GPU, which computes in the same memory but has no streams: copies wait for it.
+
+Chooses how a rank stages tensors between the host and the device that it computes on.
 """
 
 from __future__ import annotations
@@ -9,12 +13,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from horizonml.engine.staging import Overlapping
+from horizonml.engine.staging import Copying, Overlapping, Staging
 
 _log = logging.getLogger(__name__)
 _SECONDS = 10.0  # for which the device's clock and that of the process are taken to run equally fast
@@ -116,3 +120,44 @@ class CudaWatch:
         if self._at is None or not self._event.query():
             return None
         return self._at + float(self._reference.elapsed_time(self._event)) / 1e3
+
+
+class MpsStaging(Copying):
+    """Copies at once. These GPUs have no 64-bit floats, so metrics are computed on the host."""
+
+    has_float64: ClassVar[bool] = False
+
+    def seed(self, number: int) -> None:
+        """See `Staging`."""
+        super().seed(number)
+        torch.mps.manual_seed(number)
+
+    def watch(self) -> MpsWatch:
+        """See `Staging`."""
+        return MpsWatch()
+
+
+class MpsWatch:
+    """Implements `DeviceWatch` by waiting for the device."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def mark(self) -> None:
+        """See `DeviceWatch`."""
+        torch.mps.synchronize()
+        self._at = perf_counter()
+
+    def finished(self) -> float:
+        """See `DeviceWatch`."""
+        return self._at
+
+
+def staging_for(device: torch.device) -> Staging:
+    """Return how a rank stages tensors that computes on a device."""
+    if device.type == "cpu":
+        return Staging()
+    if device.type == "cuda":
+        return CudaStaging(device)
+
+    return MpsStaging(device)

@@ -8,6 +8,8 @@ on, and on whether all of that was finite, and only then does anyone go on from 
 
 The state of a run with local steps is what all members have agreed on last. When the session ends at any other
 moment, the parameters go back to that, so a rank that is lost costs no more than the steps since then.
+
+Combines the local steps of a global step, and the synchronisation after them, into one step.
 """
 
 from __future__ import annotations
@@ -16,31 +18,30 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
-from horizonml.comm.within import Within
+from horizonml.comm.tree import Within
 from horizonml.data.needs import Needs
 from horizonml.data.seeds import name_seed
+from horizonml.engine.clock import WAYS, Span, Step, Told, Totals, Way
 from horizonml.engine.outer.fragment import Fragment, fragments_of
-from horizonml.engine.outer.merge import Tail, merged
 from horizonml.engine.outer.rows import Part, Rows
 from horizonml.engine.session import Session
-from horizonml.engine.step import WAYS, Step, Told, Totals
 from horizonml.engine.sync.base import Members
 from horizonml.engine.tied import Ties
-from horizonml.engine.totals import TotalsSum
-from horizonml.engine.verdict import UNCHANGED, GradientCheck
+from horizonml.engine.verdict import UNCHANGED, GradientCheck, TotalsSum
 from horizonml.errors import Diverged, PeerLost, PlanError
-from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.plan.execution import Executions
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan
+from horizonml.state.average import PreparedOuter
 from horizonml.state.follow import Following
-from horizonml.state.outer import PreparedOuter
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.task import Batch, Task
 
@@ -319,3 +320,43 @@ def _said_of_replicas(synced: int) -> Iterator[None]:
         yield
     except Diverged as error:
         raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Describes what came after the local steps: seconds, spans, bytes, and how far replicas were apart."""
+
+    wall: float
+    compute: float
+    transfer: float
+    wait: float
+    spans: list[Span]
+    bytes_sent: int
+    divergence: float | None
+
+
+def merged(steps: Sequence[Step], tail: Tail, totals: Totals, told: tuple[Told, ...]) -> Step:
+    """Return one step with the given totals."""
+    traffic: dict[Way, tuple[int, int]] = {}
+    for way in WAYS:
+        pairs = [step.traffic.get(way, (0, 0)) for step in steps]
+        traffic[way] = sum(sent for sent, _ in pairs), sum(received for _, received in pairs)
+    sent, received = traffic["members"]
+    traffic["members"] = sent + tail.bytes_sent, received + tail.bytes_sent
+    norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
+    return Step(
+        totals,
+        sum((step.wall for step in steps), tail.wall),
+        sum((step.compute for step in steps), tail.compute),
+        sum((step.transfer for step in steps), tail.transfer),
+        sum((step.wait for step in steps), tail.wait),
+        samples=sum(step.samples for step in steps),
+        entered=sum(step.entered for step in steps),
+        traffic=traffic,
+        divergence=tail.divergence,
+        spans=[span for spans in (*(step.spans for step in steps), tail.spans) for span in spans],
+        load=sum(step.load for step in steps),
+        gradient_norm=norms[-1] if norms else None,
+        told=told,
+        local_steps=len(steps),
+    )

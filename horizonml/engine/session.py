@@ -18,17 +18,15 @@ from torch import Tensor
 from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
 from horizonml.data.needs import Needs
-from horizonml.engine.clock import Clock
+from horizonml.engine.clock import WAYS, Clock, Step, Told, Totals, Way
+from horizonml.engine.cuda import staging_for
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging
-from horizonml.engine.staging_choice import staging_for
-from horizonml.engine.step import WAYS, Step, Told, Totals, Way
 from horizonml.engine.sync.base import is_looked_at
 from horizonml.engine.tied import TiedGradients, Ties
-from horizonml.engine.totals import TotalsSum
-from horizonml.engine.verdict import GradientCheck
+from horizonml.engine.verdict import GradientCheck, TotalsSum
 from horizonml.errors import PeerLost
-from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
 from horizonml.models.watch import require_alike, set_everywhere

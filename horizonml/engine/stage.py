@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from horizonml.comm.group import Group
 from horizonml.data.dataset import BatchOfWorkers, sample_of_row
 from horizonml.data.seeds import name_seed, python_seeded
-from horizonml.engine.backward import backward
-from horizonml.engine.clock import LOAD, Clock
+from horizonml.engine.clock import LOAD, Clock, Way
 from horizonml.engine.execution import CastWeights, Forward, runs_for, sums_as_they_lie
 from horizonml.engine.link import Cut, Direction, Link
-from horizonml.engine.split_backward import SplitBackward
+from horizonml.engine.split_backward import SplitBackward, backward
 from horizonml.engine.staging import Staging
-from horizonml.engine.step import Way
 from horizonml.engine.sync import sync_for
 from horizonml.engine.sync.base import APART, Members, is_looked_at, projections, trainable
 from horizonml.engine.sync.norms import SyncedNorms
@@ -31,8 +29,7 @@ from horizonml.models.zoo import Model
 from horizonml.plan.actions import Action, Kind
 from horizonml.plan.execution import Executions
 from horizonml.plan.plan import Plan, Route, routes
-from horizonml.tasks.checks import WrongClass, check_results
-from horizonml.tasks.task import Batch, Task, Tree, detached
+from horizonml.tasks.task import Batch, Task, Tree, WrongClass, check_results, detached
 from horizonml.text import count
 
 # What travels where nothing here depends on a tensor: a zero. But parameters before it have no gradient at all, so that

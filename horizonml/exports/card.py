@@ -16,8 +16,7 @@ import yaml
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import HorizonError
-from horizonml.exports.formats import Format
-from horizonml.exports.preparation import Preparation, preparation_of
+from horizonml.exports.formats import Format, Preparation, preparation_of
 from horizonml.job.schema import Job
 from horizonml.models.spec import TORCHVISION_MODELS
 from horizonml.plan.plan import Plan

@@ -11,11 +11,8 @@ from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
 from horizonml.exports import onnx, safetensors, state_dict, torch_export
 from horizonml.exports.card import Subject, write_card
-from horizonml.exports.completeness import refuse_incomplete_data
-from horizonml.exports.formats import AUTO, Format, choose_format
-from horizonml.exports.samples import find_samples, noise
-from horizonml.exports.trained import info_of, job_of, load_trained
-from horizonml.exports.weights import mapped_weights
+from horizonml.exports.formats import AUTO, Format, choose_format, find_samples, noise
+from horizonml.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
 from horizonml.files import cache_folder, staged, write_atomically
 from horizonml.job.schema import Job
 from horizonml.state.shards import find

@@ -1,13 +1,33 @@
-"""Names the formats that a trained model can be exported to, and chooses one by the ending of the file."""
+"""Names the formats that a trained model can be exported to, and chooses one by the ending of the file.
+
+Tells how a picture becomes an input of an exported model: whoever has only the file must do as the training did.
+
+Finds the samples on which an exported model is compared with the trained one.
+
+Compares what was exported with the trained model, before anything is said to be done.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from horizonml.errors import JobError
-from horizonml.machine.extras import require
-from horizonml.text import nearest
+import torch
+from torch import Tensor
+
+from horizonml.data.choose import load
+from horizonml.data.dataset import DataInfo
+from horizonml.data.images import normalisation
+from horizonml.data.seeds import name_seed
+from horizonml.data.spec import DataSpec
+from horizonml.data.tensors import TensorSpec
+from horizonml.errors import ExportError, HorizonError, JobError
+from horizonml.job.schema import Job
+from horizonml.machine.code import require
+from horizonml.text import count, nearest
 
 
 class Format(StrEnum):
@@ -64,3 +84,193 @@ def choose_format(output: Path, wanted: str = AUTO) -> Format:
         endings = ", ".join(f"{ending} ({format.words})" for ending, format in _ENDINGS.items())
         raise JobError(f"{output}: the ending names no format; use one of {endings}, or --format")
     return format
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Holds what is done to a picture, which is that of `horizonml predict`, too."""
+
+    channels: int
+    height: int
+    width: int
+    mean: float  # of pixels from 0 to 1, the same for all channels
+    std: float
+
+    def words(self) -> str:
+        """Return the steps as the cell of a table."""
+        colours = "average the colours" if self.channels == 1 else "keep the colours red, green, blue"
+        return (
+            "turn a picture as its EXIF orientation says, scale grey values of 16 bits to 8, lay transparency over "
+            f"white, crop the middle and resize it to {self.width} by {self.height} pixels, {colours}, divide by 255, "
+            f"subtract {self.mean:g}, divide by {self.std:g}"
+        )
+
+    def lines(self, file: str) -> list[str]:
+        """Return lines of Python that make the array `input` of a picture's file."""
+        arranged = "pixels.mean(2)[None, None]" if self.channels == 1 else "pixels.transpose(2, 0, 1)[None]"
+        return [
+            f'picture = ImageOps.exif_transpose(Image.open("{file}"))',
+            'if picture.mode.startswith("I"):  # grey values of 16 bits',
+            '    picture = Image.fromarray((numpy.asarray(picture) / 257).round().astype("uint8"))',
+            'picture = picture.convert("RGBA")',
+            'white = Image.new("RGBA", picture.size, "white")',
+            'picture = Image.alpha_composite(white, picture).convert("RGB")',
+            f"picture = ImageOps.fit(picture, ({self.width}, {self.height}))",
+            f"pixels = (numpy.asarray(picture, dtype=numpy.float32) / 255 - {self.mean:g}) / {self.std:g}",
+            f"input = {arranged}  # [batch, channels, height, width]",
+        ]
+
+    def to_json(self) -> str:
+        """Return the numbers as JSON, with the mean and the standard deviation of each channel."""
+        size = [self.height, self.width]
+        return json.dumps({"size": size, "mean": [self.mean] * self.channels, "std": [self.std] * self.channels})
+
+
+def preparation_of(job: Job, info: DataInfo | None) -> Preparation | None:
+    """Return how a picture is prepared for the model of a job; None if its inputs are not pictures, or not known."""
+    known = normalisation(job.data)
+    if info is None or known is None or len(info.inputs) != 1 or len(info.inputs[0].shape) != 3:
+        return None
+    channels, height, width = info.inputs[0].shape
+    return Preparation(channels, height, width, *known)
+
+
+def properties(job: Job, info: DataInfo) -> dict[str, str]:
+    """Return what a file says of itself to programs, by name: the classes and the preparation of pictures, as JSON."""
+    found = {"labels": json.dumps(info.labels, ensure_ascii=False)} if info.labels else {}
+    preparation = preparation_of(job, info)
+    return found | ({"preparation": preparation.to_json()} if preparation is not None else {})
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Holds a model's inputs, and says what they are."""
+
+    inputs: tuple[Tensor, ...]  # in the order of `DataInfo.inputs`
+    words: str
+    real: bool  # whether they are from the data set
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return some of the samples."""
+        return tuple(tensor[start:stop] for tensor in self.inputs)
+
+
+def find_samples(spec: DataSpec, info: DataInfo, number: int, cache: Path) -> Samples:
+    """Return up to `number` held-out samples, or noise where this machine does not have the data.
+
+    Nothing is downloaded. The words of noise say why it is noise.
+    """
+    try:
+        if spec.name == "synthetic":
+            return noise(info, number, "the data is synthetic")
+        data = load(spec.model_copy(update={"download": False}), info, cache, inputs=True, targets=False)
+        rows = min(number, info.held_out)
+        found = data.batch(False, torch.arange(rows)).inputs(0, rows)
+    except (HorizonError, OSError) as error:
+        return noise(info, number, f"the held-out data cannot be read: {error}")
+    inputs = (found,) if isinstance(found, Tensor) else tuple(found)
+    return Samples(
+        inputs,
+        f"{count(len(inputs[0]), 'held-out sample')} of {spec.folder if spec.name == 'folder' else spec.name}",
+        True,
+    )
+
+
+def noise(info: DataInfo, number: int, why: str) -> Samples:
+    """Return samples of noise, the same ones every time."""
+    generator = torch.Generator().manual_seed(name_seed(0, "export"))
+    inputs = tuple(_noise(spec, name, info, number, generator) for spec, name in _named(info))
+    return Samples(inputs, f"{count(number, 'sample')} of noise ({why})", False)
+
+
+def _named(info: DataInfo) -> list[tuple[TensorSpec, str]]:
+    return list(zip(info.inputs, info.names or [""] * len(info.inputs), strict=True))
+
+
+def _noise(spec: TensorSpec, name: str, info: DataInfo, number: int, generator: torch.Generator) -> Tensor:
+    shape = (number, *spec.shape)
+    if spec.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(spec.dtype)
+    if "mask" in name:  # what is masked altogether may have no defined result
+        return torch.ones(shape, dtype=spec.dtype)
+    # Numbers stand for words or categories. Only of a language model are they known to be as many as its outputs.
+    most = info.outputs if info.task == "language_model" and spec.dtype != torch.bool else 2
+    return torch.randint(0, max(1, most), shape, generator=generator).to(spec.dtype)
+
+
+# Runtimes add up in another order and merge operations, which changes the last digits. A wrong graph changes the first.
+RELATIVE_TOLERANCE = 1e-4
+_ABSOLUTE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Tells how far the outputs of an exported model are from those of the model itself."""
+
+    difference: float  # the largest one of any output
+    tolerance: float  # for that output
+    largest: float  # absolute value in that output
+
+    def words(self) -> str:
+        """Return the numbers for people."""
+        return (
+            f"largest difference {self.difference:.1e} in outputs of up to {self.largest:.3g} "
+            f"(tolerance {self.tolerance:.1e})"
+        )
+
+
+def compare(file: str, samples: str, expected: Sequence[Tensor], found: Sequence[Tensor]) -> Agreement:
+    """Return how the outputs for some samples agree. Raises ExportError if they do not."""
+    if len(expected) != len(found):
+        raise _differs(file, samples, f"it returns {count(len(found), 'tensor')} instead of {len(expected)}")
+    agreements = []
+    for number, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        output = f"output {number}" if len(expected) > 1 else "the output"
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise _differs(file, samples, f"{output} is {_kind(theirs)}, but the model returns {_kind(ours)}")
+        agreements.append(_agreement(file, samples, output, ours, theirs))
+    return max(agreements, key=lambda one: one.difference / one.tolerance)
+
+
+def check_weights(file: str, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """Return, in words, that a file's weights are bit for bit those of the checkpoint. Raises ExportError."""
+    if missing := sorted(expected.keys() ^ found.keys()):
+        has = "lacks" if missing[0] in expected else "also has"
+        raise ExportError(f"{file} is not written: read back, it {has} {missing[0]}")
+    for name, tensor in expected.items():
+        other = found[name]
+        same = tensor.shape == other.shape and tensor.dtype == other.dtype
+        if not same or not torch.equal(_bits(tensor), _bits(other)):
+            raise ExportError(f"{file} is not written: read back, its {name} differs from the checkpoint")
+    return f"{count(len(expected), 'tensor')} read back, bit for bit those of the checkpoint"
+
+
+def _agreement(file: str, samples: str, output: str, ours: Tensor, theirs: Tensor) -> Agreement:
+    first, second = ours.double(), theirs.double()
+    finite = first.isfinite()
+    if not torch.equal(finite, second.isfinite()) or not torch.equal(
+        first[~finite].nan_to_num(), second[~finite].nan_to_num()
+    ):
+        raise _differs(file, samples, f"{output} has infinite values or NaN in other places")
+    first, second = first[finite], second[finite]
+    difference = float((first - second).abs().max()) if len(first) else 0.0
+    largest = float(first.abs().max()) if len(first) else 0.0
+    precision = torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
+    tolerance = max(RELATIVE_TOLERANCE, 4 * precision) * largest + _ABSOLUTE_TOLERANCE
+    agreement = Agreement(difference, tolerance, largest)
+    if difference > tolerance:
+        raise _differs(file, samples, f"{output} differs from the model's, {agreement.words()}")
+    return agreement
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in which NaN equals itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
+
+
+def _differs(file: str, samples: str, problem: str) -> ExportError:
+    return ExportError(f"{file} is not written: on {samples}, {problem}")

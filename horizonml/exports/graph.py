@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from horizonml.errors import ExportError, is_out_of_memory
-from horizonml.exports.formats import Format
-from horizonml.exports.samples import Samples
+from horizonml.exports.formats import Format, Samples
 from horizonml.exports.trained import Trained
 
 _EXAMPLES = 2  # a batch of one would be taken for a size that never changes

@@ -12,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from horizonml.exports.formats import Format
+from horizonml.exports.formats import Agreement, Format, Samples, compare, properties
 from horizonml.exports.graph import batches, dynamic_shapes, joined, quietly, record
-from horizonml.exports.preparation import properties
-from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained
-from horizonml.exports.verify import Agreement, compare
 
 _MOST_IN_ONE_FILE = 1 << 30  # bytes; a message of protobuf must stay below 2 GiB
 

@@ -10,7 +10,7 @@ import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horizonml.exports.verify import check_weights
+from horizonml.exports.formats import check_weights
 
 
 def write(weights: Mapping[str, Tensor], draft: Path, about: Mapping[str, str]) -> None:

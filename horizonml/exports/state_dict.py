@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from horizonml.exports.verify import check_weights
+from horizonml.exports.formats import check_weights
 
 
 def write(weights: Mapping[str, Tensor], draft: Path) -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import torch
 
-from horizonml.exports.formats import Format
+from horizonml.exports.formats import Agreement, Format, Samples, compare
 from horizonml.exports.graph import batches, joined, quietly, record
-from horizonml.exports.samples import Samples
 from horizonml.exports.trained import Trained, flat_tensors
-from horizonml.exports.verify import Agreement, compare
 
 
 def write(trained: Trained, samples: Samples, draft: Path) -> None:

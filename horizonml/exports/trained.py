@@ -1,9 +1,14 @@
-"""Builds the model of a checkpoint as an ordinary module with the trained weights."""
+"""Builds the model of a checkpoint as an ordinary module with the trained weights.
+
+Tells whether a checkpoint has all tensors that its model computes with, so that no initial value is exported.
+
+Reads the trained weights of a checkpoint without holding them in memory: tensors are views of the shards' files.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +20,17 @@ from torch.utils._pytree import tree_flatten
 
 from horizonml.data.choose import describe
 from horizonml.data.dataset import DataInfo
-from horizonml.errors import CheckpointError, DataError
-from horizonml.exports.completeness import refuse_incomplete
-from horizonml.exports.weights import mapped_weights
+from horizonml.errors import CheckpointError, DataError, JobError, MissingPackage, ModelError
+from horizonml.job.foreign import code_fields
 from horizonml.job.jobfile import overridden
 from horizonml.job.schema import Job
 from horizonml.models.weights import aliases
-from horizonml.models.zoo import construct
-from horizonml.state.shards import Metadata, find
+from horizonml.models.zoo import build, construct
+from horizonml.state.average import AVERAGE, sources
+from horizonml.state.shards import Metadata, find, opened
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.tasks.task import InputSpec, Task
+from horizonml.text import some
 
 _log = logging.getLogger(__name__)
 
@@ -129,3 +135,63 @@ def info_of(path: Path, metadata: Metadata, job: Job) -> DataInfo:
     if info is None:
         raise DataError(f"data.folder: {job.data.folder} is not on this machine, and {path} does not describe the data")
     return info
+
+
+def refuse_incomplete(path: Path, job: Job, info: DataInfo, names: Iterable[str]) -> None:
+    """Raise CheckpointError if a checkpoint with tensors of these names lacks any that the model's forward pass uses.
+
+    What has no part in the forward pass is in no checkpoint of older versions. The model is built without memory for
+    its parameters.
+    """
+    task = task_for(job, info)
+    # Pretrained weights are where the training began, and need not be on this machine.
+    spec = job.model.model_copy(update={"weights": None})
+    chain = build(spec, job.seed, task.outputs(info), task.input(info)).chain
+    used = [name for layer in range(len(chain)) for name in chain.slice(layer, layer + 1).state_dict()]
+    missing = sorted({*used} - {*names} - {*chain.spare})
+    if missing:
+        raise CheckpointError(
+            f"{path} has no values for {some(missing)}, which {job.model.name} computes with; it is incomplete, or the "
+            "model has changed since. Take another checkpoint: nothing is exported with initial values"
+        )
+
+
+def refuse_incomplete_data(path: Path, job: Job | None, info: DataInfo | None, names: Iterable[str]) -> None:
+    """Do the same as far as it can be told without running code that the checkpoint's job names."""
+    if job is None or info is None or code_fields(job):
+        _log.info("%s is not compared with its model, whose code is not run for this", path)
+        return
+    try:
+        refuse_incomplete(path, job, info, names)
+    except (DataError, JobError, MissingPackage, ModelError) as error:
+        _log.warning("%s cannot be compared with its model, to see whether a tensor is missing: %s", path, error)
+
+
+def mapped_weights(path: Path, metadata: Metadata, average: bool | None = None) -> tuple[dict[str, Tensor], bool]:
+    """Return a checkpoint's parameters and buffers by their names in the original model, and whether they are averages.
+
+    With `average`, parameters that have a moving average are taken from it; without a choice, they are if the run's own
+    evaluations did so (`ema.evaluate`), and the weights are those that the recorded metrics belong to. The shards are
+    mapped: a tensor is read from disk when it is used, and the system can take its memory back. Raises CheckpointError.
+    """
+    with opened(path, metadata.shards) as (names, read):
+        found = sources(names, _evaluated(metadata) if average is None else average)
+        # What the optimizer keeps of a parameter is there only if the parameter is.
+        entries = (
+            name.removeprefix("optimizer/").rpartition("/")[0] for name in names if name.startswith("optimizer/")
+        )
+        if lost := sorted({*entries} - {*found}):
+            raise CheckpointError(f"{path} has no values for {some(lost)}, whose optimizer state it has")
+        weights = {name: read(source) for name, source in found.items()}
+    if not weights:
+        raise CheckpointError(f"{path} has no parameters")
+    averaged = any(source == f"optimizer/{name}/{AVERAGE}" for name, source in found.items())
+    if average and not averaged:
+        raise CheckpointError(f"{path} has no averages of the parameters: train with ema.decay, for example 0.999")
+    return weights, averaged
+
+
+def _evaluated(metadata: Metadata) -> bool:
+    """Tell whether the run evaluated the averages of its parameters, as far as its checkpoint says."""
+    ema = (metadata.job or {}).get("ema") or {}
+    return bool(ema.get("decay")) and bool(ema.get("evaluate", True))

@@ -5,16 +5,19 @@ them.
 
 The API server asks a pod from its own address, which no policy can name. Where policies are enforced and the pod is on
 another node, that goes unanswered. A forwarded port is opened inside the pod instead, as `kubectl port-forward` does.
+
+Turns what can go wrong between a cluster and its user into errors for people.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import urllib3
@@ -23,15 +26,14 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import DynamicApiError
 from kubernetes.stream import portforward
 
 from horizonml.errors import ClusterError
 from horizonml.job.jobfile import parse as parse_job
 from horizonml.job.schema import Job
-from horizonml.kube.access import asking, checked, message
-from horizonml.kube.diagnosis import Condition, Object, PodState, condition
 from horizonml.kube.render import PART_OF, SETTINGS, WORKERS, Document, Settings
-from horizonml.kube.status import RankStatus, Samples, parse, rank_status
+from horizonml.kube.status import Condition, Object, PodState, RankStatus, Samples, condition, parse, rank_status
 
 _PORT = 9400
 _PROXY_TIMEOUT = (2.0, 3.0)  # to connect, to answer
@@ -341,3 +343,43 @@ class Cluster:
 def rank_of(pod: Object) -> int:
     """Return the ordinal of a worker's pod."""
     return int(str(pod["metadata"]["name"]).rpartition("-")[2])
+
+
+@contextmanager
+def asking(host: str, namespace: str, what: str) -> Iterator[None]:
+    """Raise ClusterError for whatever keeps the cluster at `host` from doing `what`."""
+    try:
+        yield
+    except (ApiException, DynamicApiError) as error:
+        reason = message(error)
+        if error.status == 401:
+            text = f"{host} does not know who you are ({reason}); log in again, or choose another --context"
+        elif error.status == 403:
+            text = (
+                f"you may not {what} in namespace {namespace}: {reason}; try: kubectl auth can-i --list -n {namespace}"
+            )
+        else:
+            text = f"cannot {what} in namespace {namespace}: {reason}"
+        raise ClusterError(text) from error
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise ClusterError(
+            f"the cluster at {host} does not answer ({type(error).__name__}); is it running, and is this the right "
+            "context (kubectl config current-context)?"
+        ) from error
+
+
+def checked(response: Any) -> Any:
+    """Return a raw response if it is a good one, because the client does not check those. Raises ApiException."""
+    if response.status >= 400:
+        error = ApiException(status=response.status, reason=response.reason)
+        error.body = response.data.decode(errors="replace")
+        raise error
+    return response
+
+
+def message(error: Exception) -> str:
+    """Return what the API says is wrong, without the rest."""
+    try:
+        return str(json.loads(getattr(error, "body", "") or "")["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(getattr(error, "reason", None) or error)

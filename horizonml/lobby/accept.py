@@ -15,8 +15,7 @@ from horizonml.files import hub_cache
 from horizonml.job.foreign import Place, code_fields, places, taken_over
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
-from horizonml.machine.network import split_address
-from horizonml.machine.outbound import FETCH_FROM, SPARE_BYTES
+from horizonml.machine.network import FETCH_FROM, SPARE_BYTES, split_address
 from horizonml.text import human_bytes
 
 _BY_FILES = {"folder": "folder", "table": "path", "huggingface": "path", "stream": "path", "text": "path"}

@@ -7,15 +7,12 @@ import sys
 import threading
 from dataclasses import replace
 
-from horizonml.discovery.device import Device, this_device
+from horizonml.discovery.device import Device, diagnose_peer, this_device
 from horizonml.discovery.diagnosis import explain_clocks
-from horizonml.discovery.peer import diagnose_peer
 from horizonml.errors import RendezvousError
-from horizonml.lobby.messages import Sign
-from horizonml.lobby.settings import JoinSettings, Place
+from horizonml.lobby.messages import JoinSettings, Place, Sign, Voice
 from horizonml.lobby.view import device_words
 from horizonml.lobby.visit import Ending, Visit
-from horizonml.lobby.voice import Voice
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.client import Client, ServiceError
 from horizonml.security.tls import client_context

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from horizonml.lobby.messages import MOST_CHUNK, News, Outcome, Phase, Sign, Standing
-from horizonml.lobby.offer import Offer
-from horizonml.lobby.sharing import Shelf
+from horizonml.lobby.sharing import Offer, Shelf
 from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.server import Handler, Peer
 from horizonml.text import count

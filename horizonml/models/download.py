@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from horizonml.errors import ModelError
 from horizonml.files import MOST_NAME, cache_folder, hub_cache, safe_name
-from horizonml.machine.outbound import CONFINED_BYTES, SPARE_BYTES, is_confined, reason, urlopen
+from horizonml.machine.network import CONFINED_BYTES, SPARE_BYTES, is_confined, reason, urlopen
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.spec import WeightsSpec
 from horizonml.text import human_bytes, nearest

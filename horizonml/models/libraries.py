@@ -1,4 +1,9 @@
-"""Builds models of well-known libraries from their names and configurations, with new weights and without downloads."""
+"""Builds models of well-known libraries from their names and configurations, with new weights and without downloads.
+
+The language models that jobs can name.
+
+The convolutional models and the transformer that jobs can name: a small one of our own, and torchvision's.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from typing import Any
 from torch import nn
 
 from horizonml.errors import ModelError
-from horizonml.machine.extras import require
+from horizonml.machine.code import require
 from horizonml.machine.torchvision import import_torchvision
-from horizonml.models.language import sequence_length
+from horizonml.models.gpt import GPT
+from horizonml.models.small import digits_cnn
 from horizonml.spec.base import is_configuration
 from horizonml.tasks.task import InputSpec
 from horizonml.text import nearest
@@ -138,3 +144,41 @@ def _default(config: Any) -> Any:
 def _has(config: Any, option: str) -> bool:
     """Return whether a configuration has an option, under this name or another one that stands for it."""
     return hasattr(_default(config), option)
+
+
+def gpt_model(outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return the constructor of the small GPT, and the keyword arguments that suit this vocabulary and this input.
+
+    Raises ModelError unless the input is a sequence of tokens.
+    """
+    length = sequence_length(input)
+    if length is None:
+        raise ModelError(
+            "model gpt takes sequences of tokens, int64 of shape [positions], but the data has inputs of shape "
+            f"{' and '.join(str(list(tensor.shape)) for tensor in input.tensors)}; choose another model"
+        )
+    return GPT, {"vocabulary": outputs, "context": length}
+
+
+def sequence_length(input: InputSpec) -> int | None:
+    """Return the number of tokens in a sample, or None if the samples are no sequences of tokens."""
+    shape, dtype = input.tensors[0].shape, input.tensors[0].dtype
+    return shape[0] if len(shape) == 1 and not dtype.is_floating_point else None
+
+
+def vision_model(name: str, outputs: int, input: InputSpec) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return a model's constructor and the keyword arguments that suit these outputs and this input.
+
+    Raises ModelError unless the input has the shape `[channels, height, width]`.
+    """
+    (shape, *more) = (tensor.shape for tensor in input.tensors)
+    if len(shape) != 3 or more:
+        raise ModelError(
+            f"model {name} takes inputs of shape [channels, height, width], but the data has inputs of shape "
+            f"{list(shape)}; choose another model"
+        )
+    channels, height, _ = shape
+    if name == "digits_cnn":
+        return digits_cnn, {"num_classes": outputs, "channels": channels, "image_size": height}
+    size = {"image_size": height} if name.startswith("vit") else {}
+    return getattr(import_torchvision().models, name), {"num_classes": outputs, **size}

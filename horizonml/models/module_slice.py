@@ -1,4 +1,7 @@
-"""Runs some of a model's units inside the model's own forward, with stubs in the place of all others."""
+"""Runs some of a model's units inside the model's own forward, with stubs in the place of all others.
+
+Moves a module's tensors to the device that a rank computes on.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from horizonml.errors import ModelError
-from horizonml.models.calls import INPUTS, Calls, Leaf, Result, arguments
-from horizonml.models.skeleton import Forward, Skeleton
+from horizonml.models.calls import INPUTS, Calls, Forward, Leaf, Result, Skeleton, arguments
 
 
 @dataclass(frozen=True)
@@ -291,3 +293,22 @@ class ModuleSlice(nn.Module):
         if any(isinstance(leaf, _StandIn) for leaf in tree_flatten(result)[0]):
             raise ModelError(f"the model's forward returns a tensor {_UNSEEN}")
         return result
+
+
+HOST = torch.device("cpu")
+
+
+def bring(module: nn.Module, device: torch.device) -> None:
+    """Bring a module's parameters, buffers and constants to a device; those that are there stay the same tensors."""
+    moved: dict[int, Tensor] = {}  # what several modules hold stays one tensor
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device != device:
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                part._parameters[name] = moved[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+    if isinstance(module, ModuleSlice):
+        module.bring_constants(device)

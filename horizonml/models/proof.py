@@ -24,13 +24,12 @@ from horizonml.data.seeds import python_seeded, python_state
 from horizonml.errors import HorizonError, ModelError, is_out_of_memory
 from horizonml.machine.code import where
 from horizonml.models.boundary import Boundary, Values, depends_on_rows, flat, values_of
-from horizonml.models.cutting import Cutting
+from horizonml.models.cutting import Cutting, WholeModule
 from horizonml.models.module_slice import ModuleSlice
 from horizonml.models.own_state import OwnState, described, own_state_kept, put_back_buffers
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import Attributes, tried_out
 from horizonml.models.watch import set_and_read
-from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.text import some
 

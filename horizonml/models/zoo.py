@@ -19,20 +19,25 @@ from horizonml.data.seeds import python_seeded
 from horizonml.errors import ModelError, is_out_of_memory
 from horizonml.models.boundary import Boundary
 from horizonml.models.calls import arguments
-from horizonml.models.cutting import AUTOMATIC, Cutting, Layers, cut
-from horizonml.models.freezing import Modes, carry_modes, is_still, keep_still, modes_of
-from horizonml.models.language import gpt_model
-from horizonml.models.libraries import LIBRARIES, check_options
-from horizonml.models.lora import with_adapters
+from horizonml.models.cutting import AUTOMATIC, Cutting, Layers, WholeModule, cut
+from horizonml.models.libraries import LIBRARIES, check_options, gpt_model, vision_model
 from horizonml.models.own_state import OwnState
 from horizonml.models.pretrained import Pretrained
 from horizonml.models.source import find
 from horizonml.models.spec import VISION_MODELS, ModelSpec
 from horizonml.models.tracing import tried_out
-from horizonml.models.tuning import begin_from, frozen_tensors, trained_note
-from horizonml.models.vision import vision_model
+from horizonml.models.tuning import (
+    Modes,
+    begin_from,
+    carry_modes,
+    frozen_tensors,
+    is_still,
+    keep_still,
+    modes_of,
+    trained_note,
+    with_adapters,
+)
 from horizonml.models.weights import Tape, aliases, materialise, record, seeded, sharing, untie, without_value
-from horizonml.models.whole import WholeModule
 from horizonml.tasks.task import InputSpec, OutputSpec
 from horizonml.text import some
 

@@ -1,6 +1,8 @@
 """Serves the page of a run: the files of the page, what it asks for, and actions for those who have the token.
 
 It also decides who may ask what of the page's service, and tells browsers what they may do with its answers.
+
+Stops a run whose ranks are processes of this machine, as Ctrl-C does: after the step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import mimetypes
+import os
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from importlib import resources
@@ -19,8 +23,8 @@ from horizonml.machine.network import is_loopback
 from horizonml.page.watcher import Watcher, encode
 from horizonml.report.what_if import what_if
 from horizonml.security.token import Token
-from horizonml.web.messages import Later, Reply, Request
-from horizonml.web.server import Limits, WebServer
+from horizonml.telemetry.lifeline import living_ranks
+from horizonml.web.server import Later, Limits, Reply, Request, WebServer
 
 # Nothing is loaded from elsewhere, nothing inline runs, and no other site may show the page in a frame.
 _HEADERS = {
@@ -240,3 +244,28 @@ def static_files() -> dict[str, tuple[bytes, str]]:
         kind = _KINDS.get(Path(file.name).suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
         found[file.name] = file.read_bytes(), kind
     return found
+
+
+class StopHere:
+    """Asks the ranks of a run to stop, if all of them are here."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self) -> str:
+        """Ask all ranks to stop, and return what happens now. Raises HorizonError if that cannot be done from here."""
+        processes = living_ranks(self._folder)
+        if processes is None:
+            raise HorizonError("no run is training there whose ranks are all processes of this machine and this user")
+        try:
+            for process in processes.values():
+                os.kill(process, signal.SIGTERM)
+        except ProcessLookupError:
+            return "The run is ending already."
+        except PermissionError:
+            raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
+        return "The run stops after its step, and saves a checkpoint from which the same command continues."
+
+    def is_possible(self) -> bool:
+        """Return whether the ranks can be asked."""
+        return living_ranks(self._folder) is not None

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizonml.page.describe import describe_run, describe_timeline
-from horizonml.page.planned import SimulatedStep, problem_of
+from horizonml.page.describe import SimulatedStep, describe_run, describe_timeline, problem_of
 from horizonml.report.lines import StepLine
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import RankFile

@@ -11,8 +11,7 @@ from horizonml.errors import JobError
 from horizonml.plan.local import MOST_LOCAL_STEPS, Local, outer_optimizer
 from horizonml.plan.plan import SYNCS, Sync
 from horizonml.plan.schedules import SCHEDULES
-from horizonml.spec.base import Spec
-from horizonml.spec.durations import duration
+from horizonml.spec.base import Spec, duration
 from horizonml.text import count
 
 MOST_WORKERS = 10_000

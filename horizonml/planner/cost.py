@@ -2,6 +2,8 @@
 
 The costs are the seconds of layers, of messages between stages, of sums of gradients and of updates, and the bytes of
 memory.
+
+Predicts how the members of a stage agree on its gradients: what each way of summing costs, and which is fastest.
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ from dataclasses import dataclass
 from horizonml.plan.actions import Action, most_bytes_held
 from horizonml.plan.gradients import BUCKET_BYTES, in_buckets
 from horizonml.plan.plan import FORMATS, SYNCS, Plan, Stage, Sync
-from horizonml.planner.hardware import Link, Size
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import Link, Profile, Size
 
 _CODED = {Sync.FP16: "fp16", Sync.INT4: "int4", Sync.POWERSGD: "powersgd"}
 # How often a member encodes or decodes each of its gradients. With 4 bits, it encodes them once and decodes them to
@@ -251,3 +252,30 @@ def _rows_loaded(problem: Problem, plan: Plan, size: int) -> tuple[dict[int, int
         for stage in (plan.stages[0], plan.stages[-1])
     )
     return first, last
+
+
+def syncs_of(problem: Problem) -> tuple[Sync, ...]:
+    """Return the ways in which the members of a stage may sum, the most precise first."""
+    return (problem.constraints.sync, *problem.constraints.syncs)
+
+
+def fastest_sync(problem: Problem, start: int, stop: int, ranks: Sequence[int]) -> Sync:
+    """Return the way in which `ranks` sum the gradients of layers `start` to `stop - 1` fastest."""
+    syncs = syncs_of(problem)
+    if len(ranks) == 1:
+        return Sync.ALL_REDUCE
+    if len(syncs) == 1:
+        return syncs[0]
+    slowest = slowest_link(problem, ranks)
+    whole = synced_bytes(problem, Sync.ALL_REDUCE, start, stop)
+
+    def seconds(sync: Sync) -> float:
+        size = synced_bytes(problem, sync, start, stop)
+        return ring_seconds(len(ranks), size, slowest) + coding_seconds(problem, sync, ranks, whole)
+
+    return min(syncs, key=seconds)
+
+
+def is_lossy(stage: Stage) -> bool:
+    """Return whether the members of a stage agree in a way that is not exact."""
+    return len(stage.ranks) > 1 and not SYNCS[stage.sync].exact

@@ -28,11 +28,9 @@ from horizonml.errors import JobError
 from horizonml.files import write_atomically
 from horizonml.plan.execution import from_json as executions_from_json
 from horizonml.plan.execution import to_json as executions_to_json
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import MOST_WATTS, Watts
-from horizonml.planner.profile import LayerProfile, Profile
-from horizonml.spec.base import PlainName
-from horizonml.spec.mistakes import explain
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
+from horizonml.spec.base import PlainName, explain
 from horizonml.spec.reading import read_yaml
 from horizonml.text import nearest
 

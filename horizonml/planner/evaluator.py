@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.planner.cost import LayerTimes, fastest_format, slowest_link
-from horizonml.planner.hardware import Link
+from horizonml.planner.cost import LayerTimes, fastest_format, fastest_sync, slowest_link
 from horizonml.planner.problem import Problem
+from horizonml.planner.profile import Link
 from horizonml.planner.simulate import Prediction, predict
-from horizonml.planner.syncs import fastest_sync
 
 _NO_ROWS = 1e-9  # the share of a member without samples, small enough that it gets none
 _MOST_REFINED = 64  # up to how many members shares are improved sample by sample

@@ -11,10 +11,9 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Parallel
 from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import Watts
 from horizonml.planner.problem import NO_LOADING, Loading, Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import Host, Network, Profile
 from horizonml.planner.saving import with_objective
 from horizonml.planner.strategies import constraints_of, objective_of
 from horizonml.text import count

@@ -3,23 +3,30 @@
 Three kinds of plans compete: an exact one; one whose links and sums carry fewer bits; and one whose members take local
 steps. The exact one is taken unless another is clearly faster. In the chosen plan, everything is then made more
 precise wherever that costs next to nothing.
+
+Proposes plans whose members take local steps: replicas of a pipeline, or of the model, that rarely synchronise.
+
+All stages of such a plan have equally many members with the same shares, so that a replica's stages send only
+to each other. Devices that are well connected form a replica; fast replicas take more of each batch, and so more local
+steps.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from horizonml.errors import PlanError
 from horizonml.plan.lossy import UNTRIED
-from horizonml.plan.plan import Plan, Sync
-from horizonml.planner.cost import fastest_format
+from horizonml.plan.plan import Plan, Stage, Sync
+from horizonml.planner.cost import fastest_format, fastest_sync
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
-from horizonml.planner.problem import Problem
+from horizonml.planner.outer import gentlest
+from horizonml.planner.problem import Constraints, FixedStage, Problem
+from horizonml.planner.programme import Programme
 from horizonml.planner.refine import more_precise
-from horizonml.planner.replicas import local_plan
 from horizonml.planner.search import search
-from horizonml.planner.syncs import fastest_sync
 
 _MANY_RANKS = 200  # ranks, above which there is one search, for an exact plan, from which others are derived
 EXACT_IS_WORTH = 0.05  # of a step's time: the most that an exact plan may cost
@@ -103,3 +110,173 @@ def _saves(one: Candidate, other: Candidate, part: float) -> bool:
     if one.cost[:2] != other.cost[:2]:
         return one.cost[:2] < other.cost[:2]
     return one.prediction.seconds < (1 - part) * other.prediction.seconds
+
+
+_FEW_RANKS = 16  # ranks, up to which plans are improved by small moves
+_MANY_REPLICAS = 64  # ranks, above which few plans are tried
+_MOST_JUDGED = (24, 4)  # plans that are simulated, with up to that many ranks and with more
+_MOST_MOVES = 60
+_ROUNDS = 3  # of cutting by shares, and sharing by cuts
+_NO_ROWS = 1e-9  # the share of a replica that is left without samples
+
+Groups = list[list[int]]  # the ranks of each replica, in the order of its stages
+
+
+def local_plan(evaluator: Evaluator) -> Candidate | None:
+    """Return the best plan that was found whose members take local steps, or None if the constraints allow none."""
+    problem = evaluator.problem
+    constraints = problem.constraints
+    if not (constraints.every or constraints.local) or problem.ranks == 1 or constraints.stages is not None:
+        return None
+    plans = sorted({plan: _estimate(evaluator, plan) for plan in _proposed(evaluator)}.items(), key=lambda one: one[1])
+    most = _MOST_JUDGED[problem.ranks > _MANY_REPLICAS]
+    judged = [_judged(evaluator, plan) for plan, _ in plans[:most]]
+    best = min((one for one in judged if one is not None), key=lambda one: one.cost, default=None)
+    return _improved(evaluator, best) if best is not None and problem.ranks <= _FEW_RANKS else best
+
+
+def _judged(evaluator: Evaluator, plan: Plan) -> Candidate | None:
+    """Return a plan with the gentlest local steps that cost little of it, or None if there are none."""
+    local = plan.local or gentlest(evaluator.problem, plan, _estimate(evaluator, plan))
+    if local is None:
+        return None
+    found = evaluator.judge(replace(plan, local=local))
+    computing = found.prediction.seconds - found.prediction.parts.get("agreeing on local steps", 0.0)
+    better = gentlest(evaluator.problem, plan, computing)
+    return evaluator.judge(replace(plan, local=better)) if better not in (None, local) else found
+
+
+def _proposed(evaluator: Evaluator) -> Iterator[Plan]:
+    """Yield plans for every number of stages that gives all replicas equally many ranks, without their local steps."""
+    problem = evaluator.problem
+    sizes = [size for size in range(1, problem.ranks) if problem.ranks % size == 0 and size <= problem.layers]
+    many = problem.ranks > _MANY_REPLICAS
+    counts = problem.micro_batches[:: 4 if many else 2]
+    for size in sizes[:3] if many else sizes:
+        found = itertools.islice(_groupings(evaluator, size), 1 if many else None)
+        for groups in {tuple(map(tuple, one)): one for one in found}.values():
+            for micro_batches in counts:
+                plan = _plan(evaluator, groups, micro_batches)
+                if plan is not None:
+                    yield plan
+
+
+def _groupings(evaluator: Evaluator, size: int) -> Iterator[Groups]:
+    """Yield ways to form replicas of `size` ranks: by links, then by speed, with equal and with mixed replicas."""
+    problem = evaluator.problem
+    fast = sorted(range(problem.ranks), key=lambda rank: evaluator.seconds(rank, 0, problem.layers, 8))
+    replicas = problem.ranks // size
+    if size == 1:
+        yield [[rank] for rank in fast]
+        return
+    left, islands = list(fast), []
+    while left:
+        island = [left.pop(0)]
+        while len(island) < size:
+            near = max(left, key=lambda rank: min(problem.network.between(rank, one).bandwidth for one in island))
+            island.append(near)
+            left.remove(near)
+        islands.append(sorted(island, key=fast.index))
+    yield islands
+    yield [fast[place::replicas] for place in range(replicas)]
+    yield [fast[first : first + size] for first in range(0, len(fast), size)]
+
+
+def _plan(evaluator: Evaluator, groups: Groups, micro_batches: int, cuts: Sequence[int] | None = None) -> Plan | None:
+    """Return the plan of these replicas, with the best cuts unless they are given, and with shares by speed."""
+    problem, count = evaluator.problem, len(groups[0])
+    if problem.batch_size < micro_batches * len(groups):  # a micro-batch has rows for every replica
+        return None
+    stages = [tuple(group[place] for group in groups) for place in range(count)]
+    rows = -(-problem.batch_size // micro_batches)
+    shares = (1.0,) * len(groups)
+    for _ in range(_ROUNDS):
+        own = cuts if cuts is not None else _cuts(evaluator, stages, shares, micro_batches)
+        if own is None:
+            return None
+        bounds = list(itertools.pairwise([0, *own, problem.layers]))
+        typical = [max(1, round(rows * share / sum(shares))) for share in shares]
+        slowest = [
+            max(evaluator.seconds(rank, *bound, each) for rank, bound in zip(group, bounds, strict=True)) / each
+            for group, each in zip(groups, typical, strict=True)
+        ]
+        shares = tuple(1 / max(seconds, 1e-12) for seconds in slowest)
+    made = [
+        Stage(*bound, ranks, _whole_rows(problem.profiles[0].least_rows, rows, shares), Sync.LOCAL)
+        for bound, ranks in zip(bounds, stages, strict=True)
+    ]
+    for number, (stage, after) in enumerate(itertools.pairwise(made)):
+        made[number] = replace(stage, send=_format(evaluator, stage, after))
+    return Plan(tuple(made), problem.constraints.schedules[0], micro_batches)
+
+
+def _format(evaluator: Evaluator, stage: Stage, after: Stage) -> str:
+    """Return the format that the slowest of the links between members of two stages should carry."""
+    network = evaluator.problem.network
+    pairs = zip(stage.ranks, after.ranks, strict=True)
+    return fastest_format(evaluator.problem, *min(pairs, key=lambda pair: network.between(*pair).bandwidth))
+
+
+def _whole_rows(least: int, rows: int, shares: Sequence[float]) -> tuple[float, ...]:
+    """Return shares that give each replica whole rows of a micro-batch, and none to one that would get too few."""
+    own = [rows * share / sum(shares) for share in shares]
+    whole = [max(least, round(count)) if count >= 0.5 * least else 0 for count in own]
+    return tuple(float(count) if count else _NO_ROWS for count in whole)
+
+
+def _cuts(
+    evaluator: Evaluator, stages: Sequence[tuple[int, ...]], shares: tuple[float, ...], micro_batches: int
+) -> Sequence[int] | None:
+    """Return where to cut the layers for these stages, by dynamic programming; None if there are too few layers."""
+    if len(stages) == 1:
+        return ()
+    problem = evaluator.problem
+    fixed = Constraints(
+        stages=tuple(FixedStage(ranks, shares, Sync.LOCAL, "fp32") for ranks in stages),
+        formats=problem.constraints.formats,
+    )
+    programme = Programme(Evaluator(replace(problem, constraints=fixed), evaluator.deadline))
+    found = next(programme.splits(stages, micro_batches), None)
+    return found[0] if found is not None else None
+
+
+def _estimate(evaluator: Evaluator, plan: Plan) -> float:
+    """Return about how long a step of a plan takes without synchronisations."""
+    rows = -(-evaluator.problem.batch_size // plan.micro_batches)
+    times = [evaluator.slowest(stage, rows) for stage in plan.stages]
+    return (plan.micro_batches - 1) * max(times) + sum(times)
+
+
+def _improved(evaluator: Evaluator, found: Candidate) -> Candidate:
+    """Return the best plan that small moves lead to: a cut, two devices, or the number of micro-batches."""
+    best, end = found, evaluator.evaluations + _MOST_MOVES
+    while True:
+        before = best
+        for plan in _moves(evaluator, best.plan):
+            if evaluator.evaluations >= end:
+                return best
+            other = _judged(evaluator, plan)
+            if other is not None:
+                best = min(best, other, key=lambda one: one.cost)
+        if best is before:
+            return best
+
+
+def _moves(evaluator: Evaluator, plan: Plan) -> Iterator[Plan]:
+    groups = [list(group) for group in zip(*(stage.ranks for stage in plan.stages), strict=True)]
+    cuts = [stage.start for stage in plan.stages[1:]]
+    counts = evaluator.problem.micro_batches
+    place = counts.index(plan.micro_batches) if plan.micro_batches in counts else 0
+    made = [_plan(evaluator, groups, counts[near], cuts) for near in (place - 1, place + 1) if 0 <= near < len(counts)]
+    for number, cut in enumerate(cuts):
+        for other in (cut - 1, cut + 1):
+            moved = [*cuts[:number], other, *cuts[number + 1 :]]
+            if all(a < b for a, b in itertools.pairwise([0, *moved, evaluator.problem.layers])):
+                made.append(_plan(evaluator, groups, plan.micro_batches, moved))
+    if len(cuts):
+        flat = [rank for group in groups for rank in group]
+        for a, b in itertools.combinations(flat, 2):
+            swap = {a: b, b: a}
+            swapped = [[swap.get(rank, rank) for rank in group] for group in groups]
+            made.append(_plan(evaluator, swapped, plan.micro_batches))
+    yield from (one for one in made if one is not None)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from horizonml.plan.local import Local
 from horizonml.plan.lossy import UNTRIED, Tried
 from horizonml.plan.plan import FORMATS, Sync
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import FASTEST, Objective, Watts
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import Host, Network, Profile
 
 MICRO_BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
 

@@ -19,10 +19,10 @@ from horizonml.planner.cost import (
     ring_seconds,
     slowest_of,
     synced_bytes,
+    syncs_of,
 )
 from horizonml.planner.evaluator import Evaluator
-from horizonml.planner.hardware import Link, Network
-from horizonml.planner.syncs import syncs_of
+from horizonml.planner.profile import Link, Network
 
 _SLACK = (1.0, 1.1, 1.3, 1.8, 3.0, np.inf)  # limits on the slowest stage, relative to the best
 _MOST_EXACT = 5000  # sets of ranks times pairs of layers, up to which shares are computed exactly

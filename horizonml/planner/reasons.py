@@ -16,12 +16,19 @@ from typing import Any
 from horizonml.plan.execution import Execution, from_json
 from horizonml.plan.gradients import TREE_BYTES, TREE_BYTES_ON_ONE_HOST, tree_messages
 from horizonml.plan.plan import SYNCS, Plan, Stage, Sync
-from horizonml.planner.cost import LayerTimes, gradient_message_bytes, message_bytes, synced_bytes, trained_bytes
+from horizonml.planner.cost import (
+    LayerTimes,
+    gradient_message_bytes,
+    is_lossy,
+    message_bytes,
+    synced_bytes,
+    syncs_of,
+    trained_bytes,
+)
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.outer import outer_bytes
 from horizonml.planner.problem import Problem
 from horizonml.planner.refine import with_stage
-from horizonml.planner.syncs import is_lossy, syncs_of
 from horizonml.planner.tasks import TaskMaker
 from horizonml.text import count, human_bytes, human_seconds
 

@@ -21,10 +21,9 @@ from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
 from horizonml.plan.plan import Plan
 from horizonml.planner.devices import check_profile
-from horizonml.planner.hardware import Contention, Host, Network
 from horizonml.planner.objective import Watts
 from horizonml.planner.problem import Loading, Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import Contention, Host, Network, Profile
 from horizonml.planner.strategies import constraints_of, objective_of
 from horizonml.text import printable
 

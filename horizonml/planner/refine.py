@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from horizonml.plan.plan import Plan, Stage
+from horizonml.planner.cost import syncs_of
 from horizonml.planner.evaluator import Candidate, Evaluator
-from horizonml.planner.syncs import syncs_of
 
 _PRECISION_IS_WORTH = 0.02  # of a step's time: the most that more precise formats and sums may cost
 

@@ -3,6 +3,8 @@
 Every device draws its idle watts while a step lasts, so fast plans save energy as well. What a plan for less energy can
 do beyond that is to leave work to the devices that need the fewest joules for it. So the search is repeated with the
 least efficient devices left out, more and more of them, and the best of these plans are improved by small moves.
+
+Predicts the energy of a step: the idle watts of all devices while it lasts, and what working adds to them.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from horizonml.plan.plan import Plan
-from horizonml.planner.energy import energy_of
 from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.problem import Problem
 from horizonml.planner.search import improve
+from horizonml.planner.simulate import Prediction
 from horizonml.planner.subset import MANY_RANKS, among, fastest_plan, planned, widened
 
 _MOST_SETS = 8  # numbers of devices that are tried, for each order of them
@@ -169,3 +171,30 @@ def _shared(plan: Plan) -> Iterator[Plan]:
                 stages = list(plan.stages)
                 stages[number] = replace(stage, shares=shares)
                 yield replace(plan, stages=tuple(stages))
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Holds the joules of a step by rank; of these, `working` are for computing and transfers."""
+
+    by_rank: tuple[float, ...]
+    working: float
+
+    @property
+    def joules(self) -> float:
+        """Return the joules of all devices together."""
+        return sum(self.by_rank)
+
+
+def energy_of(problem: Problem, prediction: Prediction) -> Energy | None:
+    """Return the energy of a step, or None if the watts of a device are not known.
+
+    A device that is left out, or that waits, draws its idle watts. While it computes, sends or receives, it draws its
+    busy watts.
+    """
+    known = [watts for watts in problem.watts if watts is not None]
+    if len(known) != problem.ranks:
+        return None
+    added = [watts.added * prediction.working[rank] for rank, watts in enumerate(known)]
+    idle = [watts.idle * prediction.seconds for watts in known]
+    return Energy(tuple(a + b for a, b in zip(idle, added, strict=True)), sum(added))

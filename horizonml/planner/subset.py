@@ -15,9 +15,9 @@ from dataclasses import replace
 from horizonml.errors import PlanError
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime
-from horizonml.planner.hardware import Host
 from horizonml.planner.precision import EXACT_IS_WORTH, STEPPING_TOGETHER_IS_WORTH, best_plan
 from horizonml.planner.problem import Problem
+from horizonml.planner.profile import Host
 from horizonml.planner.search import search
 
 MANY_RANKS = 200  # ranks, above which fewer sets are tried, with fewer simulations each

@@ -11,7 +11,6 @@ from typing import Any
 from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.schema import Job
 from horizonml.planner.changes import Changed, Changes, apply_changes
-from horizonml.planner.energy_reasons import energy_facts
 from horizonml.planner.evaluator import Candidate, Evaluator, OutOfTime, judge
 from horizonml.planner.explain import bottleneck, explain_parts, shortage, why
 from horizonml.planner.objective import check_watts
@@ -19,7 +18,7 @@ from horizonml.planner.planner import choose
 from horizonml.planner.problem import Problem
 from horizonml.planner.record import Planning
 from horizonml.planner.saving import is_better
-from horizonml.planner.shape_reasons import reasons, work_of
+from horizonml.planner.shape_reasons import energy_facts, reasons, work_of
 from horizonml.planner.strategies import constraints_of
 from horizonml.text import count, human_seconds, nearest
 

@@ -22,13 +22,13 @@ import torch
 
 from horizonml.comm.expected import boolean, fields, items, number, optional
 from horizonml.comm.group import Group
-from horizonml.engine.backward import backward
+from horizonml.engine.split_backward import backward
 from horizonml.errors import PeerLost
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import processor_name
 from horizonml.models.boundary import flat
 from horizonml.models.zoo import Model
-from horizonml.planner.hardware import Contention, Host
+from horizonml.planner.profile import Contention, Host
 from horizonml.profiling import kept
 from horizonml.profiling.measure import has_quota
 

@@ -2,6 +2,8 @@
 
 Cuts and micro-batches that fit the measured times gain far more than any schedule, and the number of layers says little
 about their times.
+
+Measures what sending in fewer bits costs this device: bytes in each format, and the time to encode and decode.
 """
 
 from __future__ import annotations
@@ -13,18 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.engine.backward import backward
+from horizonml.data.tensors import TensorSpec
+from horizonml.engine.cuda import staging_for
 from horizonml.engine.execution import Forward, memory_format, runs_for
-from horizonml.engine.staging_choice import staging_for
+from horizonml.engine.link import BoundaryCodec, Codec
+from horizonml.engine.outer import fragment
+from horizonml.engine.split_backward import backward
 from horizonml.machine.accelerator import computing, synchronised
 from horizonml.machine.resources import available_cores
 from horizonml.models.boundary import Boundary, Values, flat
-from horizonml.models.placing import HOST, bring
+from horizonml.models.module_slice import HOST, bring
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import PLAIN, Execution, Executions, to_json
+from horizonml.plan.gradients import POWERSGD_RANK
+from horizonml.plan.plan import FORMATS
 from horizonml.planner.profile import LayerProfile, Profile
 from horizonml.profiling import kept
-from horizonml.profiling.codecs import codec_seconds, coded_bytes
 from horizonml.state.optim import Optimizer
 from horizonml.state.spec import Sgd
 from horizonml.text import human_seconds
@@ -375,5 +381,60 @@ def _copy_seconds_per_byte() -> float:
     for _ in range(1 + _REPEATS):
         start = clock()
         staging.to_device(staging.to_host(tensor))
+        times.append(clock() - start)
+    return min(times[1:]) / tensor.nbytes / 2
+
+
+def codec_seconds(clock: Callable[[], float]) -> dict[str, float]:
+    """Return the seconds per byte of float32 for each format: to encode or to decode.
+
+    Of the ways to sum gradients, `fp16` and `topk` count one of both, too, and `powersgd` all of its products together.
+    """
+    costs = {format: _link_seconds(format, clock) for format in FORMATS if format != "fp32"}
+    sums = {"fp16": _sum_seconds(_halves, clock) / 2, "topk": _sum_seconds(_largest, clock) / 2}
+    return {**costs, **sums, "powersgd": _sum_seconds(_thin, clock)}
+
+
+def coded_bytes(boundary: Boundary) -> dict[str, tuple[int, int]]:
+    """Return the bytes per sample that a link carries across a boundary in each format, forward and back."""
+    ways = [one for one in (boundary, boundary.gradients) if one.tensors]
+    found = {format: [BoundaryCodec(one, format).bytes_per_sample for one in ways] for format in FORMATS}
+    return {format: (sizes[0], sizes[1] if len(sizes) > 1 else 0) for format, sizes in found.items()}
+
+
+def _halves(gradients: Tensor) -> Tensor:
+    """Return gradients that were converted to 16-bit floats and back."""
+    return gradients.half().float()
+
+
+def _largest(gradients: Tensor) -> Tensor:
+    """Return the largest of the gradients, as they are decoded."""
+    return fragment.decode(fragment.encode(gradients.flatten()), gradients.numel())
+
+
+def _thin(gradients: Tensor) -> Tensor:
+    """Return what PowerSGD leaves of the gradients of a matrix: it makes two thin products, and subtracts theirs."""
+    left: Tensor = torch.linalg.qr(gradients @ torch.ones(gradients.shape[1], POWERSGD_RANK)).Q
+    return gradients - left @ (gradients.T @ left).T
+
+
+def _sum_seconds(code: Callable[[Tensor], Tensor], clock: Callable[[], float]) -> float:
+    """Return the seconds of a way of summing per byte of gradients: of both conversions together."""
+    gradients, times = torch.randn(512, 1024), []
+    for _ in range(1 + _REPEATS):
+        start = clock()
+        code(gradients)
+        times.append(clock() - start)
+    return min(times[1:]) / gradients.nbytes
+
+
+def _link_seconds(format: str, clock: Callable[[], float]) -> float:
+    """Return the mean seconds to encode or decode a byte of float32."""
+    codec = Codec(TensorSpec((64, 32, 32)), format)
+    tensor = torch.randn(8, 64, 32, 32)
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = clock()
+        codec.decode(codec.encode(tensor))
         times.append(clock() - start)
     return min(times[1:]) / tensor.nbytes / 2

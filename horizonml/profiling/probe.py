@@ -10,7 +10,7 @@ import torch
 
 from horizonml.comm.expected import fields, items, number, whole
 from horizonml.comm.group import Group
-from horizonml.planner.hardware import Network
+from horizonml.planner.profile import Network
 from horizonml.profiling.kept import is_settled
 
 _PROBE_BYTES = 256 << 10

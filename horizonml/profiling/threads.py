@@ -16,7 +16,7 @@ from torch import nn
 
 from horizonml.comm.expected import optional, whole
 from horizonml.comm.group import Group
-from horizonml.engine.backward import backward
+from horizonml.engine.split_backward import backward
 from horizonml.errors import is_out_of_memory
 from horizonml.job.schema import Job
 from horizonml.machine.code import where
@@ -24,7 +24,7 @@ from horizonml.machine.host import processor_name
 from horizonml.machine.resources import OtherWork, available_cores, threads_per_rank
 from horizonml.models.boundary import Boundary, flat
 from horizonml.models.zoo import Model
-from horizonml.planner.hardware import Host
+from horizonml.planner.profile import Host
 from horizonml.profiling import kept
 
 _log = logging.getLogger(__name__)

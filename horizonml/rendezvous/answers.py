@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 
 from horizonml.rendezvous.checks import MOST_GENERATION, MOST_RANKS, Fields, seconds, shown, text, whole
-from horizonml.rendezvous.fingerprint import Fingerprint
+from horizonml.rendezvous.messages import Fingerprint
 from horizonml.text import printable
 
 _MOST_REASON = 2000  # characters

@@ -9,8 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from horizonml.rendezvous.checks import Fields, parse
-from horizonml.rendezvous.wire import MOST_ANSWER, TLS_RECORDS, encode, explain_tls, hello, is_final
+from horizonml.rendezvous.checks import MOST_ANSWER, TLS_RECORDS, Fields, encode, explain_tls, hello, is_final, parse
 from horizonml.text import printable
 
 _MOST_TIME = 1e11  # seconds since 1970, which is far beyond any clock

@@ -14,18 +14,14 @@ import torch
 
 from horizonml import __version__
 from horizonml.errors import RendezvousError
-from horizonml.machine.host import device_name, machine_id
-from horizonml.machine.network import route_to, use_interface
-from horizonml.machine.reach import Probe
+from horizonml.machine.host import device_name, machine_id, seconds_up
+from horizonml.machine.network import Probe, route_to, use_interface
 from horizonml.machine.signals import Cancelled
-from horizonml.machine.usage import seconds_up
 from horizonml.rendezvous.answers import Complete, HeldBack, Refused, Status, read_status, read_verdict
 from horizonml.rendezvous.client import Client, Endpoint, ServiceError, ServiceRefuses, Unwanted
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.identity import Identity
+from horizonml.rendezvous.identity import Identity, read_given
 from horizonml.rendezvous.membership import Membership, take_place
-from horizonml.rendezvous.messages import Ask, Join
-from horizonml.rendezvous.numbers import read_given
+from horizonml.rendezvous.messages import Ask, Fingerprint, Join
 
 _FIRST_SECONDS, _SAY_SECONDS = 2.0, 10.0  # until a rank first says what it waits for, and then between two times
 _CONNECT_SECONDS = 5.0

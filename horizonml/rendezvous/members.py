@@ -1,10 +1,19 @@
-"""What the rendezvous service knows of each rank that waits or runs, sorted by what ranks have in common."""
+"""What the rendezvous service knows of each rank that waits or runs, sorted by what ranks have in common.
+
+Tells ranks that come too late that their job is complete, so that they do not wait for ranks that come no more.
+
+Decides when the ranks that wait may form a group, and says in words what they wait for until then.
+
+Keeps what is known of the newest generation: whether it is over, who was lost, and who is expected to come back.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-from horizonml.rendezvous.fingerprint import Fingerprint, GroupKey
+from horizonml.rendezvous.answers import Complete, Ended, Lost
+from horizonml.rendezvous.messages import Fingerprint, GroupKey
 
 
 @dataclass
@@ -59,3 +68,181 @@ def duplicates(members: Members) -> list[tuple[int, int]]:
             pairs.append((first[rank], number))
         first.setdefault(rank, number)
     return pairs
+
+
+_REMEMBER_SECONDS = 300.0  # processes that have been on their way for longer than this are taken for a new attempt
+
+
+class Completion:
+    """Knows the job that was completed last. Times are seconds of any clock."""
+
+    def __init__(self, members: Members) -> None:
+        """Judge these members, and take those out that come too late."""
+        self._members = members
+        self._job: tuple[str, str] | None = None
+        self._at = 0.0
+
+    def note(self, fingerprint: Fingerprint, now: float) -> None:
+        """Take note that a rank has trained its job to the end; the others have, too, or are about to say so."""
+        self._job, self._at = (fingerprint.job, fingerprint.digest), now
+
+    def forget(self) -> None:
+        """Take note that a new group begins."""
+        self._job = None
+
+    def of_latecomers(self, now: float) -> list[Complete]:
+        """Return the verdict on those who wait for the job that is complete.
+
+        A process that started before the job ended wanted to take part in it. One that started later belongs to a new
+        attempt, even if the job is the same one.
+        """
+        if self._job is None or now - self._at > _REMEMBER_SECONDS:
+            return []
+        late = [
+            number
+            for number, member in waiting(self._members).items()
+            if (member.fingerprint.job, member.fingerprint.digest) == self._job
+            and member.joined - member.fingerprint.up < self._at
+        ]
+        for number in late:
+            del self._members[number]
+        return [Complete(late)] if late else []
+
+
+ABSENT_SECONDS = 0.75  # three heartbeats: who has sent none for so long is not awaited once the others are back
+_BEGIN_SECONDS = 10.0  # after its last join, a first meeting begins with fewer ranks than the world size, where it may
+_MAJORITY_SECONDS = 4.0  # after its last join, the majority of a group that an earlier service formed goes on
+
+
+def awaited(members: Members, newest: NewestGeneration, now: float) -> set[int]:
+    """Return the members of the newest generation that live and have not come back yet."""
+    closed_at = newest.closed_at
+    patient = closed_at is None or now - closed_at < STUCK_SECONDS
+    there = formed(members).values()
+    alive = {member.fingerprint.rank for member in there if member.silent(now) < ABSENT_SECONDS and patient}
+    return alive | newest.expected(now)
+
+
+def short_of(party: Members, members: Members, newest: NewestGeneration, settled: float, now: float) -> str | None:
+    """Return why a party may not form a group yet, in words, or None if it may."""
+    present = ranks_of(party)
+    if absent := awaited(members, newest, now) - present:
+        return f"waiting for rank {_listed(absent)} to meet the others again"
+    last = max(member.fingerprint.generation for member in party.values())
+    if last == 0:
+        return _short_of_first(party, settled, now)
+    return _short_of_next(party, last, newest, now)
+
+
+def _short_of_first(party: Members, settled: float, now: float) -> str | None:
+    """Return why a party may not begin."""
+    one, count = next(iter(party.values())).fingerprint, len(party)
+    if count < one.world_size:
+        absent = sorted(set(range(one.world_size)) - ranks_of(party))[: one.world_size - count]
+        words = f"waiting for rank {_listed(absent)} to join"
+        if not 0 < one.begin_with <= count:
+            return words
+        left = _BEGIN_SECONDS - (now - max(member.joined for member in party.values()))
+        if left > 0:
+            return f"{words}, for {left:.0f} s at most (parallel.min_workers)"
+    return None if now >= settled else "waiting for a group that may run here already"
+
+
+def _short_of_next(party: Members, last: int, newest: NewestGeneration, now: float) -> str | None:
+    """Return why the survivors of a generation may not go on yet, with whoever has joined them."""
+    survivors = {n: member for n, member in party.items() if member.fingerprint.generation == last}
+    one = next(iter(survivors.values())).fingerprint
+    known = last == newest.number
+    gone = (newest.ranks if known else frozenset(range(one.world_size))) - ranks_of(party)
+    if len(party) < one.min_world_size:
+        return (
+            f"{len(party)} of the {one.min_world_size} ranks that the job needs are here "
+            f"(parallel.min_workers); waiting for rank {_listed(gone)} to join"
+        )
+    seen = known and newest.here
+    if not seen and len(party) >= one.world_size:
+        return None
+    if not seen and 2 * len(survivors) <= one.group_size:
+        return (  # this service did not see that group form: only its majority may go on
+            f"fewer than half of the group before are here; waiting for rank {_listed(gone)} to join"
+        )
+    if not gone or len(party) >= one.group_size:
+        return None
+    patience = one.replace_timeout if seen else max(one.replace_timeout, _MAJORITY_SECONDS)
+    left = patience - (now - max(member.joined for member in survivors.values()))
+    return f"waiting for rank {_listed(gone)} to be replaced, for {left:.0f} s at most" if left > 0 else None
+
+
+def _listed(ranks: Iterable[int], most: int = 20) -> str:
+    """Return ranks for people."""
+    found = sorted(ranks)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(map(str, found[:most])) + more
+
+
+BACK_SECONDS = 3.0  # a member that has left to meet the others again is awaited for this long
+STUCK_SECONDS = 30.0  # a member that lives but does not come back is awaited for this long
+REPORT_SECONDS = 20.0  # members of a group that ran before the service report to it within this time
+
+
+class NewestGeneration:
+    """The newest generation as the service knows it. Times are seconds of any clock."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.here = False  # whether it was formed by this service, which then knows all its members
+        self.ranks: frozenset[int] = frozenset()
+        self.ended: Ended | None = None
+        self.closed_at: float | None = None  # since when its members are to meet again
+        self._back: dict[int, float] = {}  # ranks that are expected, and until when
+
+    @property
+    def closed(self) -> bool:
+        """Return whether its members are to meet again."""
+        return self.closed_at is not None
+
+    def begin(self, number: int, ranks: Iterable[int], here: bool) -> None:
+        """Let a generation be the newest one."""
+        self.number, self.ranks, self.here = number, frozenset(ranks), here
+        self.ended, self.closed_at, self._back = None, None, {}
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Take note of further ranks of a generation that was formed elsewhere."""
+        self.ranks |= frozenset(ranks)
+
+    def end(self, reason: str, lost: Iterable[Lost], now: float) -> Ended:
+        """Declare it over, or add to whom it has lost."""
+        if self.ended is None:
+            self.ended = Ended(reason, tuple(lost))
+        else:
+            known = {one.rank for one in self.ended.lost}
+            self.ended = replace(self.ended, lost=(*self.ended.lost, *(one for one in lost if one.rank not in known)))
+        self.close(now)
+        return self.ended
+
+    def close(self, now: float) -> None:
+        """Take note that its members meet again."""
+        self.closed_at = now if self.closed_at is None else self.closed_at
+
+    def expect(self, rank: int, until: float) -> None:
+        """Expect a rank to come back until then."""
+        self._back[rank] = until
+
+    def came(self, rank: int) -> None:
+        """Take note that a rank is here, or comes no more."""
+        self._back.pop(rank, None)
+
+    def expected(self, now: float) -> set[int]:
+        """Return the ranks that have said that they come back, or whose report is awaited."""
+        return {rank for rank, until in self._back.items() if now < until}
+
+    def unreported(self, now: float) -> bool:
+        """Return whether members that met at a service before this one have still to report to it."""
+        return not self.here and not self.closed and bool(self.expected(now))
+
+    def overdue(self, now: float) -> list[int]:
+        """Return the ranks that have not come in time, once."""
+        late = [rank for rank, until in self._back.items() if now >= until]
+        for rank in late:
+            del self._back[rank]
+        return late

@@ -15,15 +15,24 @@ from collections.abc import Iterable, Mapping
 from horizonml.rendezvous.answers import Ended, Formed, HeldBack, Lost, Refused, Verdict
 from horizonml.rendezvous.broken_links import BrokenLinks, left_out, link_words
 from horizonml.rendezvous.checks import MOST_RANKS
-from horizonml.rendezvous.completion import Completion
-from horizonml.rendezvous.crashes import KILLED, Crashes
-from horizonml.rendezvous.fingerprint import Fingerprint, difference
-from horizonml.rendezvous.members import Member, Members, duplicates, formed, parties, ranks_of, waiting
-from horizonml.rendezvous.messages import Ask, Departure, Farewell
-from horizonml.rendezvous.newest import BACK_SECONDS, REPORT_SECONDS, NewestGeneration
-from horizonml.rendezvous.numbers import Given, Numbers
-from horizonml.rendezvous.readiness import ABSENT_SECONDS, short_of
-from horizonml.rendezvous.refusals import Refusals
+from horizonml.rendezvous.identity import Given, Numbers
+from horizonml.rendezvous.members import (
+    ABSENT_SECONDS,
+    BACK_SECONDS,
+    REPORT_SECONDS,
+    Completion,
+    Member,
+    Members,
+    NewestGeneration,
+    duplicates,
+    formed,
+    parties,
+    ranks_of,
+    short_of,
+    waiting,
+)
+from horizonml.rendezvous.messages import Ask, Departure, Farewell, Fingerprint, difference
+from horizonml.rendezvous.refusals import KILLED, Crashes, Refusals
 
 LOST_SECONDS = 5.0  # a rank whose heartbeat has not moved for this long is lost
 _MOST_JOINS = 2 * MOST_RANKS  # remembered at a time

@@ -21,16 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from horizonml import __version__
-from horizonml.rendezvous.checks import Fields, parse
-from horizonml.rendezvous.wire import (
+from horizonml.rendezvous.checks import (
     MOST_REQUEST,
     PROTOCOL,
     TLS_ALERT,
     TLS_RECORDS,
+    Fields,
     check_hello,
     encode,
     explain_tls,
     is_plain,
+    parse,
 )
 from horizonml.text import printable
 

@@ -33,11 +33,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from horizonml.rendezvous.answers import Complete, Ended, Formed, Refused, Status, Verdict
-from horizonml.rendezvous.checks import Fields, ranks, seconds, whole
+from horizonml.rendezvous.checks import MOST_ANSWER, Fields, ranks, seconds, whole
 from horizonml.rendezvous.messages import Ask, Farewell, Join, Resume
 from horizonml.rendezvous.roster import Over, Roster
 from horizonml.rendezvous.server import Handler, Peer, Server
-from horizonml.rendezvous.wire import MOST_ANSWER
 
 MOST_KEY = 512  # characters
 MOST_VALUE = 190_000  # bytes, which fit a request in base64

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from horizonml.report.lines import EvaluationLine, RecoveryLine, RunRecord, StepLine
-from horizonml.telemetry.goodput import Goodput
 from horizonml.telemetry.record import Source
+from horizonml.telemetry.table import Goodput
 from horizonml.text import printable
 
 # The ranks of a group describe it within this time of each other. A later group with the same number belongs to a job

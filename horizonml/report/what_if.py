@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.planner.change_texts import read_changes
+from horizonml.planner.changes import read_changes
 from horizonml.planner.record import read_planning
 from horizonml.planner.what_if import plan_again, plan_facts
 from horizonml.report.live import LiveRun

@@ -28,11 +28,10 @@ from horizonml.plan.plan import Plan
 from horizonml.planner.devices import write_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import drawback, largest_layer, shortage, uncut
-from horizonml.planner.hardware import LOCAL_NETWORK, Contention, Host, Network
 from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Loading, Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import LOCAL_NETWORK, Contention, Host, Network, Profile
 from horizonml.planner.reasons import asked_reason, inexact_layers, inexact_parts
 from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.strategies import uses_powersgd
@@ -41,8 +40,8 @@ from horizonml.profiling.executions import gain_here
 from horizonml.profiling.measure import cached_profile, kept_profile
 from horizonml.profiling.probe import MOST_PROBED, MessageCost, probe_network, probe_pairs
 from horizonml.profiling.watts import device_watts
+from horizonml.runtime.capacity import why_untried
 from horizonml.runtime.stragglers import Forecast
-from horizonml.runtime.warm_up import why_untried
 from horizonml.state.spec import Sgd
 from horizonml.tasks.choose import channels_for, task_for
 from horizonml.text import human_seconds

@@ -3,6 +3,8 @@
 The command may be anything: a script that starts ranks in the background, an mpirun, a torchrun. It stays in this
 process's group, so it uses the terminal as if it had been started alone. Orphaned descendants become children of this
 process, so that all of them can be found.
+
+Decides with which token a process meets the others, and refuses to be reached from other machines without one.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from horizonml.errors import JobError
+from horizonml.errors import JobError, SecurityError
+from horizonml.machine.network import is_loopback
 from horizonml.machine.signals import LAUNCHER, StopRequest, launcher_name
+from horizonml.rendezvous.client import Endpoint
+from horizonml.security.token import INSECURE, TOKEN, Token, find_token
 
 STOP_SECONDS = 60.0  # for ranks that were asked to stop, to finish their step and save a checkpoint
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # see prctl(2)
@@ -107,3 +112,57 @@ def _prctl(option: int, value: int) -> None:
     """Set an option of this process on Linux; do nothing on other systems."""
     if _libc is not None:
         _libc.prctl(option, value, 0, 0, 0)
+
+
+_CURES = (
+    "run `horizonml token` on this machine and copy the file that it names to the others, "
+    f"or accept that any stranger may take part: --insecure, or {INSECURE}=1"
+)
+
+
+def endpoint_for(address: tuple[str, int]) -> Endpoint:
+    """Return how a rank reaches the rendezvous service at an address. Raises SecurityError."""
+    host, port = address
+    token = token_of_rank()
+    if token is not None:
+        from horizonml.security.tls import client_context
+
+        return Endpoint(host, port, client_context(token))
+    if not (insecure() or is_loopback(host)):
+        raise SecurityError(
+            f"the rendezvous service at {host}:{port} is on another machine, and this process has no token; get it "
+            f"from the device that runs the service (`horizonml token` says where it is) into ${TOKEN} or the same "
+            f"file here, or accept that any stranger may take part: {INSECURE}=1"
+        )
+    warn_of_strangers(f"{host}:{port}")
+    return Endpoint(host, port)
+
+
+def token_of_rank() -> Token | None:
+    """Return the token with which this process takes part, None if the user accepts strangers. Raises SecurityError."""
+    return None if insecure() else find_token()
+
+
+def token_of_service(host: str, without: bool) -> Token | None:
+    """Return the token of a service that listens at `host`, None if it may do without. Raises SecurityError.
+
+    `without` says that the user accepts a service without a token.
+    """
+    if without or insecure():
+        return None
+    token = find_token()
+    if token is None and not is_loopback(host):
+        raise SecurityError(f"--host {host}: other machines reach this address, and there is no token; {_CURES}")
+    return token
+
+
+def insecure() -> bool:
+    """Return whether the user accepts strangers."""
+    return os.environ.get(INSECURE, "").lower() in ("1", "true", "yes")
+
+
+def warn_of_strangers(address: str) -> None:
+    """Say aloud that an address has no token, unless only this machine reaches it."""
+    if not is_loopback(address.rpartition(":")[0].strip("[]")):
+        words = f"warning: {address} has no token: any stranger who reaches it can take part, and read what is sent"
+        print(words, file=sys.stderr, flush=True)

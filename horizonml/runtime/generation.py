@@ -1,11 +1,15 @@
-"""What a rank does as a member of one group: agree on a plan, take up the state, and train until the group ends."""
+"""What a rank does as a member of one group: agree on a plan, take up the state, and train until the group ends.
+
+Agrees on how each rank runs the layers; it keeps to that for as long as it lives.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,17 +26,16 @@ from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.energy import EnergyMeter
-from horizonml.machine.usage import rss_bytes
+from horizonml.machine.host import rss_bytes
 from horizonml.models.zoo import Model
-from horizonml.plan.execution import Executions
+from horizonml.plan.execution import Execution, Executions, to_json
 from horizonml.plan.plan import Plan
-from horizonml.planner.hardware import Host
-from horizonml.profiling.executions import untried
+from horizonml.planner.profile import Host
+from horizonml.profiling.executions import choose_executions, read_layers, untried, unused_bf16
 from horizonml.profiling.threads import choose_threads
 from horizonml.runtime.agreement import Agreed, agree_on_model, describe_data, make_plan, optimizer_copies
-from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit
+from horizonml.runtime.capacity import find_hosts, refuse_what_cannot_fit, why_untried
 from horizonml.runtime.cuts import agree_on_cuts
-from horizonml.runtime.executing import use_executions
 from horizonml.runtime.guarding import Guard
 from horizonml.runtime.joining import Place, follow
 from horizonml.runtime.life import Last, Life, Loaded
@@ -49,15 +52,13 @@ from horizonml.runtime.recording import (
 )
 from horizonml.runtime.recovery import hand_over, known, mirror_for, recover
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.runtime.taking_up import checkpoints_for, is_older_than_disk, take_up
+from horizonml.runtime.taking_up import checkpoints_for, find_unreadable, is_older_than_disk, take_up
 from horizonml.runtime.trainer import train
-from horizonml.runtime.unreadable import find_unreadable
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.disks import Disks
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import holders, move, senders
-from horizonml.state.recover import agree_on_state
-from horizonml.state.resume import ShardsAway
+from horizonml.state.resume import ShardsAway, agree_on_state
 from horizonml.state.runfolder import foreign
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
@@ -438,3 +439,35 @@ def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
                     f"which this model cannot train ({problem}); change batch_size, data.samples, or "
                     "parallel.micro_batches"
                 )
+
+
+def use_executions(
+    life: Life, group: Group, model: Model, info: DataInfo, hosts: Sequence[Host], say: Callable[[str], None]
+) -> Executions:
+    """Return how this rank runs each layer; all ranks call this together.
+
+    Results depend on it, as they do on the number of threads, so a rank keeps its choice, and one that is new on a
+    machine takes over that of the others there.
+    """
+
+    def read(value: Any) -> tuple[Execution, ...] | None:
+        return None if value is None else read_layers(model, value)
+
+    kept = group.gather_json(None if life.executions is None else to_json(life.executions), read)
+    here = next(host for host in hosts if group.rank in host.ranks)
+    own = next((kept[rank] for rank in (group.rank, *here.ranks) if kept[rank] is not None), None)
+    if any(all(kept[rank] is None for rank in host.ranks) for host in hosts):
+        steps = life.job.total_steps(-(-info.train // life.job.batch_size))
+        job, why = life.job, why_untried(life.job, info)
+        if job.precision == "auto" and why is not None:
+            say(f"precision: auto: layers are computed in fp32, as {why}")
+            job = job.model_copy(update={"precision": "fp32"})
+        chosen = choose_executions(job, model, group, here, steps, say)
+        own = own or chosen
+    assert own is not None
+    everyone = [layers or () for layers in group.gather_json(to_json(own), read)]
+    unused = unused_bf16(life.job, everyone) if life.executions is None else None
+    if unused is not None:
+        say(unused)
+    life.executions = own
+    return Executions.among(own, everyone)

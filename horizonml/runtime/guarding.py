@@ -32,8 +32,8 @@ from horizonml.comm.expected import boolean, measure, optional
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data
 from horizonml.data.sampler import sampler_for
+from horizonml.engine.clock import Totals
 from horizonml.engine.session import Session
-from horizonml.engine.step import Totals
 from horizonml.errors import Diverged
 from horizonml.job.schema import Job
 from horizonml.machine.resources import memory_left
@@ -44,11 +44,11 @@ from horizonml.planner.evaluator import Evaluator
 from horizonml.planner.problem import Constraints
 from horizonml.planner.saving import is_better, with_objective
 from horizonml.runtime.agreement import Agreed
+from horizonml.runtime.capacity import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
 from horizonml.runtime.life import Life
 from horizonml.runtime.stragglers import Forecast
 from horizonml.runtime.trainer import held_out_batches, training_batch
-from horizonml.runtime.warm_up import LOCAL_STEPS, MOST_WARM_UPS, NOT_HELD_OUT, too_short, trial_steps
-from horizonml.state.copies import StateCopy
+from horizonml.state.move import StateCopy
 from horizonml.state.optim import learning_rate
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for

@@ -16,7 +16,7 @@ from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
 from horizonml.state.follow import Following, Needs, followers, needs
 from horizonml.state.move import Moves
-from horizonml.state.recover import Recovery
+from horizonml.state.resume import Recovery
 from horizonml.state.train_state import TrainState
 from horizonml.telemetry.recorder import Recorder
 from horizonml.text import count, human_bytes

@@ -23,12 +23,11 @@ from horizonml.machine.network import METRICS, service_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
 from horizonml.machine.wish import check_wish, wished
-from horizonml.plan.limits import limits_of
+from horizonml.plan.local import limits_of
 from horizonml.plan.spec import MOST_WORKERS
 from horizonml.planner.strategies import uses_horovod
 from horizonml.rendezvous.identity import Identity, local_rank
-from horizonml.runtime.access import endpoint_for
-from horizonml.runtime.command import STOP_SECONDS
+from horizonml.runtime.command import STOP_SECONDS, endpoint_for
 from horizonml.runtime.local import TOGETHER, LocalRun
 from horizonml.runtime.outcome import Outcome
 from horizonml.runtime.serve import RENDEZVOUS
@@ -68,8 +67,8 @@ def train_as_rank(
         with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.rendezvous.meeting import ask_rank
             from horizonml.runtime.worker import Worker, settings_for
+            from horizonml.telemetry.log import Server
             from horizonml.telemetry.metrics import Metrics
-            from horizonml.telemetry.server import Server
 
         if isinstance(identity, str):
             assert endpoint is not None

@@ -9,8 +9,8 @@ from horizonml.data.workers import Processes, Workers, workers_for
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.condition import Condition
+from horizonml.machine.host import rss_bytes
 from horizonml.machine.signals import StopRequest
-from horizonml.machine.usage import rss_bytes
 from horizonml.plan.execution import Execution, Executions
 from horizonml.runtime.agreement import Agreed, Measured
 from horizonml.state.mirror import Mirror

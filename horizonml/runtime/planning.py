@@ -15,30 +15,26 @@ from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, computing, use
 from horizonml.machine.energy import EnergyMeter
-from horizonml.machine.memory import keep_freed_memory
-from horizonml.machine.resources import available_cores, memory_share, threads_per_rank
-from horizonml.machine.usage import rss_bytes
+from horizonml.machine.host import rss_bytes
+from horizonml.machine.resources import available_cores, keep_freed_memory, memory_share, threads_per_rank
 from horizonml.models.zoo import Model
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import remedy, shortage
-from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network
 from horizonml.planner.objective import Watts, check_watts
 from horizonml.planner.planner import fixed_plan, needs_profile
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, Profile
 from horizonml.planner.reasons import Reason
-from horizonml.planner.run_reasons import run_reasons
-from horizonml.planner.shape_reasons import reasons
+from horizonml.planner.shape_reasons import reasons, run_reasons
 from horizonml.planner.strategies import may_cut
 from horizonml.profiling.executions import executions_here, gain_here, untried
 from horizonml.profiling.measure import cached_profile
 from horizonml.profiling.watts import device_watts, stated_watts
 from horizonml.runtime.agreement import choose_or_say_why, describe_problem, describe_together, profile_key
-from horizonml.runtime.capacity import device_of
+from horizonml.runtime.capacity import LOCAL_STEPS, device_of, why_untried
 from horizonml.runtime.cuts import proven_cutting
 from horizonml.runtime.launch import for_this_machine
-from horizonml.runtime.warm_up import LOCAL_STEPS, why_untried
 from horizonml.text import count
 
 Say = Callable[[str], None]

@@ -22,8 +22,8 @@ from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan
 from horizonml.planner.evaluator import Evaluator
-from horizonml.planner.hardware import LOCAL_NETWORK, Host
 from horizonml.planner.problem import Problem
+from horizonml.planner.profile import LOCAL_NETWORK, Host
 from horizonml.planner.reasons import asked_reason, inexact_parts
 from horizonml.planner.record import DeviceFacts, Planning, write_planning
 from horizonml.planner.shape_reasons import reasons

@@ -34,12 +34,11 @@ from horizonml.runtime.agreement import Measured
 from horizonml.runtime.joining import Place, who_follows
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror
+from horizonml.state.mirror import Mirror, Rebuild, Replica, buddy, owners, rebuilds, together
 from horizonml.state.move import holders, move, senders
 from horizonml.state.optim import learning_rate
 from horizonml.state.parts import joined, name_of
-from horizonml.state.recover import Recovery
-from horizonml.state.replicas import Rebuild, Replica, buddy, owners, rebuilds, together
+from horizonml.state.resume import Recovery
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch

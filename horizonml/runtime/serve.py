@@ -15,8 +15,7 @@ from horizonml.machine.code import python_module
 from horizonml.machine.network import listen
 from horizonml.machine.signals import StopRequest, handling
 from horizonml.rendezvous.service import SETTLE_SECONDS, Service
-from horizonml.runtime.access import insecure, token_of_service, warn_of_strangers
-from horizonml.runtime.command import Command
+from horizonml.runtime.command import Command, insecure, token_of_service, warn_of_strangers
 from horizonml.runtime.process import run_and_exit
 from horizonml.security.token import INSECURE, TOKEN, Token, find_token, make_token
 

@@ -26,7 +26,7 @@ from horizonml.planner.evaluator import Candidate, Evaluator
 from horizonml.planner.objective import Objective
 from horizonml.planner.problem import Constraints, Problem
 from horizonml.planner.saving import is_better, with_objective
-from horizonml.profiling.pace import Pace
+from horizonml.profiling.watts import Pace
 from horizonml.state.move import holders, senders
 from horizonml.text import printable
 

@@ -1,4 +1,7 @@
-"""Runs the training loop, which is the same for every plan and every task."""
+"""Runs the training loop, which is the same for every plan and every task.
+
+Follows the evaluations of a training: whether it ends early, and which evaluation is the best.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from horizonml.data.needs import Needs
 from horizonml.data.sampler import Sampler, sampler_for
 from horizonml.data.seeds import name_seed
 from horizonml.data.workers import Workers, workers_for
+from horizonml.engine.clock import Step
 from horizonml.engine.session import Session
-from horizonml.engine.step import Step
-from horizonml.errors import CheckpointError, Diverged, PeerLost
+from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.joining import tell
 from horizonml.runtime.outcome import LeavesUnsaved, Outcome
-from horizonml.runtime.stopping import Evaluations
 from horizonml.runtime.stragglers import StragglerDetector
-from horizonml.state.best import KEPT, STOPPING, Best
+from horizonml.state.average import KEPT, STOPPING, Best
 from horizonml.state.checkpoint import Checkpoints
 from horizonml.state.mirror import Mirror
 from horizonml.state.optim import learning_rate
+from horizonml.tasks.task import Task
 from horizonml.telemetry.record import metric_key
 from horizonml.telemetry.recorder import Recorder
-from horizonml.text import count
+from horizonml.text import count, nearest
 
 
 def train(
@@ -366,3 +369,76 @@ def held_out_batches(job: Job, data: Data) -> list[DataBatch]:
     """Return all held-out samples in batches of the job's size."""
     order = torch.arange(data.info.held_out)
     return [data.batch(False, part) for part in order.split(job.batch_size)]
+
+
+_HIGHEST = {"accuracy", "exact_match", "f1", "r2", "mean_iou"}
+_LOWEST = {"loss", "perplexity", "mae", "rmse"}
+_PREFIX = "held_out_"
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """Describes a metric that is followed for a purpose."""
+
+    purpose: str
+    metric: str
+    highest: bool
+    min_delta: float = 0.0
+
+    def next(self, before: Best | None, value: float, step: int) -> Best:
+        """Return the best evaluation, now that there is another one."""
+        if before is None or before.metric != self.metric or not math.isfinite(before.value):
+            return Best(metric=self.metric, value=value, step=step)
+        gain = value - before.value if self.highest else before.value - value
+        if gain > self.min_delta:
+            return Best(metric=self.metric, value=value, step=step)
+        return before.model_copy(update={"waited": before.waited + 1})
+
+
+class Evaluations:
+    """Follows the metrics that a job names; all ranks come to the same decisions if they are given the same values."""
+
+    def __init__(self, job: Job, task: Task) -> None:
+        """Raise JobError if a task does not record a metric that the job names."""
+        names = [_PREFIX + metric_key(name) for name in ("loss", *recorded(task))]
+        early, kept = job.early_stop, job.checkpoint
+        self._patience = early.patience
+        self._followed = []
+        if early.patience is not None:
+            highest = _is_highest("early_stop", early.metric, early.best_is, names)
+            self._followed.append(_Followed(STOPPING, early.metric, highest, early.min_delta))
+        if kept.keep_best is not None:
+            highest = _is_highest("checkpoint", kept.keep_best, kept.best_is, names, "keep_best")
+            self._followed.append(_Followed(KEPT, kept.keep_best, highest))
+
+    @property
+    def follows(self) -> bool:
+        """Return whether the job names any metric."""
+        return bool(self._followed)
+
+    def note(self, best: Mapping[str, Best], metrics: Mapping[str, float], step: int) -> dict[str, Best]:
+        """Return the best evaluation for each purpose, now that `metrics` were measured after `step` steps."""
+        return {one.purpose: one.next(best.get(one.purpose), metrics[one.metric], step) for one in self._followed}
+
+    def ends(self, best: Mapping[str, Best]) -> bool:
+        """Return whether training ends early."""
+        found = best.get(STOPPING)
+        return self._patience is not None and found is not None and found.waited >= self._patience
+
+
+def recorded(task: Task) -> list[str]:
+    """Return the names of the metrics that a task records."""
+    return list(task.report(1.0, dict.fromkeys(task.metrics, 1.0)))
+
+
+def _is_highest(section: str, metric: str, best_is: str, names: list[str], field: str = "metric") -> bool:
+    """Return whether the highest value of a metric is the best. Raises JobError."""
+    if metric not in names:
+        raise JobError(
+            f"{section}.{field}: there is no metric {metric!r}{nearest(metric, names)}; this task records "
+            f"{', '.join(names)}"
+        )
+    own = metric.removeprefix(_PREFIX)
+    if best_is == "auto" and own not in _HIGHEST | _LOWEST:
+        raise JobError(f"{section}.best_is: say whether the lowest or the highest {metric} is best")
+    return best_is == "highest" if best_is != "auto" else own in _HIGHEST

@@ -20,20 +20,18 @@ from horizonml.errors import HorizonError, PeerLost, RendezvousError, is_out_of_
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.host import device_name, machine_id
-from horizonml.machine.memory import keep_freed_memory
-from horizonml.machine.reach import Probe
-from horizonml.machine.resources import raise_descriptor_limit
+from horizonml.machine.network import Probe
+from horizonml.machine.resources import keep_freed_memory, raise_descriptor_limit
 from horizonml.machine.signals import Cancelled, StopRequest
 from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.client import Endpoint
-from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity, local_rank
 from horizonml.rendezvous.meeting import JobComplete, RendezvousSettings, meet
 from horizonml.rendezvous.membership import Membership
-from horizonml.rendezvous.messages import Departure
-from horizonml.runtime.access import token_of_rank
+from horizonml.rendezvous.messages import Departure, Fingerprint
 from horizonml.runtime.agreement import prepare
 from horizonml.runtime.capacity import use_device
+from horizonml.runtime.command import token_of_rank
 from horizonml.runtime.generation import Generation
 from horizonml.runtime.life import Life
 from horizonml.runtime.outcome import Outcome
@@ -48,8 +46,7 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
-from horizonml.tunnel.client import Tunnel, TunnelGone, link_port
-from horizonml.tunnel.links import Links, Peer
+from horizonml.tunnel.client import Links, Peer, Tunnel, TunnelGone, link_port
 
 _END_SECONDS = 1.0  # for a tunnel to end, which may have other ranks' connections to carry
 _STILL_SECONDS = 0.5  # without a message, after which a rank looks whether it reaches the others

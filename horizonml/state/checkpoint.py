@@ -26,14 +26,12 @@ from horizonml.errors import CheckpointError, PeerLost, is_out_of_memory
 from horizonml.machine.resources import memory_left
 from horizonml.plan.lossy import tried_from
 from horizonml.plan.plan import Plan
-from horizonml.state.background import Background
-from horizonml.state.disks import Disks
+from horizonml.state.disks import Disks, Snapshot, fingerprints, take, unequal
 from horizonml.state.equal import share_state
-from horizonml.state.fence import Fence, Term
 from horizonml.state.resume import Resumption
-from horizonml.state.saver import Saver, clean
+from horizonml.state.runfolder import Fence, Term
+from horizonml.state.saver import Background, Saver, clean
 from horizonml.state.shards import Metadata, steps
-from horizonml.state.snapshot import Snapshot, fingerprints, take, unequal
 from horizonml.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)

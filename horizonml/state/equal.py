@@ -15,7 +15,7 @@ from horizonml.comm.expected import mapping, text
 from horizonml.comm.group import Group
 from horizonml.errors import StateDiffers
 from horizonml.plan.plan import Plan
-from horizonml.state.outer import in_common
+from horizonml.state.average import in_common
 from horizonml.state.train_state import TrainState
 
 

@@ -24,8 +24,8 @@ from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
 from horizonml.errors import PeerLost
 from horizonml.plan.plan import Plan, Sync
-from horizonml.state.background import Background
 from horizonml.state.move import Moves, announce, by_layer, holders, senders
+from horizonml.state.saver import Background
 from horizonml.state.train_state import TrainState
 
 _PIECE_BYTES = 256 << 10  # sent at a time, so that no message of a step waits long for one

@@ -1,10 +1,18 @@
-"""Moves layers between the ranks of a group, as a new plan asks for; only layers that change hands are sent."""
+"""Moves layers between the ranks of a group, as a new plan asks for; only layers that change hands are sent.
+
+Copies a rank's state in memory, so that it can be restored.
+
+Tells how large the files and messages of a state can be at most, before memory or disk is taken for them.
+
+What a rank or a checkpoint announces is compared with this: the model says what there can be.
+"""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +20,7 @@ from torch import Tensor
 from horizonml.comm.expected import fields, items, text, whole
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
-from horizonml.errors import PeerLost
+from horizonml.errors import CheckpointError, PeerLost
 from horizonml.plan.plan import Plan
 from horizonml.state.train_state import TrainState
 
@@ -94,3 +102,54 @@ def move(state: TrainState, moves: Moves, group: Group) -> int:
         group.wait(work, peer)
     state.put(received)
     return sum(tensor.nbytes for tensor in received.values())
+
+
+class StateCopy:
+    """Holds a copy of all that a rank trains, and of how far it has come."""
+
+    def __init__(self, state: TrainState) -> None:
+        """Copy a state that is whole and valid."""
+        assert state.valid
+        assert not state.parts
+        self._state, self._tensors, self._optimizer = state, *state.contents(copy=True)
+        self._step, self._metrics, self._best = state.step, dict(state.metrics), dict(state.best)
+        self._scales = copy.deepcopy(state.scales)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state; its layers, and the tensors that hold them, are the same as before."""
+        state = self._state
+        held, _ = state.contents()
+        for name, value in self._tensors.items():
+            held[name].copy_(value)
+        state.replace_optimizer(
+            {name: {key: v.clone() for key, v in kept.items()} for name, kept in self._optimizer.items()}
+        )
+        state.step, state.metrics, state.best = self._step, dict(self._metrics), dict(self._best)
+        state.scales, state.prepared, state.valid = copy.deepcopy(self._scales), None, True
+
+
+_HEADER, _ENTRY = 1 << 16, 512  # the most bytes of a file's header, and of a tensor's entry in it besides its name
+_TIMES = 4  # another optimizer than the job's may have written a checkpoint, and keep more
+
+
+def most_bytes(state: TrainState, layers: Iterable[int]) -> int:
+    """Return the most bytes of a file with the whole state of these layers, as the job's optimizer keeps it."""
+    held = (state.expected(layer) for layer in layers)
+    return _HEADER + sum(tensor.nbytes + len(key) + _ENTRY for tensors in held for key, tensor in tensors.items())
+
+
+def most_of_shards(state: TrainState, plan: Plan) -> list[int]:
+    """Return the most bytes of each stage's shard."""
+    return [most_bytes(state, range(stage.start, stage.stop)) for stage in plan.stages]
+
+
+def check_shard(state: TrainState, name: str, start: int, stop: int, announced: int) -> None:
+    """Raise CheckpointError if a shard of layers `start` to `stop - 1` is said to be larger than it can be."""
+    layers = range(start, min(stop, len(state.model.chain)))
+    most = _TIMES * most_bytes(state, layers)
+    if announced > most:
+        raise CheckpointError(
+            f"{name} is said to have {announced:,} bytes, but the state of layers {start} to {stop - 1} has at most "
+            f"{most:,}; the checkpoint belongs to another model, or its metadata is false"
+        )

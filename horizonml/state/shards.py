@@ -9,6 +9,8 @@
 
 A checkpoint may come from a stranger or a broken disk: everything in it is checked before it is used, and nothing in it
 is ever executed.
+
+Exports the LoRA adapters of a checkpoint as a folder in peft's format.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from typing import Any
 
 import safetensors
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors.torch import save
 from torch import Tensor
 
 from horizonml import __version__
 from horizonml.errors import CheckpointError, is_out_of_files
 from horizonml.files import inside, write_atomically
 from horizonml.job.schema import Job
-from horizonml.state.best import Best
+from horizonml.models.pretrained import is_adapter
+from horizonml.models.tuning import adapter_config, exported_name, trained_modules
+from horizonml.state.average import Best
 
 _log = logging.getLogger(__name__)
 
@@ -322,3 +327,29 @@ def opened(path: Path, shards: dict[str, Shard]) -> Iterator[tuple[list[str], Ca
         if is_out_of_files(error):
             raise
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def export_adapters(source: Path, target: Path) -> Metadata:
+    """Write a checkpoint's adapters, and the modules trained in full beside them; return the checkpoint's metadata.
+
+    `peft.PeftModel.from_pretrained(model, target)` adds them to the original model. Raises CheckpointError.
+    """
+    path, metadata = find(source)
+    try:
+        spec = Job.model_validate(metadata.job).model.lora
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its job cannot be read by this version of HorizonML") from error
+    if spec is None:
+        raise CheckpointError(f"{path} has no adapters: its job has no model.lora")
+    with opened(path, metadata.shards) as (keys, read):
+        names = [key.removeprefix("model/") for key in keys if key.startswith("model/")]
+        whole = trained_modules(spec, names)
+        wanted = [name for name in names if is_adapter(name) or name.rpartition(".")[0] in whole]
+        tensors: dict[str, Tensor] = {exported_name(name): read(f"model/{name}").contiguous() for name in wanted}
+        content = save(tensors, {"format": "pt"})
+    try:
+        adapter_config(spec, names).save_pretrained(str(target))
+        write_atomically(target / "adapter_model.safetensors", content)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+    return metadata

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
-from horizonml.models.placing import HOST, bring
+from horizonml.models.cutting import WholeModule
+from horizonml.models.module_slice import HOST, bring
 from horizonml.models.weights import aliases
-from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import Model
 from horizonml.plan.lossy import Tried
-from horizonml.state.average import AVERAGE, swapped
-from horizonml.state.best import Best
+from horizonml.state.average import AVERAGE, MOMENTUM, Best, PreparedOuter, Scales, swapped
 from horizonml.state.optim import Optimizer
-from horizonml.state.outer import MOMENTUM, PreparedOuter
 from horizonml.state.parts import Part, name_of
-from horizonml.state.scales import Scales
 from horizonml.state.spec import Adam, Ema, Sgd
 
 

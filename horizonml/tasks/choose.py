@@ -10,12 +10,11 @@ from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.code import find
 from horizonml.models.spec import TORCHVISION_MODELS
-from horizonml.tasks.checks import check_class, check_made
 from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.language_model import LanguageModel
 from horizonml.tasks.regression import Regression
 from horizonml.tasks.segmentation import Segmentation
-from horizonml.tasks.task import Task
+from horizonml.tasks.task import Task, check_class, check_made
 
 
 def task_for(job: Job, info: DataInfo) -> Task:

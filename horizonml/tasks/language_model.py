@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import DataError
-from horizonml.tasks.checks import check_classes
-from horizonml.tasks.task import InputSpec, OutputSpec, Tree, main_tensor, only_tensor
+from horizonml.tasks.task import InputSpec, OutputSpec, Tree, check_classes, main_tensor, only_tensor
 
 _IGNORED = -100  # cross-entropy's own convention
 

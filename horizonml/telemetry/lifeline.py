@@ -16,11 +16,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from horizonml.machine.host import machine_id
-from horizonml.machine.oom import killed_in_container, killed_on_machine
-from horizonml.machine.resources import memory_left, memory_limit
+from horizonml.machine.host import machine_id, peak_rss_bytes
+from horizonml.machine.resources import killed_in_container, killed_on_machine, memory_left, memory_limit
 from horizonml.machine.signals import process_space, started_at
-from horizonml.machine.usage import peak_rss_bytes
 from horizonml.text import human_bytes
 
 _log = logging.getLogger(__name__)

@@ -15,14 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
-from horizonml.engine.clock import KINDS
-from horizonml.engine.step import Step
+from horizonml.engine.clock import KINDS, Step
 from horizonml.machine.accelerator import computing
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.resources import available_cores, memory_limit, memory_used, throttled_seconds
-from horizonml.machine.usage import cpu_seconds, rss_bytes
-from horizonml.telemetry.goodput import CAUSES, Cause, Goodput
 from horizonml.telemetry.record import SHARES, EvaluationRecord, RunInfo, Source, StepRecord, metric_key
-from horizonml.telemetry.table import CONTAINER, DIRECTIONS, TABLE, MetricSpec
+from horizonml.telemetry.table import CAUSES, CONTAINER, DIRECTIONS, TABLE, Cause, Goodput, MetricSpec
 
 
 class Container(Collector):

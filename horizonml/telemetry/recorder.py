@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from horizonml.engine.clock import Clock
-from horizonml.engine.step import Step, Told, Totals
+from horizonml.engine.clock import Clock, Step, Told, Totals
 from horizonml.machine.energy import EnergyMeter
-from horizonml.machine.usage import cpu_seconds, rss_bytes
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import Token
-from horizonml.tunnel.addresses import NETWORK, connected_from, is_vouched_for, kernel_table, listener_of, vouch
-from horizonml.tunnel.ends import PlainEnd, SecureEnd
-from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
-from horizonml.tunnel.loop import READ, WRITE, Loop, Running, Task, Wait
-from horizonml.tunnel.pipe import Pipe
+from horizonml.tunnel.addresses import (
+    HEADER_BYTES,
+    NETWORK,
+    Answer,
+    Target,
+    connected_from,
+    is_vouched_for,
+    kernel_table,
+    listener_of,
+    vouch,
+)
+from horizonml.tunnel.ends import READ, WRITE, Loop, Pipe, PlainEnd, Running, SecureEnd, Task, Wait
 
 MOST_CONNECTIONS = 2048  # each keeps up to 256 KiB, if its receiver is slow
 MOST_HANDSHAKES = 64  # at a time

@@ -1,6 +1,8 @@
 """A rank's side of its tunnel: it starts the side process, and tells it what to do.
 
 It also chooses the cipher that this machine's processor computes fastest.
+
+What a group is told of its ranks' machines, so that it can connect those on different ones.
 """
 
 from __future__ import annotations
@@ -308,3 +310,24 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours.close()
         raise
     return process, ours
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Says which machine a rank of a group runs on, and where that machine's tunnel accepts connections."""
+
+    host_id: str
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Links:
+    """Holds the peers of a group in the order of their ranks, this rank among them, and this rank's tunnel."""
+
+    peers: Sequence[Peer]
+    tunnel: Tunnel
+
+    def far(self, one: int, other: int) -> bool:
+        """Return whether two ranks are on different machines."""
+        return self.peers[one].host_id != self.peers[other].host_id

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from horizonml.security.token import parse_token
+from horizonml.tunnel.addresses import Target
 from horizonml.tunnel.carrier import Carrier
-from horizonml.tunnel.header import Target
-from horizonml.tunnel.loop import READ, Loop
+from horizonml.tunnel.ends import READ, Loop
 
 _MOST_LINE = 64 << 10  # bytes
 Fields = dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 from horizonml.errors import RendezvousError, SecurityError
 from horizonml.machine.network import is_loopback, listen, route_to
 from horizonml.rendezvous.client import Endpoint, ServiceError
-from horizonml.runtime.access import endpoint_for, token_of_service
+from horizonml.runtime.command import endpoint_for, token_of_service
 from horizonml.security.token import INSECURE, TOKEN, TOKEN_FILE, make_token, save_token
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -7,7 +7,7 @@ from torch.distributed import Store
 from horizonml.comm.group import Group
 from horizonml.errors import PlanError
 from horizonml.job.jobfile import parse
-from horizonml.planner.hardware import Host
+from horizonml.planner.profile import Host
 from horizonml.runtime.agreement import describe_together, make_plan
 from tests.distributed.pool import Pool
 

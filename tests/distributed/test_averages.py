@@ -12,7 +12,7 @@ from torch.distributed import Store
 from torch.nn import functional
 
 from horizonml.comm.group import Group
-from horizonml.engine.step import Totals
+from horizonml.engine.clock import Totals
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Ema, Sgd
 from tests.distributed.pool import Pool

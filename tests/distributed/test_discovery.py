@@ -38,7 +38,7 @@ print(json.dumps([dataclasses.asdict(found) for found in browse(float(sys.argv[1
 EXPLAIN = "from horizonml.discovery.diagnosis import explain_nobody; print(explain_nobody([], '0123abcd', '1.0'))"
 PEER = """
 import sys
-from horizonml.discovery.peer import diagnose_peer
+from horizonml.discovery.device import diagnose_peer
 print(diagnose_peer(sys.argv[1], 29400, None, seconds=2.0))
 """
 # What a stranger can say: junk, nonsense, addresses elsewhere, too many services, names that paint the terminal.
@@ -81,7 +81,7 @@ import sys, threading
 from horizonml.discovery.service import Announcement
 from horizonml.job.jobfile import from_values
 from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.offer import offer
+from horizonml.lobby.sharing import offer
 from horizonml.machine.network import listen
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context

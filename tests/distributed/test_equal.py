@@ -15,11 +15,11 @@ from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
+from horizonml.machine.host import rss_bytes
 from horizonml.machine.signals import StopRequest
-from horizonml.machine.usage import rss_bytes
 from horizonml.models.zoo import build
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.hardware import Host
+from horizonml.planner.profile import Host
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import describe_together, make_plan
 from horizonml.runtime.capacity import find_hosts

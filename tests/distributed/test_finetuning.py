@@ -20,9 +20,8 @@ from horizonml.engine.session import Session
 from horizonml.errors import ModelError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
-from horizonml.models.lora import import_peft
-from horizonml.models.patterns import selected
 from horizonml.models.spec import ModelSpec
+from horizonml.models.tuning import import_peft, selected
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.plan.schedules import SCHEDULES
@@ -33,7 +32,7 @@ from horizonml.runtime.trainer import training_batch
 from horizonml.state.follow import needs
 from horizonml.state.mirror import Mirror
 from horizonml.state.move import move, senders
-from horizonml.state.recover import agree_on_state
+from horizonml.state.resume import agree_on_state
 from horizonml.state.spec import Adam, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.choose import task_for

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from horizonml.machine.torchvision import import_torchvision
-from horizonml.models.lora import import_peft
+from horizonml.models.tuning import import_peft
 from horizonml.telemetry.log import read_lines
 from tests import models
 from tests.distributed.processes import horizonml

@@ -16,7 +16,7 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.recovery import hand_over
 from horizonml.state.follow import Following, followers
 from horizonml.state.move import holders, move, senders
-from horizonml.state.recover import agree_on_state
+from horizonml.state.resume import agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.sync.nccl import NcclAllReduce
+from horizonml.engine.sync.allreduce import NcclAllReduce
 from horizonml.errors import PlanError
 from horizonml.machine import accelerator
 from horizonml.machine.accelerator import choose_device, computing

@@ -18,7 +18,7 @@ from horizonml.engine.local_session import LocalSession, open_session
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Sync
-from horizonml.state.recover import agree_on_state
+from horizonml.state.resume import agree_on_state
 from horizonml.state.spec import Adam, Ema, Sgd
 from horizonml.tasks.classification import Classification
 from tests.distributed.pool import Pool

@@ -24,10 +24,9 @@ from horizonml.runtime.agreement import model_for
 from horizonml.runtime.life import Last
 from horizonml.runtime.recovery import crowded, rebuild
 from horizonml.runtime.trainer import training_batch
-from horizonml.state.mirror import Mirror
+from horizonml.state.mirror import Mirror, buddy, keepers, owners, rebuilds
 from horizonml.state.move import move, senders
-from horizonml.state.recover import Held, Recovery, agree_on_state, newest
-from horizonml.state.replicas import buddy, keepers, owners, rebuilds
+from horizonml.state.resume import Held, Recovery, agree_on_state, newest
 from horizonml.state.train_state import Prepared, TrainState
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import Batch

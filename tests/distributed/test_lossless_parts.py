@@ -19,10 +19,9 @@ from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.runtime.joining import Place
 from horizonml.runtime.life import Last, Life
 from horizonml.runtime.recovery import crowded, hand_over, recover
-from horizonml.state.mirror import Mirror
+from horizonml.state.mirror import Mirror, Rebuild, buddy, keepers, owners, rebuilds
 from horizonml.state.parts import Part, joined
-from horizonml.state.recover import agree_on_state
-from horizonml.state.replicas import Rebuild, buddy, keepers, owners, rebuilds
+from horizonml.state.resume import agree_on_state
 from horizonml.state.runfolder import RunFolder
 from horizonml.tasks.task import Batch
 from horizonml.telemetry.lifeline import Lifeline

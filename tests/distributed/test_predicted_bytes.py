@@ -13,9 +13,8 @@ from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.models.zoo import Model
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync
-from horizonml.planner.hardware import LOCAL_NETWORK, Host
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import LOCAL_NETWORK, Host, Profile
 from horizonml.planner.reasons import traffic
 from horizonml.profiling.measure import measure
 from horizonml.runtime.agreement import powersgd_bytes

@@ -26,10 +26,9 @@ from horizonml.machine.signals import Cancelled
 from horizonml.rendezvous.answers import Ended
 from horizonml.rendezvous.checks import Fields
 from horizonml.rendezvous.client import Client, Endpoint, Unwanted
-from horizonml.rendezvous.fingerprint import Fingerprint
 from horizonml.rendezvous.identity import Identity
 from horizonml.rendezvous.meeting import RendezvousSettings, meet
-from horizonml.rendezvous.messages import Departure, Join
+from horizonml.rendezvous.messages import Departure, Fingerprint, Join
 from horizonml.rendezvous.roster import LOST_SECONDS
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context

@@ -12,7 +12,7 @@ import torch
 from prometheus_client import generate_latest
 
 from horizonml.data.tensors import TensorSpec
-from horizonml.engine.codec import BoundaryCodec
+from horizonml.engine.link import BoundaryCodec
 from horizonml.job.schema import Job
 from horizonml.machine import accelerator
 from horizonml.machine.accelerator import Compute, Readings

@@ -13,9 +13,9 @@ from horizonml.machine.condition import Condition
 from horizonml.machine.sensors import Clock
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network
 from horizonml.planner.objective import Objective, Watts
 from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.profile import LOCAL_NETWORK, Host, Network
 from horizonml.planner.reasons import inexact_parts
 from horizonml.planner.saving import with_objective
 from horizonml.planner.search import search

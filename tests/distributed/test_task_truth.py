@@ -9,7 +9,7 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataBatch
-from horizonml.engine.step import Totals
+from horizonml.engine.clock import Totals
 from horizonml.plan.plan import Sync
 from horizonml.state.spec import Sgd
 from tests.builtin import BUILT_IN, BuiltIn

@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch
-from horizonml.engine.step import Totals
+from horizonml.engine.clock import Totals
 from horizonml.job.jobfile import parse
 from horizonml.machine.signals import StopRequest
 from horizonml.plan.plan import Plan, Stage

@@ -28,8 +28,7 @@ from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
 from horizonml.tunnel.addresses import is_ours
 from horizonml.tunnel.blob import read_blob
-from horizonml.tunnel.client import AES, CHACHA, Tunnel, Usage
-from horizonml.tunnel.links import Links, Peer
+from horizonml.tunnel.client import AES, CHACHA, Links, Peer, Tunnel, Usage
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
 from tests.distributed.test_gradients import BY_NAME, FULL, LR, Case, RandomBatch, train

@@ -18,10 +18,10 @@ import pytest
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.step import Step, Told
+from horizonml.engine.clock import Step, Told
 from horizonml.plan.plan import Plan, Stage
-from horizonml.planner.hardware import Host
 from horizonml.planner.planner import choose, problem_for
+from horizonml.planner.profile import Host
 from horizonml.planner.record import read_planning
 from horizonml.report.live import LiveRun
 from horizonml.report.live_facts import State
@@ -180,7 +180,7 @@ def told(rank: int, world_size: int, store: Store, room: int = 16) -> list[Step]
     group = Group(store, rank, world_size, 30.0)
     model = built("tests.models:normed")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("horizonml.engine.totals._MOST_TELL", room)
+        patched.setattr("horizonml.engine.verdict._MOST_TELL", room)
         session = session_for(PLAN, model, group, Sgd(), FULL)
     found = [session.step(RandomBatch(step), LR) for step in range(3)]
     session.evaluate([RandomBatch(0)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from horizonml.cli.token import _MANIFEST
+from horizonml.cli.rendezvous import _MANIFEST
 from horizonml.job.schema import Job
 from horizonml.kube.render import SECRET, Settings, render, secret
 from horizonml.security.token import make_token, parse_token

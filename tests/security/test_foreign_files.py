@@ -26,8 +26,8 @@ from horizonml.data.pictures import MOST_PIXELS, pixels_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.data.stream import Samples, table_of
 from horizonml.data.table import describe as describe_table
+from horizonml.data.text import FromFile
 from horizonml.data.text import describe as describe_text
-from horizonml.data.tokens import FromFile
 from horizonml.errors import DataError, HorizonError
 from tests.programs import need_package
 from tests.security.bounds import bounded

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from horizonml.data.origin import Origin
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.files import MOST_NAME, cache_folder, inside, safe_name, staged, write_atomically
-from horizonml.machine.outbound import may_fetch_from
+from horizonml.machine.network import may_fetch_from
 from horizonml.models.download import locate
 from horizonml.models.pretrained import files_of
 from horizonml.models.spec import WeightsSpec

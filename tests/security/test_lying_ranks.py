@@ -226,7 +226,7 @@ def agrees(rank: int, world_size: int, store: Store, lie: str) -> str:
 
 
 def test_a_size_beyond_the_layers_is_refused_before_memory_is_taken() -> None:
-    from horizonml.state.sizes import check_shard, most_bytes
+    from horizonml.state.move import check_shard, most_bytes
 
     state, _ = state_of(0)
     layers = len(state.model.chain)
@@ -241,7 +241,7 @@ def sums(rank: int, world_size: int, store: Store, lie: float, place: int) -> st
     """Agree on the totals of a step, of which rank 1 sends its part with a lie."""
     from types import MappingProxyType
 
-    from horizonml.engine.totals import TotalsSum
+    from horizonml.engine.verdict import TotalsSum
     from horizonml.tasks.classification import Classification
 
     group = Group(store, rank, world_size, 30.0)

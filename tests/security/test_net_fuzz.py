@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from horizonml.rendezvous import answers
-from horizonml.rendezvous.checks import parse
-from horizonml.rendezvous.wire import encode
+from horizonml.rendezvous.checks import encode, parse
 from tests.rosters import rank
 from tests.security.net import Raw, Target, connect, undisturbed
 

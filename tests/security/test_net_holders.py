@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from horizonml.rendezvous.checks import encode, hello
 from horizonml.rendezvous.service import MOST_VALUE
-from horizonml.rendezvous.wire import encode, hello
 from horizonml.security.token import make_token
 from tests.distributed.processes import wait_for
 from tests.rosters import rank

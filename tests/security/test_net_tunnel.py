@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from horizonml.security.tls import client_context
-from horizonml.tunnel.addresses import own_address
+from horizonml.tunnel.addresses import HEADER_BYTES, Answer, Target, own_address
 from horizonml.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.tunnel.client import Tunnel
-from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
 from tests.distributed.processes import wait_for
 from tests.security.net import LOCAL, many_files
 from tests.security.test_net_strangers import ATTACKS, TOKEN

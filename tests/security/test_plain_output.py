@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import HorizonError
-from horizonml.report.lead import lead_records
 from horizonml.report.records import load_run
+from horizonml.report.section import lead_records
 from horizonml.runtime.local import RankLog, Warnings
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Lines

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizonml.errors import JobError
-from horizonml.job.jobfile import load, parse
-from horizonml.job.planfile import read_plan
+from horizonml.job.jobfile import load, parse, read_plan
 from horizonml.job.schema import Job
 from horizonml.planner.devices import load_cluster
 from horizonml.spec.reading import parse_yaml

@@ -30,11 +30,11 @@ from horizonml.files import cache_folder
 from horizonml.job.foreign import TAKEN, Kind
 from horizonml.job.schema import Job
 from horizonml.lobby.accept import confinement
+from horizonml.lobby.messages import JoinSettings
 from horizonml.lobby.prepare import CalledAway, Preparation
-from horizonml.lobby.settings import JoinSettings
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.torchvision import import_torchvision
-from horizonml.models.lora import import_peft
+from horizonml.models.tuning import import_peft
 from horizonml.models.zoo import build
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec

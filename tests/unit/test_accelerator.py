@@ -17,8 +17,7 @@ from horizonml.machine import accelerator
 from horizonml.machine.accelerator import Compute, Readings, choose_device, computing, readings
 from horizonml.machine.resources import available_cores
 from horizonml.planner.devices import load_cluster, read_profile, write_cluster
-from horizonml.planner.hardware import Host, Network
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.runtime.capacity import find_hosts, use_device
 from horizonml.runtime.planning import _here, plan_job
 

@@ -17,7 +17,7 @@ from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker
-from horizonml.state.background import Background
+from horizonml.state.saver import Background
 from horizonml.state.shards import read_metadata, steps
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.metrics import Metrics

@@ -16,15 +16,14 @@ import pytest
 from typer.main import get_command
 
 from horizonml.bench import compare, scaling
-from horizonml.bench.manifest import ScalingMode
 from horizonml.bench.report import write_report
-from horizonml.bench.study import is_busy, load_study
+from horizonml.bench.study import ScalingMode, is_busy, load_study
 from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.resources import OtherWork, available_cores
-from horizonml.plan.limits import limits_of
+from horizonml.plan.local import limits_of
 from horizonml.plan.spec import Strategy
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise, traffic

@@ -6,7 +6,7 @@ import socket
 import time
 from contextlib import ExitStack, closing
 
-from horizonml.machine.reach import Probe
+from horizonml.machine.network import Probe
 from horizonml.rendezvous.answers import Formed
 from horizonml.rendezvous.broken_links import BrokenLinks, left_out
 from horizonml.rendezvous.members import Member

@@ -24,7 +24,7 @@ from benchmarks.chaos.cluster import Cluster
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.output import Output
 from horizonml.errors import JobError, is_out_of_memory
-from horizonml.spec.durations import duration
+from horizonml.spec.base import duration
 
 BATCH = 10
 

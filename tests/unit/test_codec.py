@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from horizonml.data.tensors import TensorSpec
-from horizonml.engine.codec import BoundaryCodec, Codec
+from horizonml.engine.link import BoundaryCodec, Codec
 from horizonml.engine.sync.compressed import powersgd_ratio
 from horizonml.models.boundary import Boundary
 from horizonml.plan.plan import FORMATS

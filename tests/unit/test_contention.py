@@ -12,9 +12,9 @@ from horizonml.planner.candidates import plain_ddp
 from horizonml.planner.devices import load_cluster, write_cluster
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import compare, drawback, why
-from horizonml.planner.hardware import LOCAL_NETWORK, Host, Network, slowdown
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Constraints, Problem
+from horizonml.planner.profile import LOCAL_NETWORK, Host, Network, slowdown
 from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.subset import fastest_plan
 from horizonml.profiling.contention import crowds, levels, turns, with_contention

@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import JobError
-from horizonml.job.jobfile import parse
-from horizonml.job.planfile import read_devices, read_plan, write_plan
+from horizonml.job.jobfile import parse, read_devices, read_plan, write_plan
 from horizonml.job.schema import Job
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.devices import load_cluster, write_cluster, write_profile
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import bottleneck, compare, remedy, rows, shortage, why
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import Profile
+from horizonml.planner.profile import Host, Network, Profile
 from horizonml.planner.search import search
 from horizonml.planner.shape_reasons import reasons
 from horizonml.planner.strategies import uses_horovod

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from horizonml.discovery import records
 from horizonml.discovery.device import Device, accelerator, measure_gflops, model, system, this_device
 from horizonml.discovery.diagnosis import Firewall, Surroundings, explain_nobody, in_iptables, in_nftables
-from horizonml.discovery.interfaces import Interface, choose, reachable, read_interfaces
-from horizonml.discovery.multicast import Hearing
+from horizonml.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
 from horizonml.discovery.records import Found
 from horizonml.discovery.service import _Search
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from horizonml.profiling.remaining import path_of
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
@@ -23,20 +24,19 @@ from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import PLAIN, Execution, Executions, described, from_json, runs, to_json, without_bf16
 from horizonml.planner.devices import read_profile, write_profile
-from horizonml.planner.hardware import Host
-from horizonml.planner.profile import Profile
-from horizonml.profiling.execution_trial import _Trial, try_modes
+from horizonml.planner.profile import Host, Profile
 from horizonml.profiling.executions import (
     _key,
     _rows,
+    _Trial,
     choose_executions,
     executions_here,
     gain_here,
     modes_for,
+    try_modes,
     untried,
     unused_bf16,
 )
-from horizonml.profiling.kept import path_of
 from horizonml.profiling.measure import measure
 from horizonml.state.optim import Optimizer, lies_alike
 from horizonml.state.spec import Adam, Sgd

@@ -25,9 +25,8 @@ from horizonml.errors import CheckpointError, ExportError, JobError
 from horizonml.exports import onnx as onnx_format
 from horizonml.exports import torch_export
 from horizonml.exports.export import Exported, export
-from horizonml.exports.samples import Samples, find_samples, noise
+from horizonml.exports.formats import Samples, check_weights, compare, find_samples, noise
 from horizonml.exports.trained import Trained, load_trained
-from horizonml.exports.verify import check_weights, compare
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.state.shards import check, describe

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from horizonml.errors import CheckpointError, PeerLost
-from horizonml.state.fence import Fence, Term
+from horizonml.state.runfolder import Fence, Term
 from horizonml.state.saver import clean
 
 

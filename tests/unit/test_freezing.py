@@ -10,16 +10,15 @@ import torch
 from pydantic import ValidationError
 
 from horizonml.errors import ModelError
-from horizonml.models.patterns import selected
 from horizonml.models.spec import ModelSpec
+from horizonml.models.tuning import selected
 from horizonml.models.zoo import Model, build
 from horizonml.plan.plan import Plan, Stage
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import judge
 from horizonml.planner.explain import bottleneck, why
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.simulate import predict
 from horizonml.profiling.measure import measure
 from horizonml.state.spec import Sgd

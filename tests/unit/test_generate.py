@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import horizonml
 from horizonml.data.dataset import DataInfo
-from horizonml.data.tokens import Bytes, Characters
+from horizonml.data.text import Bytes, Characters
 from horizonml.errors import DataError, HorizonError
 from horizonml.job.schema import Job
 from tests.checkpoints import checkpoint_of

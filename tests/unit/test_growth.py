@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from horizonml.rendezvous.answers import Complete, Formed, Refused
-from horizonml.rendezvous.crashes import Crashes
+from horizonml.rendezvous.identity import Given
 from horizonml.rendezvous.messages import Ask, Departure, Farewell
-from horizonml.rendezvous.numbers import Given
+from horizonml.rendezvous.refusals import Crashes
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import (
     LOST_PEER,

@@ -14,9 +14,19 @@ import yaml
 
 from horizonml.cli.cluster import rank_table
 from horizonml.job.schema import Job
-from horizonml.kube.diagnosis import Condition, PodState, amount, condition, requests, room
 from horizonml.kube.render import DIGEST, SETTINGS, Settings, for_workers, render
-from horizonml.kube.status import RankStatus, parse, problems, rank_status
+from horizonml.kube.status import (
+    Condition,
+    PodState,
+    RankStatus,
+    amount,
+    condition,
+    parse,
+    problems,
+    rank_status,
+    requests,
+    room,
+)
 from horizonml.telemetry.metrics import Metrics
 from tests.unit.test_metrics import INFO, STEP, record
 

@@ -15,7 +15,7 @@ from horizonml.job.schema import Job
 from horizonml.lobby.accept import accept, confinement, needed
 from horizonml.lobby.lobby import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Lobby
 from horizonml.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Sign, Standing
-from horizonml.lobby.offer import check_wanted, is_of, lineage_of, note_lineage, offer
+from horizonml.lobby.sharing import check_wanted, is_of, lineage_of, note_lineage, offer
 from horizonml.rendezvous.server import Peer
 
 DEVICE = Device(name="pi", cores=4.0, memory=1 << 30, architecture="aarch64", torch="2.13.0+cpu")

@@ -13,9 +13,8 @@ from horizonml.cli.up import _join_forever
 from horizonml.job.jobfile import from_values
 from horizonml.lobby.join import Joiner
 from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.messages import Standing
-from horizonml.lobby.offer import offer
-from horizonml.lobby.settings import JoinSettings, Place
+from horizonml.lobby.messages import JoinSettings, Place, Standing
+from horizonml.lobby.sharing import offer
 from horizonml.lobby.visit import Ending
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.yielding import Courtesy

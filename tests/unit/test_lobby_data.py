@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import DataError
-from horizonml.lobby.names import check_name
 from horizonml.lobby.prepare import Listing, fetch, listing
-from horizonml.lobby.sharing import Item, Shelf
+from horizonml.lobby.sharing import Item, Shelf, check_name
 from horizonml.rendezvous.checks import Fields
 from tests.distributed.processes import wait_for
 

@@ -16,15 +16,13 @@ import pytest
 from horizonml.discovery.device import Device
 from horizonml.errors import HorizonError, JobError, RendezvousError
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.child import Child
+from horizonml.lobby.child import Child, Progress
 from horizonml.lobby.finding import at
 from horizonml.lobby.join import Joiner
 from horizonml.lobby.lobby import Guest, Lobby
-from horizonml.lobby.messages import Link, Outcome, Sign, Standing, rate_words, shortened
-from horizonml.lobby.offer import note_lineage, offer
+from horizonml.lobby.messages import JoinSettings, Link, Outcome, Place, Sign, Standing, rate_words, shortened
 from horizonml.lobby.prepare import take_folder
-from horizonml.lobby.progress import Progress
-from horizonml.lobby.settings import JoinSettings, Place
+from horizonml.lobby.sharing import note_lineage, offer
 from horizonml.lobby.up import Settings, Up, own_address
 from horizonml.lobby.view import Lines, rows
 from horizonml.lobby.visit import Ending

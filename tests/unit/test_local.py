@@ -9,11 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from horizonml.engine.outer.fragment import BLOCK, KEPT, decode, encode, encoded_bytes
 from horizonml.engine.outer.rows import Part, Rows
-from horizonml.engine.outer.sparse import BLOCK, KEPT, decode, encode, encoded_bytes
 from horizonml.errors import PlanError
-from horizonml.job.jobfile import changed
-from horizonml.job.planfile import plan_values, read_plan, write_plan
+from horizonml.job.jobfile import changed, plan_values, read_plan, write_plan
 from horizonml.job.schema import Job
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Stage, Sync

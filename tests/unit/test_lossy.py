@@ -10,12 +10,11 @@ from horizonml.job.jobfile import parse
 from horizonml.plan.lossy import LINK, PRECISION, SUMS, Choice, Setting, Tried, tried_from
 from horizonml.plan.plan import Plan, Stage, Sync
 from horizonml.planner.evaluator import Evaluator
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.search import search
+from horizonml.runtime.capacity import trial_steps
 from horizonml.runtime.guarding import Score, guarded_kinds
-from horizonml.runtime.warm_up import trial_steps
 
 ONE, TWO = (1.0,), (1.0, 1.0)
 

@@ -20,11 +20,9 @@ from horizonml.rendezvous.answers import (
     read_status,
     read_verdict,
 )
-from horizonml.rendezvous.checks import MOST_RANKS, Fields, parse
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Ask, Departure, Farewell, Join, Resume
+from horizonml.rendezvous.checks import MOST_RANKS, PROTOCOL, Fields, check_hello, encode, hello, parse
+from horizonml.rendezvous.messages import Ask, Departure, Farewell, Fingerprint, Join, Resume
 from horizonml.rendezvous.service import MOST_VALUE, Keys
-from horizonml.rendezvous.wire import PROTOCOL, check_hello, encode, hello
 from horizonml.text import printable
 from tests.rosters import rank
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horizonml.engine.step import Step, Totals
+from horizonml.engine.clock import Step, Totals
 from horizonml.errors import PeerLost
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
@@ -27,10 +27,10 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker, noticed_after
+from horizonml.telemetry.log import Server
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Lines
 from horizonml.telemetry.record import EvaluationRecord, RunInfo, Source, StepRecord
-from horizonml.telemetry.server import Server
 from horizonml.web.server import Limits
 from tests.web import get
 

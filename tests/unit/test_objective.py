@@ -15,23 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horizonml.errors import JobError, PlanError
-from horizonml.job.jobfile import from_values, parse
-from horizonml.job.planfile import read_devices, read_plan, write_plan
+from horizonml.job.jobfile import from_values, parse, read_devices, read_plan, write_plan
 from horizonml.machine.energy import EnergyMeter
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.spec import Parallel
 from horizonml.planner.devices import load_cluster
-from horizonml.planner.energy import energy_of
-from horizonml.planner.energy_reasons import energy_facts, energy_reasons
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import FOR_STEPS, Objective, Watts, check_watts
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import why_left_out
-from horizonml.planner.saving import is_better, with_objective
-from horizonml.planner.shape_reasons import reasons
+from horizonml.planner.saving import energy_of, is_better, with_objective
+from horizonml.planner.shape_reasons import energy_facts, energy_reasons, reasons
 from horizonml.planner.strategies import constraints_of
 from horizonml.planner.subset import fastest_plan
 from horizonml.profiling.watts import device_watts, measured_watts, stated_watts

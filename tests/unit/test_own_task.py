@@ -10,9 +10,9 @@ import torch
 
 from horizonml.errors import DataError, JobError
 from horizonml.job.jobfile import parse
-from horizonml.tasks.checks import check_results
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.classification import Classification
+from horizonml.tasks.task import check_results
 from tests.records import image_info
 
 HEAD = "import torch\nfrom horizonml.tasks.task import BySample, OutputSpec\n\n\n"

@@ -18,7 +18,7 @@ from horizonml.page.server import Guard, PageServer, static_files
 from horizonml.page.watcher import Series, encode
 from horizonml.plan.plan import Plan, Stage
 from horizonml.security.token import make_token
-from horizonml.web.messages import parse
+from horizonml.web.server import parse
 from tests.distributed.processes import horizonml, wait_for
 from tests.runs import append, write_run
 
@@ -241,7 +241,7 @@ def test_a_page_for_others_on_the_network_must_be_asked_for(tmp_path: Path) -> N
 
 
 def test_watch_finds_the_newest_run_and_refuses_what_is_none(tmp_path: Path) -> None:
-    from horizonml.cli.watch import find_run
+    from horizonml.cli.top import find_run
 
     with pytest.raises(JobError, match="is not a folder"):
         find_run(tmp_path / "nothing")

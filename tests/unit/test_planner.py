@@ -16,10 +16,9 @@ from horizonml.planner.candidates import equal_split
 from horizonml.planner.cost import Ring
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import remedy
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Loading, Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.programme import Programme
 from horizonml.planner.search import search
 from horizonml.planner.simulate import Prediction

@@ -14,7 +14,6 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.machine import sensors
-from horizonml.machine.owner import Usage, desktops_idle, own_seconds, share_of_others, terminals_idle
 from horizonml.machine.sensors import hottest
 from horizonml.machine.unit import unit
 from horizonml.machine.yielding import (
@@ -25,6 +24,11 @@ from horizonml.machine.yielding import (
     Courtesy,
     Policy,
     Readings,
+    Usage,
+    desktops_idle,
+    own_seconds,
+    share_of_others,
+    terminals_idle,
 )
 from tests.programs import need
 

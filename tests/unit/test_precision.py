@@ -22,13 +22,12 @@ from horizonml.planner.cost import Ring, synced_bytes
 from horizonml.planner.devices import read_profile, write_profile
 from horizonml.planner.evaluator import Candidate, Evaluator, judge
 from horizonml.planner.explain import alternatives
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import Objective
 from horizonml.planner.outer import gentlest, outer_cost
 from horizonml.planner.planner import choose, fixed_plan, problem_for
 from horizonml.planner.precision import best_plan
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.reasons import (
     accuracy_reason,
     asked_reason,

@@ -15,8 +15,7 @@ from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
 from horizonml.exports.card import how_to_load
 from horizonml.exports.export import export
-from horizonml.exports.formats import Format
-from horizonml.exports.preparation import preparation_of, properties
+from horizonml.exports.formats import Format, preparation_of, properties
 from horizonml.job.schema import Job
 from tests.checkpoints import checkpoint_of
 from tests.records import image_info

@@ -18,14 +18,13 @@ from horizonml.errors import ModelError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.models.boundary import values_of
+from horizonml.models.cutting import WholeModule
 from horizonml.models.proof import prove
 from horizonml.models.spec import ModelSpec
-from horizonml.models.whole import WholeModule
 from horizonml.models.zoo import build
 from horizonml.runtime.agreement import model_for
 from horizonml.runtime.cuts import proven_cutting
-from horizonml.tasks.checks import WrongClass, check_classes
-from horizonml.tasks.task import InputSpec
+from horizonml.tasks.task import InputSpec, WrongClass, check_classes
 
 IMAGES = InputSpec.of((1, 8, 8))
 NET = """

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from horizonml.errors import JobError
-from horizonml.job.jobfile import load, parse
-from horizonml.job.planfile import read_plan
+from horizonml.job.jobfile import load, parse, read_plan
 from horizonml.planner.devices import load_cluster, read_profile
 from horizonml.spec import reading
 

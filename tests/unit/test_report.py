@@ -14,7 +14,7 @@ from horizonml.bench import batch_size, compare, scaling
 from horizonml.bench.report import write_report
 from horizonml.bench.study import load_study
 from horizonml.errors import HorizonError
-from horizonml.report import charts, history_plot, run_plots, style
+from horizonml.report import charts, run_plots
 from horizonml.report.records import load_run
 from horizonml.report.section import COLUMNS
 from horizonml.report.summary import summarise
@@ -93,16 +93,16 @@ def test_bars_carry_their_values_and_units(tmp_path: Path) -> None:
     charts.draw_ranking(axis, values, title="", own="HorizonML", text=lambda value: f"{value:g} samples/s")
     assert [text.get_text() for text in axis.texts] == ["12 samples/s", "5 samples/s"]
     for form, value, shown in (
-        (style.seconds_axis, 0.3904, "390.4 ms"),
-        (style.percent_axis, 0.99721, "99.7%"),
-        (style.share_axis, 0.5333, "53%"),
-        (style.share_axis, 0.000563, "0.1%"),
-        (style.share_axis, 0.0996, "10%"),
-        (style.bytes_axis, 330.4 * 2**20, "330 MiB"),
-        (style.plain_axis, 2998.4, "2,998"),
+        (charts.seconds_axis, 0.3904, "390.4 ms"),
+        (charts.percent_axis, 0.99721, "99.7%"),
+        (charts.share_axis, 0.5333, "53%"),
+        (charts.share_axis, 0.000563, "0.1%"),
+        (charts.share_axis, 0.0996, "10%"),
+        (charts.bytes_axis, 330.4 * 2**20, "330 MiB"),
+        (charts.plain_axis, 2998.4, "2,998"),
     ):
         form(axis)
-        assert style.label(axis, value) == shown
+        assert charts.label(axis, value) == shown
 
 
 def test_a_usual_step_is_drawn_with_its_transfers_and_the_smallest_part(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_scaling_has_logarithmic_axes_and_shades_what_the_cores_do_not_allow(tmp
     points = {"ddp": {1: [100.0], 2: [180.0], 4: [190.0]}}
     ideals = {"ideal": {1: 100.0, 2: 200.0, 4: 400.0}, "limit": {1: 100.0, 2: 200.0, 4: 200.0}}
     figure = charts.draw_lines(
-        [("Speed", points, style.plain_axis), ("Efficiency", points, style.percent_axis)], "workers", [ideals], 1
+        [("Speed", points, charts.plain_axis), ("Efficiency", points, charts.percent_axis)], "workers", [ideals], 1
     )
     speed, efficiency = figure.axes
     assert (speed.get_xscale(), speed.get_yscale(), efficiency.get_yscale()) == ("log", "log", "linear")
@@ -205,7 +205,7 @@ def test_losses_and_joins_are_told_with_what_they_cost(tmp_path: Path) -> None:
 def test_losses_and_joins_are_drawn_where_they_happened(tmp_path: Path) -> None:
     losing_run(tmp_path)
     run = load_run("x", tmp_path)
-    figure = history_plot.draw_changes("x", run)
+    figure = run_plots.draw_changes("x", run)
     figure.draw_without_rendering()
     for axis in figure.axes:
         assert [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "--"] == [[4.0, 4.0]], "lost"

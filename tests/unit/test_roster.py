@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horizonml.rendezvous.answers import Ended, Formed, Lost, Refused
-from horizonml.rendezvous.fingerprint import Fingerprint
-from horizonml.rendezvous.messages import Departure, Farewell
+from horizonml.rendezvous.messages import Departure, Farewell, Fingerprint
 from horizonml.rendezvous.roster import Roster
 from tests.rosters import LOST_PEER, alive, beat, come_back, formed, gather, rank, roster_over, survivor
 

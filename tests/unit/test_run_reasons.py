@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from horizonml.job.jobfile import from_values
-from horizonml.planner.run_reasons import run_reasons
+from horizonml.planner.shape_reasons import run_reasons
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.schedules import SCHEDULES
 from horizonml.planner.evaluator import Evaluator, judge
 from horizonml.planner.explain import bottleneck, rows, why
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, needs_profile, problem_for
 from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.search import search
 from horizonml.planner.simulate import predict
 from horizonml.planner.subset import widened

@@ -15,9 +15,8 @@ import pytest
 from horizonml.plan.plan import FORMATS, Plan
 from horizonml.planner.candidates import data_parallel, equal_split
 from horizonml.planner.evaluator import Evaluator, judge
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.problem import Constraints, Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.programme import StageBlocks, _solve, _solve_each
 from horizonml.planner.search import search
 

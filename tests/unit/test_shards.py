@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from horizonml.errors import CheckpointError, is_out_of_files
-from horizonml.state.fence import Fence
+from horizonml.state.runfolder import Fence
 from horizonml.state.shards import (
     METADATA,
     check,

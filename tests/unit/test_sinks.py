@@ -16,14 +16,13 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.machine import extras
-from horizonml.report.lead import lead_records
+from horizonml.machine import code
+from horizonml.report.section import lead_records
 from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import Source, StepRecord
 from horizonml.telemetry.recorder import Recorder
-from horizonml.telemetry.scalars import Point, Scalars
-from horizonml.telemetry.sinks import Feed, Feeds, check_packages
+from horizonml.telemetry.sinks import Feed, Feeds, Point, Scalars, check_packages
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.runs import append, write_run
 from tests.unit.test_metrics import INFO, STEP
@@ -294,7 +293,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str,
     train = command(tmp_path, "train", "digits", "--set", setting, without=package)
     assert train.returncode == 1
     assert f"error: telemetry.{extra} needs {package}, which" in train.stderr
-    assert extras.EXTRAS[package] == extra
+    assert code.EXTRAS[package] == extra
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

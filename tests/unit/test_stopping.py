@@ -9,12 +9,10 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.job.jobfile import parse
-from horizonml.runtime.stopping import Evaluations, recorded
-from horizonml.state.average import decay_of, sources
-from horizonml.state.best import KEPT, STOPPING, Best, best_from
-from horizonml.state.keeping import superfluous
+from horizonml.runtime.trainer import Evaluations, recorded
+from horizonml.state.average import KEPT, STOPPING, Best, Scales, best_from, decay_of, sources
 from horizonml.state.optim import learning_rate
-from horizonml.state.scales import Scales
+from horizonml.state.saver import superfluous
 from horizonml.state.spec import Ema, LrSchedule
 from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.language_model import LanguageModel

@@ -14,9 +14,9 @@ from horizonml.plan.schedules import SCHEDULES
 from horizonml.plan.spec import Strategy
 from horizonml.planner.cost import synced_bytes
 from horizonml.planner.evaluator import judge
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.planner import choose, fixed_plan, measures_every_device, needs_profile, problem_for
 from horizonml.planner.problem import Problem
+from horizonml.planner.profile import Host, Network
 from horizonml.planner.strategies import STRATEGIES, constraints_of, uses_horovod, uses_powersgd
 from horizonml.runtime.launch import for_this_machine
 from tests.unit.test_planner import profile

@@ -16,7 +16,7 @@ from horizonml.comm.group import Group
 from horizonml.job.schema import Job
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
-from horizonml.planner.hardware import Host
+from horizonml.planner.profile import Host
 from horizonml.profiling.threads import choose_threads, fewest, try_threads
 from horizonml.tasks.task import InputSpec
 

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 from horizonml.errors import SecurityError
 from horizonml.tunnel.addresses import (
+    HEADER_BYTES,
+    Answer,
+    Target,
     connected_from,
     entries,
     is_ours,
@@ -27,7 +30,6 @@ from horizonml.tunnel.addresses import (
 )
 from horizonml.tunnel.blob import read_blob
 from horizonml.tunnel.client import AES, CHACHA, configuration, link_port, measure, offered
-from horizonml.tunnel.header import HEADER_BYTES, Answer, Target
 
 # What gloo of PyTorch 2.13 published for rank 1 of 3 at 127.64.0.4:33949 on a machine called "vm".
 BLOB = bytes.fromhex(

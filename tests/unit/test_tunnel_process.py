@@ -20,13 +20,12 @@ import psutil
 import pytest
 
 from horizonml.errors import SecurityError
-from horizonml.machine.reach import Probe
+from horizonml.machine.network import Probe
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token, make_token
-from horizonml.tunnel.addresses import own_address, stand_in_address, vouch
+from horizonml.tunnel.addresses import Answer, Target, own_address, stand_in_address, vouch
 from horizonml.tunnel.carrier import MOST_HANDSHAKES
 from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
-from horizonml.tunnel.header import Answer, Target
 from tests.distributed.processes import wait_for
 from tests.programs import need_ipv6, need_root
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from horizonml.web.messages import Later, Reply, Request, parse
-from horizonml.web.server import Limits, WebServer
+from horizonml.web.server import Later, Limits, Reply, Request, WebServer, parse
 from tests.web import get
 
 

@@ -16,16 +16,14 @@ from horizonml.errors import HorizonError, JobError, PlanError
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.plan.lossy import Tried
-from horizonml.planner.change_texts import MOST_RANKS, read_changes
-from horizonml.planner.changes import apply_changes
-from horizonml.planner.energy import energy_of
+from horizonml.planner.changes import MOST_RANKS, apply_changes, read_changes
 from horizonml.planner.evaluator import judge
-from horizonml.planner.hardware import Host, Network
 from horizonml.planner.objective import Watts
 from horizonml.planner.planner import choose, problem_for
 from horizonml.planner.problem import Problem
-from horizonml.planner.profile import LayerProfile, Profile
+from horizonml.planner.profile import Host, LayerProfile, Network, Profile
 from horizonml.planner.record import DeviceFacts, Planning, read_planning, write_planning
+from horizonml.planner.saving import energy_of
 from horizonml.planner.what_if import Answer, plan_again
 from horizonml.report import what_if as asking
 from horizonml.report.what_if import what_if

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from horizonml.engine.sync.allreduce import AllReduce
+from horizonml.engine.sync.allreduce import AllReduce, NcclAllReduce, has_gpus_of_its_own
 from horizonml.engine.sync.base import Alone, GradientSync, Members, SyncedBuffers, trainable
 from horizonml.engine.sync.channels import Channels
+from horizonml.engine.sync.coded_sum import Int4AllReduce
 from horizonml.engine.sync.compressed import HalfAllReduce, PowerSgdAllReduce
-from horizonml.engine.sync.int4 import Int4AllReduce
-from horizonml.engine.sync.nccl import NcclAllReduce, has_gpus_of_its_own
 from horizonml.plan.plan import Sync
 
 

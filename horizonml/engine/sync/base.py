@@ -13,7 +13,7 @@ from horizonml.comm.group import Group
 from horizonml.engine.clock import Clock
 from horizonml.engine.staging import Staging
 from horizonml.errors import ModelError
-from horizonml.models.freezing import still_buffers
+from horizonml.models.tuning import still_buffers
 from horizonml.plan.plan import Stage
 from horizonml.state.parts import Part
 

@@ -25,7 +25,7 @@ from horizonml.engine.sync.allreduce import AllReduce
 from horizonml.engine.sync.base import Members
 from horizonml.errors import ModelError
 from horizonml.models.channels import find_pairs, is_depthwise
-from horizonml.models.freezing import is_still, keep_still
+from horizonml.models.tuning import is_still, keep_still
 from horizonml.state.parts import Part, gather
 
 

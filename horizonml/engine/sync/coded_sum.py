@@ -10,19 +10,24 @@ Interspeech 2014), in both phases (DoubleSqueeze; Tang et al., ICML 2019). So no
 comes later, and values are rounded to the nearest step. The remainders, as large as the vector and one part of it, live
 as long as the sum: after a restart, or once ranks come or go, they begin with zeros, and the run goes on a little
 differently than it would have without an interruption.
+
+Sums gradients in 4 bits per value; see `CodedSum`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
 from horizonml.engine.quantise import TILE, decode, encode, encoded_bytes
+from horizonml.engine.sync.base import Members
+from horizonml.engine.sync.compressed import Compressed
 
 
 def coded_bytes(values: int, members: int, place: int) -> int:
@@ -139,3 +144,61 @@ class CodedWork:
         self.halfway()
         self._coded.take(self._vector)
         self._coded.finish(self._sent)
+
+
+_MOST_BUCKETS = 1 << 12  # of a stage
+
+
+@dataclass
+class _InTurn:
+    """Stands for a bucket's sum. The first one that is waited for takes all others halfway, too."""
+
+    work: CodedWork
+    under_way: list[CodedWork]
+
+    def wait(self) -> None:
+        for one in self.under_way:
+            one.halfway()
+        self.work.wait()
+
+
+class Int4AllReduce(Compressed):
+    """Sums gradients in 4 bits per value each way, with error feedback. A bucket is sent as soon as it is full."""
+
+    def __init__(self, module: nn.Module, members: Members) -> None:
+        super().__init__(module, members)
+        channel, first = members.group.channel("coded"), members.number * _MOST_BUCKETS
+        assert len(self._buckets) <= _MOST_BUCKETS
+        self._sums = {
+            id(bucket.flat): CodedSum(
+                members.group, members.ranks, channel.tag(2 * (first + number)), bucket.flat.numel()
+            )
+            for number, bucket in enumerate(self._buckets)
+            if bucket.views
+        }
+        self._under_way: list[CodedWork] = []
+
+    def begin(self, measure_divergence: bool) -> None:
+        """See `GradientSync`."""
+        super().begin(measure_divergence)
+        self._under_way = []
+        for coded in self._sums.values():
+            coded.post()
+
+    def close(self) -> None:
+        """See `GradientSync`. What rounding has left out is dropped, too."""
+        super().close()
+        self._sums, self._under_way = {}, []
+
+    def _bytes_of_gradients(self) -> int:
+        return sum(coded.bytes_sent for coded in self._sums.values())
+
+    def _sum_compressed(self, flat: Tensor, views: Sequence[Tensor]) -> Work:
+        coded = self._sums[id(flat)]
+
+        def begin(host: Tensor) -> Work:
+            work = coded.begin(host)
+            self._under_way.append(work)
+            return _InTurn(work, self._under_way)
+
+        return self._staging.sum(flat, begin)

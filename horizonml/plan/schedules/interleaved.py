@@ -6,8 +6,7 @@ fraction `(P - 1) / (V M + P - 1)` of the step. Activations travel V times as of
 
 from __future__ import annotations
 
-from horizonml.plan.actions import Action, Kind, Lanes
-from horizonml.plan.timetable import timetable
+from horizonml.plan.actions import Action, Kind, Lanes, timetable
 
 NAME = "interleaved"
 STAGES_PER_RANK = 2

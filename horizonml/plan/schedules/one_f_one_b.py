@@ -6,8 +6,7 @@ the activations of at most `P - s` micro-batches.
 
 from __future__ import annotations
 
-from horizonml.plan.actions import Action, Kind, Lanes
-from horizonml.plan.timetable import timetable
+from horizonml.plan.actions import Action, Kind, Lanes, timetable
 
 NAME = "1f1b"
 STAGES_PER_RANK = 1
