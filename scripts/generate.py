@@ -1,7 +1,6 @@
 """Writes what is made from code: `make generate`. A test fails where a generated file is out of date.
 
-These are docs/metrics.md, docs/job-file.md, the list of files in docs/architecture.md, grafana/dashboards/*.json, and
-the rules as a PrometheusRule.
+These are docs/metrics.md, docs/job-file.md, grafana/dashboards/*.json, and the rules as a PrometheusRule.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import dashboards
-import filemap
 import reference
 import yaml
 
@@ -23,7 +21,6 @@ def files() -> dict[Path, str]:
     made = {
         ROOT / "docs" / "metrics.md": document(),
         ROOT / "docs" / "job-file.md": reference.document(),
-        filemap.PAGE: filemap.document(),
     }
     for name in dashboards.DASHBOARDS:
         made[ROOT / "grafana" / "dashboards" / f"{name}.json"] = dashboards.text(name)
