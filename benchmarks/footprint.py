@@ -33,10 +33,10 @@ from horizonml.state.spec import Sgd
 from horizonml.state.train_state import TrainState
 from horizonml.tasks.classification import Classification
 from horizonml.tasks.task import InputSpec
-from horizonml.telemetry.log import Server
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.recorder import Recorder
+from horizonml.telemetry.server import Server
 
 CUTS, LAYERS, MICRO_BATCHES, BATCH = [4, 7, 9, 10], 14, 5, 320  # ResNet-18 in five stages
 

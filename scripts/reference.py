@@ -16,8 +16,8 @@ INTRODUCTION = """\
 
 A job file is a YAML mapping. Every field has a default, so an empty file is a valid job, and a field or section that
 does not exist is refused with the name of the nearest one. You can override any field on the command line with
-`--set SECTION.FIELD=VALUE`. `horizonml validate JOB` shows a job with all defaults filled in, and `horizonml schema`
-prints the JSON schema that this page is made from, for your editor.
+`--set SECTION.FIELD=VALUE`. `horizonml validate JOB` shows a job with all defaults filled in, and `horizonml validate
+--schema` prints the JSON schema that this page is made from, for your editor.
 
 ```yaml
 name: cifar10

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperArgument
+from typer.core import TyperArgument, TyperGroup
 
 from horizonml import __version__
 from horizonml.cli.bench import app as bench
@@ -17,20 +19,39 @@ from horizonml.cli.export import evaluate, export, generate, predict
 from horizonml.cli.jobs import init, schema, validate
 from horizonml.cli.plan import plan, profile, simulate, what_if
 from horizonml.cli.rendezvous import rendezvous, token
-from horizonml.cli.top import log, report, top, watch
 from horizonml.cli.train import train
 from horizonml.cli.up import join, up
+from horizonml.cli.watch import log, report, top, watch
 from horizonml.errors import JobError
 
 TyperArgument.display_type_rich = lambda self, ctx: None  # type: ignore[method-assign]  # "JOB", not "JOB <path>"
 
+_GROUPS = {
+    "Train": "train init validate plan",
+    "Devices": "up join token rendezvous cluster",
+    "Watch": "watch report bench",
+    "Use": "evaluate predict generate export",
+}
+
+
+class _Groups(TyperGroup):
+    """Lists the commands in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each group under its name."""
+        for title, names in _GROUPS.items():
+            commands = [(name, self.commands[name]) for name in names.split()]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(limit=67)) for name, command in commands])
+
+
 app = typer.Typer(
     name="horizonml",
+    cls=_Groups,
     help="Train a neural network together on the small machines you already have.\n\n"
     "Start with: horizonml train digits --set parallel.strategy=pipeline --workers 5\n\n"
     "For your own model or data: horizonml init",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain text: no types of flags, and paragraphs that fill the line
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -46,23 +67,30 @@ def chaos(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.chaos", *context.args])  # noqa: S606
 
 
-for command in (train, up, join, init, validate, schema, plan, simulate, profile):
+def _renamed(name: str, function: Callable[..., None], now: str) -> None:
+    """Let a command's old name do what it did, and say the new one."""
+
+    @functools.wraps(function)
+    def renamed(*arguments: Any, **options: Any) -> None:
+        print(f"warning: horizonml {name} is now called horizonml {now}", file=sys.stderr, flush=True)
+        function(*arguments, **options)
+
+    app.command(name, hidden=True)(renamed)
+
+
+for command in (train, init, validate, plan, up, join, token, watch, report, evaluate, predict, generate, export):
     app.command()(command)
 # What comes after a command to start belongs to that command.
 app.command(context_settings={"allow_interspersed_args": False})(rendezvous)
-app.command()(token)
-app.command()(evaluate)
-app.command()(predict)
-app.command()(generate)
-app.command()(export)
-app.command()(report)
-app.command()(watch)
-app.command()(top)
-app.command("what-if")(what_if)
-app.command()(log)
-app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(chaos)
-app.add_typer(bench, name="bench")
 app.add_typer(cluster, name="cluster")
+app.add_typer(bench, name="bench")
+_renamed("schema", schema, "validate --schema")
+_renamed("simulate", simulate, "plan JOB --given PLAN")
+_renamed("profile", profile, "plan JOB --profile")
+_renamed("what-if", what_if, "plan RUN")
+_renamed("top", top, "watch RUN --terminal")
+_renamed("log", log, "report RUN")
+app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(chaos)
 
 
 @app.callback(invoke_without_command=True)

@@ -57,12 +57,25 @@ def init(
     print(f"\nnext: {before}{there}horizonml train job.yaml")
 
 
-def validate(job_file: JobFile, overrides: Overrides = None, workers: Workers = None) -> None:
+def validate(
+    job_file: Annotated[Path | None, JobFile.__metadata__[0]] = None,
+    overrides: Overrides = None,
+    workers: Workers = None,
+    as_schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of job files instead, for editors.")
+    ] = False,
+) -> None:
     """Check a job file and the code that it names.
 
     The job is shown with all defaults filled in.
     """
     import yaml
+
+    if as_schema:
+        schema()
+        return
+    if job_file is None:
+        raise JobError("name a job file, or use --schema")
 
     job = load_job(job_file, overrides, workers)
     if ":" in job.model.name:

@@ -1,7 +1,4 @@
-"""The commands about plans: `horizonml plan`, `simulate` and `profile`.
-
-The command that plans a run again with other devices: `horizonml what-if`.
-"""
+"""The command about plans, `horizonml plan`, and those that it has replaced: `simulate`, `profile` and `what-if`."""
 
 from __future__ import annotations
 
@@ -11,31 +8,76 @@ from typing import Annotated, Any
 import typer
 
 from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, Workers, load_job
+from horizonml.errors import JobError
+
+_PLAN = "A plan that `horizonml plan --out` wrote."
+_Devices = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml. Shows "
+        "the best plan for all of these devices, whatever the job's strategy and workers.",
+        show_default=False,
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the plan to this file, for `train --plan`; with --profile, the profile, for a device in a file of "
+        "`--devices`.",
+        show_default=False,
+    ),
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw a step of the plan, rank by rank, to this file (PNG).", show_default=False),
+]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="With --profile: threads to measure with. Default: the cores.", show_default=False
+    ),
+]
+_Add = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="DEVICE",
+        help="For a run: add a device (repeatable): like:RANK, and then what differs, after commas: speed=0.5 "
+        "(relative to that rank's), memory=1GiB, rate=100Mbit and latency=2ms of its links, watts=2.5/6 (idle/busy), "
+        "name=NAME. Without like, give speed (relative to rank 0's), memory and rate.",
+    ),
+]
+_Remove = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RANK", help="For a run: remove a device, by its rank or its name (repeatable)."),
+]
+_Rate = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="LINK=RATE",
+        help="For a run: change how fast a link is (repeatable): 0-1=100Mbit between two ranks, 2=20Mbit for all links "
+        "of a rank, all=50Mbit for all links; with a latency, 0-1=100Mbit,5ms.",
+    ),
+]
+_Strategy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="For a run: plan by another strategy than its job's: auto, ddp, hybrid, pipeline.",
+        show_default=False,
+    ),
+]
+_Seconds = Annotated[float, typer.Option(metavar="S", help="For a run: give up after S seconds of planning.")]
 
 
 def plan(
     job_file: JobFile,
     overrides: Overrides = None,
     workers: Workers = None,
-    devices: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Plan for the devices and links of this file instead of this machine; see examples/devices.yaml. "
-            "Shows the best plan for all of these devices, whatever the job's strategy and workers.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the plan to this file, for `train --plan`.", show_default=False),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw a step of the plan, rank by rank, to this file (PNG).", show_default=False
-        ),
-    ] = None,
+    devices: _Devices = None,
+    out: _Out = None,
+    picture: _Picture = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, with a reason for each choice.")
     ] = False,
@@ -45,34 +87,74 @@ def plan(
             "--why", help="Explain every choice: also each cut, exact link and device, and what the run decides."
         ),
     ] = False,
+    given: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN", help=f"Predict this plan instead of making one. {_PLAN}", show_default=False),
+    ] = None,
+    measures: Annotated[
+        bool,
+        typer.Option("--profile", help="Only measure the model's layers on this device: their times and sizes."),
+    ] = False,
+    threads: _Threads = None,
+    add: _Add = None,
+    remove: _Remove = None,
+    rate: _Rate = None,
+    strategy: _Strategy = None,
+    seconds: _Seconds = 60.0,
     device: Device = None,
     measure_again: MeasureAgain = False,
 ) -> None:
-    """Show the plan for a job, and explain it.
+    """Plan a job and explain why, or a run with other devices.
 
     The output lists the model's layers with their measured times, says which rank computes which of them and what
     limits the plan, and compares the plan with simpler ones.
-    """
-    from horizonml.cli.planning import show_plan
 
-    show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture, in_full=in_full)
+    horizonml plan jobs/cifar10.yaml --devices examples/devices.yaml
+
+    horizonml plan jobs/cifar10.yaml --profile --out pi.yaml
+
+    horizonml plan runs/digits --remove 1 --rate 0-2=20Mbit
+    """
+    changes = {"--add": add, "--remove": remove, "--rate": rate, "--strategy": strategy}
+    of_a_job = {
+        "--set": overrides,
+        "--workers": workers,
+        "--devices": devices,
+        "--out": out,
+        "--picture": picture,
+        "--why": in_full,
+        "--given": given,
+        "--profile": measures,
+        "--threads": threads,
+    }
+    if job_file.is_dir():
+        _refuse(of_a_job, f"{job_file} is a run's folder, and", "for a job")
+        what_if(job_file, add, remove, rate, strategy, seconds, as_json)
+        return
+    _refuse(changes, f"{job_file} is a job, and", "for a run's folder, such as runs/digits")
+    if measures:
+        _refuse({name: of_a_job[name] for name in ("--workers", "--devices", "--picture", "--given")}, "--profile:", "")
+        profile(job_file, overrides, device, measure_again, out, threads)
+    elif given is not None:
+        simulate(job_file, given, devices, picture, overrides, device, measure_again)
+    else:
+        from horizonml.cli.planning import show_plan
+
+        show_plan(load_job(job_file, overrides, workers), devices, as_json, out, picture, in_full=in_full)
+
+
+def _refuse(options: dict[str, Any], before: str, meant: str) -> None:
+    """Raise JobError if one of these options is given, which has no meaning here."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise JobError(f"{before} {', '.join(given)} {f'are only {meant}' if meant else 'cannot be combined with it'}")
 
 
 def simulate(
     job_file: JobFile,
-    plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN", help="A plan that `horizonml plan --out` wrote.", show_default=False)
-    ],
-    devices: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The devices and links to predict it for; default: this machine.", show_default=False
-        ),
-    ] = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Draw the step, rank by rank, to this file (PNG).", show_default=False),
-    ] = None,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN, show_default=False)],
+    devices: _Devices = None,
+    picture: _Picture = None,
     overrides: Overrides = None,
     device: Device = None,
     measure_again: MeasureAgain = False,
@@ -94,16 +176,8 @@ def profile(
     overrides: Overrides = None,
     device: Device = None,
     measure_again: MeasureAgain = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write it there as YAML, for a device in `plan --devices`.", show_default=False
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Threads to measure with. Default: the cores.", show_default=False),
-    ] = None,
+    out: _Out = None,
+    threads: _Threads = None,
 ) -> None:
     """Measure a model's layers on this device.
 
@@ -122,36 +196,11 @@ def what_if(
             metavar="RUN", help="A run's folder (runs/NAME); the run may still be training.", show_default=False
         ),
     ],
-    add: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="DEVICE",
-            help="Add a device (repeatable): like:RANK, and then what differs, after commas: speed=0.5 (relative to "
-            "that rank's), memory=1GiB, rate=100Mbit and latency=2ms of its links, watts=2.5/6 "
-            "(idle/busy), name=NAME. Without like, give speed (relative to rank 0's), memory and rate.",
-        ),
-    ] = None,
-    remove: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK", help="Remove a device, by its rank or its name (repeatable)."),
-    ] = None,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LINK=RATE",
-            help="Change how fast a link is (repeatable): 0-1=100Mbit between two ranks, 2=20Mbit for all links of a "
-            "rank, all=50Mbit for all links; with a latency, 0-1=100Mbit,5ms.",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Plan by another strategy than the job's: auto, ddp, hybrid, pipeline.",
-            show_default=False,
-        ),
-    ] = None,
-    seconds: Annotated[float, typer.Option(metavar="S", help="Give up after S seconds of planning.")] = 60.0,
+    add: _Add = None,
+    remove: _Remove = None,
+    rate: _Rate = None,
+    strategy: _Strategy = None,
+    seconds: _Seconds = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
     """Predict what other devices or links would change about a run.
@@ -162,7 +211,6 @@ def what_if(
     """
     import json
 
-    from horizonml.errors import JobError
     from horizonml.report.what_if import what_if as ask
 
     rates: dict[str, str] = {}

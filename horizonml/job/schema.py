@@ -1,7 +1,7 @@
 """A job: what to train, on what data, and how the work is spread over the ranks.
 
 This is the schema of the job file; `jobfile` reads one. Each section is a spec that stands beside what it configures.
-Every field is documented there, and this text is what `horizonml schema` hands to editors.
+Every field is documented there, and this text is what `horizonml validate --schema` hands to editors.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def main() -> None:
     job = load(Path(first["job"]))
     import horizonml.rendezvous.meeting
     import horizonml.runtime.worker
-    import horizonml.telemetry.log  # noqa: F401  (what takes time is loaded now)
+    import horizonml.telemetry.server  # noqa: F401  (what takes time is loaded now)
     from horizonml.state.shards import completed
 
     if not (first["fresh"] or first["joins"]) and completed(job.run_folder / "checkpoints", job):

@@ -85,7 +85,8 @@ class Device(_Section):
     )
     speed: float = Field(1.0, gt=0, description="Speed of one core, relative to where the profile was measured.")
     profile: str | None = Field(
-        None, description="File of `horizonml profile`, measured on such a device; then `speed` is relative to that."
+        None,
+        description="File of `horizonml plan --profile`, measured on such a device; then `speed` is relative to that.",
     )
     cores: float = Field(1.0, gt=0, description="Cores that a rank may use; below 1 under a quota, e.g. a container's.")
     machine: str = Field("", description="For containers: which machine they share; empty if this is one.")
@@ -105,8 +106,8 @@ class Device(_Section):
     def _speed_of_gpu(self) -> Device:
         if self.kind != "cpu" and self.profile is None and "speed" not in self.model_fields_set:
             raise ValueError(
-                f"kind: {self.kind} needs a profile that was measured on such a device (horizonml profile JOB --device "
-                f"{self.kind} --out FILE), or its speed relative to a core of this machine"
+                f"kind: {self.kind} needs a profile that was measured on such a device (horizonml plan JOB --profile "
+                f"--device {self.kind} --out FILE), or its speed relative to a core of this machine"
             )
         return self
 
@@ -228,7 +229,7 @@ def write_profile(profile: Profile, about: dict[str, Any], path: Path) -> None:
         "layers": layers,
     }
     text = yaml.safe_dump(content, sort_keys=False, width=120)
-    write_atomically(path, f"# Made by `horizonml profile`: seconds by micro-batch size.\n{text}".encode())
+    write_atomically(path, f"# Made by `horizonml plan --profile`: seconds by micro-batch size.\n{text}".encode())
 
 
 def write_cluster(
@@ -290,7 +291,7 @@ def write_cluster(
 
 def read_profile(path: Path, names: Sequence[str]) -> Profile:
     """Read a profile that `write_profile` wrote, for a model with layers of these names. Raises JobError."""
-    content = read_yaml(path, "`horizonml profile JOB --out FILE` writes one", text_keys=False)
+    content = read_yaml(path, "`horizonml plan JOB --profile --out FILE` writes one", text_keys=False)
     try:
         layers = tuple(
             LayerProfile(
@@ -319,7 +320,7 @@ def read_profile(path: Path, names: Sequence[str]) -> Profile:
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise JobError(
             f"{path} is not a profile of this version of HorizonML ({type(error).__name__}: {error}); "
-            "`horizonml profile JOB --out FILE` writes one"
+            "`horizonml plan JOB --profile --out FILE` writes one"
         ) from None
     if [layer.name for layer in layers] != list(names):
         raise JobError(f"{path} is the profile of another model: its first layer is {layers[0].name}")

@@ -1,4 +1,4 @@
-"""Tells how a run stands, from its records and while they are written: for `horizonml top`, and for the page.
+"""Tells how a run stands, from its records and while they are written: for `horizonml watch`, and for pages.
 
 Records are read as they come, and what was read is summed up at once, so that a long run takes no more memory than a
 short one. A line that is damaged, or that this version cannot read, is counted and skipped.

@@ -1,4 +1,4 @@
-"""Lays out how a run stands as the lines of a terminal, for `horizonml top`: as many as there is room for.
+"""Lays out how a run stands as the lines of a terminal, for `horizonml watch --terminal`: as many as there is room for.
 
 The lines are made from what `live.LiveRun` has read, without a terminal. Nothing that a rank has sent reaches the
 terminal with control characters in it.

@@ -46,7 +46,7 @@ PRELOAD = (
     "horizonml.runtime.launch",
     "horizonml.runtime.worker",
     "horizonml.security.tls",
-    "horizonml.telemetry.log",
+    "horizonml.telemetry.server",
 )
 _ROOM = "HORIZONML_ROOM"  # makes room in the server's environment for those of its children
 _SECRET, _LENGTH = 32, 8  # bytes of the secret, and of a request's length, with which it begins

@@ -67,8 +67,8 @@ def train_as_rank(
         with handling(leave_at_once):  # loading PyTorch takes seconds
             from horizonml.rendezvous.meeting import ask_rank
             from horizonml.runtime.worker import Worker, settings_for
-            from horizonml.telemetry.log import Server
             from horizonml.telemetry.metrics import Metrics
+            from horizonml.telemetry.server import Server
 
         if isinstance(identity, str):
             assert endpoint is not None

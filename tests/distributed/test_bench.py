@@ -161,7 +161,7 @@ def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
     job = folder / "job.yaml"
     # With that many samples a step, all three devices are of use, however fast the machine under test is.
     job.write_text(job.read_text().replace("batch_size: 32", "batch_size: 512").replace("300", "1400"))
-    measured = horizonml(folder, "profile", "job.yaml", "--out", "here.yaml", "--threads", "1")
+    measured = horizonml(folder, "plan", "job.yaml", "--profile", "--out", "here.yaml", "--threads", "1")
     assert measured.returncode == 0, measured.stderr
     slow = "{name: slow, profile: here.yaml, speed: 0.5, memory: 1GiB, count: 2, bandwidth: 1Gbit}"
     (folder / "devices.yaml").write_text(f"devices: [{{name: fast, memory: 4GiB}}, {slow}]")
@@ -174,7 +174,7 @@ def test_a_plan_for_devices_on_paper_is_trained_by(folder: Path) -> None:
     assert "The bottleneck: " in planned.stdout
     assert "times as fast as ddp, equal shares" in planned.stdout
     assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
-    simulated = horizonml(folder, "simulate", "job.yaml", "plan.yaml", "--devices", "devices.yaml")
+    simulated = horizonml(folder, "plan", "job.yaml", "--given", "plan.yaml", "--devices", "devices.yaml")
     assert simulated.returncode == 0, simulated.stderr
     assert planned.stdout.split("predicted: ")[1].split(" a step")[0] in simulated.stdout
     trained = horizonml(folder, "train", "job.yaml", "--plan", "plan.yaml", "--set", "epochs=1")

@@ -313,5 +313,5 @@ def test_validate_and_schema(folder: Path) -> None:
     shown = horizonml(folder, "validate", "job.yaml", "--set", "optimizer.lr=1e-2")
     assert shown.returncode == 0
     assert "lr: 0.01" in shown.stdout
-    schema = json.loads(horizonml(folder, "schema").stdout)
+    schema = json.loads(horizonml(folder, "validate", "--schema").stdout)
     assert schema["properties"]["epochs"]["type"] == "integer"

@@ -56,7 +56,7 @@ def limited(code: str, *arguments: str, folder: Path) -> subprocess.CompletedPro
         env=environment(**{SERVER: ""}),  # what forks its ranks is limited, too
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
 

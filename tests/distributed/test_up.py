@@ -111,7 +111,8 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     assert joiners[0].ends() == 0, joiners[0].text
     assert "this device has left the run after" in joiners[0].text
     joiners[-1].says("this device is rank ")  # 5 while the one that leaves still has its number, and then that one
-    assert re.search(r"this device is rank (5; the run began with 5 devices|[1-4] of 5)", joiners[-1].text)
+    found = re.search(r"this device is rank (5|[1-4])(; the run began with 5 devices| of 5)", joiners[-1].text)
+    assert found is not None, joiners[-1].text
 
     assert host.ends(300) == 0, host.text
     codes = [joiner.ends() for joiner in joiners]
@@ -120,7 +121,7 @@ def test_devices_with_nothing_but_a_token_train_together_and_one_leaves_and_one_
     assert devices.records(0, 0, "evaluation")[-1]["accuracy"] >= 0.99
     sizes = {run["world_size"] for run in devices.records(0, 0, "run")}
     assert {4, 5} <= sizes
-    assert devices.records(5, 5, "step"), "the device that came later has trained"
+    assert devices.records(5, int(found[1]), "step"), "the device that came later has trained"
     everything = "\n".join(output.text for output in (host, *joiners))
     assert devices.token not in everything
     assert "Traceback" not in everything

@@ -92,24 +92,24 @@ def test_without_a_rank_it_is_the_plan_of_the_others_from_scratch(recorded: Path
 
 def test_the_commands(recorded: Path) -> None:
     folder, run = recorded.parent.parent, str(recorded)
-    text = horizonml(folder, "what-if", run, "--remove", "2", "--rate", "0-1=10Mbit", COLUMNS="100").stdout
+    text = horizonml(folder, "plan", run, "--remove", "2", "--rate", "0-1=10Mbit", COLUMNS="100").stdout
     assert "test, predicted plan for 2 ranks" in text
     assert "leaves; the others are numbered anew." in text
     assert "Measured until now: " in text
-    answer = json.loads(horizonml(folder, "what-if", run, "--json").stdout)
+    answer = json.loads(horizonml(folder, "plan", run, "--json").stdout)
     assert answer["ratio"] == 1
-    wrong = horizonml(folder, "what-if", run, "--rate", "0-7=10Mbit")
+    wrong = horizonml(folder, "plan", run, "--rate", "0-7=10Mbit")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: rate: '7' is not a device of this run; there are 0 (")
     assert "Traceback" not in wrong.stderr
-    shown = horizonml(folder, "top", run)
+    shown = horizonml(folder, "watch", run, "--once")
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("test · finished · step 20 of 20 · epoch 2 of 2")
     assert [line for line in lines if line.startswith("  2 ")]
     assert any("measured: " in line for line in lines)
     assert all(line.isprintable() for line in lines), "no escape sequences without a terminal"
-    nowhere = horizonml(folder, "top", "nowhere")
+    nowhere = horizonml(folder, "watch", "nowhere", "--terminal")
     assert (nowhere.returncode, nowhere.stderr) == (
         1,
         "error: nowhere is not a folder; name that of a run, such as runs/digits\n",
@@ -118,7 +118,7 @@ def test_the_commands(recorded: Path) -> None:
 
 def test_top_on_a_terminal_ends_with_q_and_restores_it(recorded: Path) -> None:
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "horizonml", "top", str(recorded), "--every", "0.2"]
+    command = [sys.executable, "-m", "horizonml", "watch", str(recorded), "--terminal", "--every", "0.2"]
     env = environment(TERM="xterm-256color", COLUMNS="80", LINES="24")
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
     os.close(slave)
@@ -150,7 +150,7 @@ def test_a_strategy_that_measures_nothing(tmp_path: Path) -> None:
     assert planning is not None
     assert (planning.problem, planning.seconds, planning.measured) == (None, None, False)
     assert len(planning.devices) == 3
-    asked = horizonml(tmp_path, "what-if", "runs/test", "--add", "like:0")
+    asked = horizonml(tmp_path, "plan", "runs/test", "--add", "like:0")
     assert asked.returncode == 1
     assert asked.stderr.startswith(
         "error: nothing was measured for this run, because its strategy, ddp, leaves nothing"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from horizonml.telemetry.log import Server
+from horizonml.telemetry.server import Server
 from tests.security.bounds import bounded
 from tests.web import get
 

@@ -250,12 +250,12 @@ def test_a_device_with_a_profile_of_its_own(tmp_path: Path) -> None:
         cluster.profiles(lambda: base, ["other"], tmp_path)
     (tmp_path / "pi.yaml").write_text("layers: 3")
     with pytest.raises(
-        JobError, match=r"is not a profile of this version .* `horizonml profile JOB --out FILE` writes"
+        JobError, match=r"is not a profile of this version .* `horizonml plan JOB --profile --out FILE` writes"
     ):
         cluster.profiles(lambda: base, names, tmp_path)
     write_profile(profile(0.001, float("nan")), {}, tmp_path / "pi.yaml")
     with pytest.raises(JobError, match="layer1 has a negative or infinite time"):
         cluster.profiles(lambda: base, names, tmp_path)
     (tmp_path / "pi.yaml").unlink()
-    with pytest.raises(JobError, match="No such file or directory; `horizonml profile JOB --out FILE` writes one"):
+    with pytest.raises(JobError, match="No such file or directory; `horizonml plan JOB --profile --out FILE` writes"):
         cluster.profiles(lambda: base, names, tmp_path)

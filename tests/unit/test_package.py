@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from typer.main import get_command
+
+from horizonml.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,9 +187,35 @@ def test_a_plan_that_no_device_can_carry_out_says_so_first(tmp_path: Path) -> No
 
 def test_a_home_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder would be made")
-    result = command(tmp_path, "profile", "digits", "--threads", "1", HORIZONML_CACHE=str(tmp_path / "cache"))
+    result = command(tmp_path, "plan", "digits", "--profile", "--threads", "1", HORIZONML_CACHE=str(tmp_path / "cache"))
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("cannot be written to") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        (["schema"], "validate --schema", 0),
+        (["simulate", "digits", "none.yaml"], "plan JOB --given PLAN", 2),
+        (["profile", "none.yaml"], "plan JOB --profile", 2),
+        (["what-if", "none"], "plan RUN", 1),
+        (["top", "none"], "watch RUN --terminal", 1),
+        (["log", "none"], "report RUN", 2),
+    ],
+)
+def test_a_command_that_was_renamed_says_its_new_name(tmp_path: Path, old: list[str], new: str, code: int) -> None:
+    done = command(tmp_path, *old)
+    assert f"warning: horizonml {old[0]} is now called horizonml {new}\n" in done.stderr
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_few_commands_are_listed_and_each_in_a_group(tmp_path: Path) -> None:
+    shown = command(tmp_path, "--help").stdout
+    listed = re.findall(r"^  ([a-z][a-z-]*)  +[A-Z]", shown, re.M)
+    hidden = {name for name, one in get_command(app).commands.items() if one.hidden}  # type: ignore[attr-defined]
+    assert set(listed) == set(get_command(app).commands) - hidden  # type: ignore[attr-defined]
+    assert len(listed) <= 16
 
 
 @pytest.mark.parametrize(

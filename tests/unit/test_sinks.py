@@ -22,7 +22,8 @@ from horizonml.telemetry.log import read_lines
 from horizonml.telemetry.progress import Silent
 from horizonml.telemetry.record import Source, StepRecord
 from horizonml.telemetry.recorder import Recorder
-from horizonml.telemetry.sinks import Feed, Feeds, Point, Scalars, check_packages
+from horizonml.telemetry.scalars import Point, Scalars
+from horizonml.telemetry.sinks import Feed, Feeds, check_packages
 from horizonml.telemetry.spec import TelemetrySpec
 from tests.runs import append, write_run
 from tests.unit.test_metrics import INFO, STEP
@@ -100,7 +101,7 @@ def check(found: Found, wanted: Found) -> None:
 def test_a_finished_run_is_shown_as_it_was_recorded(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", ranks=2)
     append(tmp_path / "runs" / "one" / "rank-0.jsonl", {"kind": "end", "time": 200.0, "outcome": "complete"})
-    done = command(tmp_path, "log", "runs/one", "--tensorboard", "board", "--mlflow", "flow")
+    done = command(tmp_path, "report", "runs/one", "--tensorboard", "board", "--mlflow", "flow")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
         "logged 6 steps to TensorBoard: tensorboard --logdir board\nlogged 6 steps to MLflow at flow\n"
@@ -118,10 +119,10 @@ def test_a_finished_run_is_shown_as_it_was_recorded(tmp_path: Path) -> None:
     assert "stages" in run.data.tags["horizonml.plan"]
 
     # Once more: MLflow's run is completed and not repeated, and TensorBoard's files are not mixed.
-    again = command(tmp_path, "log", "runs/one", "--mlflow", "flow")
+    again = command(tmp_path, "report", "runs/one", "--mlflow", "flow")
     assert again.returncode == 0, again.stderr
     check(in_mlflow(tmp_path / "flow"), wanted)
-    refused = command(tmp_path, "log", "runs/one", "--tensorboard", "board")
+    refused = command(tmp_path, "report", "runs/one", "--tensorboard", "board")
     assert refused.returncode == 2
     assert "error: --tensorboard: board/one has event files already" in refused.stderr
 
@@ -155,7 +156,7 @@ def test_a_running_job_is_shown_while_it_trains_and_goes_on_after_a_loss(tmp_pat
     check(logged, again)
 
     # And the command makes the same of the records.
-    shown = command(tmp_path, "log", ".", "--tensorboard", "board")
+    shown = command(tmp_path, "report", ".", "--tensorboard", "board")
     assert shown.returncode == 0, shown.stderr
     assert in_tensorboard(tmp_path / "board" / tmp_path.name) == found
 
@@ -240,7 +241,7 @@ def test_a_sink_that_hangs_holds_nothing_up_and_is_named_once(caplog: pytest.Log
         feed.put({"kind": "step", "step": number, "wall": 1.0, "batch": 1, "loss": 1.0})
     assert sink.points == 0
     (message,) = caplog.messages
-    assert message.startswith("TensorBoard is slower than the training, and records are left out; `horizonml log`")
+    assert message.startswith("TensorBoard is slower than the training, and records are left out; `horizonml report`")
     go_on.set()
     feed.close()
     assert 10_000 <= sink.points <= 10_200
@@ -286,7 +287,7 @@ def test_a_sink_that_fails_is_named_once_and_the_records_are_complete(
 )
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str, option: str, extra: str) -> None:
     write_run(tmp_path / "run")
-    refused = command(tmp_path, "log", "run", option, "there", without=package)
+    refused = command(tmp_path, "report", "run", option, "there", without=package)
     assert refused.returncode == 1
     assert f"needs {package}, which is not installed: pip install 'horizonml[{extra}]'" in refused.stderr
     setting = "telemetry.tensorboard=true" if extra == "tensorboard" else "telemetry.mlflow=there"
@@ -300,12 +301,12 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     nowhere = command(tmp_path, "log", "run")
     assert (nowhere.returncode, "say where to log the run: --tensorboard" in nowhere.stderr) == (2, True)
     write_run(tmp_path / "run")
-    empty = command(tmp_path, "log", "nothing", "--tensorboard", "board")
+    empty = command(tmp_path, "report", "nothing", "--tensorboard", "board")
     assert (empty.returncode, "nothing has no steps of a run" in empty.stderr) == (1, True)
-    refused = command(tmp_path, "log", "run", "--mlflow", "sqlite:////proc/none/x.db")
+    refused = command(tmp_path, "report", "run", "--mlflow", "sqlite:////proc/none/x.db")
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: run cannot be logged: ")
-    strange = command(tmp_path, "log", "run", "--mlflow", "50%")
+    strange = command(tmp_path, "report", "run", "--mlflow", "50%")
     assert strange.returncode == 2
     assert "50%: MLflow cannot keep a database below a folder whose name has ? or %" in strange.stderr
     with pytest.raises(JobError, match=r"telemetry\.mlflow: .*what\?: MLflow cannot keep a database"):

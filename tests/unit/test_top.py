@@ -1,4 +1,4 @@
-"""What `horizonml top` shows, at several sizes of the terminal."""
+"""What `horizonml watch --terminal` shows, at several sizes of the terminal."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
-"""The command that shows a run in the terminal while it trains: `horizonml top`.
-
-The command that serves a page for a run: `horizonml watch`.
-
-The command that reports on runs: `horizonml report`.
-
-The command that shows a recorded run in other tools: `horizonml log`.
-"""
+"""The commands that show runs: `horizonml watch` (a page, or a view in the terminal) and `horizonml report`."""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,23 +14,41 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from horizonml.errors import HorizonError, JobError, SecurityError
+from horizonml.machine.code import require
+
 if TYPE_CHECKING:
     from rich.text import Text
 
     from horizonml.report.live import LiveRun
-
-import threading
-from typing import TYPE_CHECKING
-
-from horizonml.errors import JobError, SecurityError
-
-if TYPE_CHECKING:
     from horizonml.security.token import Token
 
-
-from horizonml.machine.code import require
-
 _PLAIN_WIDTH = 110  # columns without a terminal
+
+
+_Once = Annotated[
+    bool, typer.Option("--once", help="Print one view in the terminal, and end; without a terminal, this is always so.")
+]
+_Every = Annotated[
+    float, typer.Option(metavar="S", min=0.1, max=3600, help="Refresh the view in the terminal every S seconds.")
+]
+_TensorBoard = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Write no page, but TensorBoard event files to FOLDER/NAME, which must not contain any yet.",
+        show_default=False,
+    ),
+]
+_MLflow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URI",
+        help="Write no page, but log to MLflow: the URI of a server, or a folder for a database. If part of the run "
+        "was logged there before, the rest is added.",
+        show_default=False,
+    ),
+]
 
 
 def top(
@@ -46,13 +58,8 @@ def top(
             metavar="RUN", help="A run's folder (runs/NAME), while it trains or afterwards.", show_default=False
         ),
     ],
-    once: Annotated[
-        bool,
-        typer.Option("--once", help="Print one view and end; without a terminal, this is always so."),
-    ] = False,
-    every: Annotated[
-        float, typer.Option(metavar="S", min=0.1, max=3600, help="Refresh the view every S seconds.")
-    ] = 1.0,
+    once: _Once = False,
+    every: _Every = 1.0,
 ) -> None:
     """Watch a run in the terminal.
 
@@ -62,7 +69,6 @@ def top(
     """
     from rich.console import Console
 
-    from horizonml.errors import HorizonError
     from horizonml.report.live import LiveRun
 
     if not run.is_dir():
@@ -157,12 +163,21 @@ def watch(
         bool,
         typer.Option("--insecure", help="Let everyone who reaches the address read the page, which is not encrypted."),
     ] = False,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show the run in this terminal instead; q or Ctrl-C leaves the view.")
+    ] = False,
+    once: _Once = False,
+    every: _Every = 1.0,
 ) -> None:
-    """Serve a page about a run, live or finished.
+    """Serve a page about a run, live or finished, or show it in the terminal.
 
     The page shows devices and links, the plan, where the time goes, the loss, what has happened, and what another
-    device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C.
+    device or link would change. It loads nothing from elsewhere, and ends with Ctrl-C. Everything is read from the
+    run's folder, and the run is never disturbed.
     """
+    if terminal or once:
+        top(run, once, every)
+        return
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
     from horizonml.page.server import PageServer, StopHere
@@ -234,12 +249,20 @@ def report(
             "--page", metavar="FILE", help="The page to write. Default: FOLDER/report.html.", show_default=False
         ),
     ] = None,
+    tensorboard: _TensorBoard = None,
+    mlflow: _MLflow = None,
 ) -> None:
     """Write a page about runs and benches.
 
     The page has findings in words, tables, and pictures of where the time went. It is one HTML file; its pictures, and
     the numbers as CSV and JSON, are written beside the records.
+
+    A job with telemetry.tensorboard or telemetry.mlflow logs while it trains. Use --tensorboard and --mlflow for a run
+    that did not, or to add what could not be delivered then. The run's own records are not changed.
     """
+    if tensorboard is not None or mlflow is not None:
+        log(folder, tensorboard, mlflow)
+        return
     require("matplotlib", "`horizonml report`")
     from horizonml.bench.report import write_report
 
@@ -249,33 +272,13 @@ def report(
 
 def log(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder (runs/NAME).", show_default=False)],
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write TensorBoard event files to FOLDER/NAME, which must not contain any yet.",
-            show_default=False,
-        ),
-    ] = None,
-    mlflow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URI",
-            help="Log to MLflow: the URI of a server, or a folder for a database. If part of the run was logged there "
-            "before, the rest is added.",
-            show_default=False,
-        ),
-    ] = None,
+    tensorboard: _TensorBoard = None,
+    mlflow: _MLflow = None,
 ) -> None:
-    """Log a recorded run to TensorBoard or MLflow.
-
-    A job with telemetry.tensorboard or telemetry.mlflow logs while it trains. Use this command for a run that did not,
-    or to add what could not be delivered then, for example because the server was down. The run's own records are not
-    changed.
-    """
-    from horizonml.errors import HorizonError, JobError
+    """Log a recorded run to TensorBoard or MLflow."""
     from horizonml.report.section import lead_records
-    from horizonml.telemetry.sinks import Scalars, Sink, deliver, open_mlflow, open_tensorboard
+    from horizonml.telemetry.scalars import Scalars
+    from horizonml.telemetry.sinks import Sink, deliver, open_mlflow, open_tensorboard
 
     if tensorboard is None and mlflow is None:
         raise JobError("say where to log the run: --tensorboard FOLDER, --mlflow URI, or both")
