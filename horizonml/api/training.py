@@ -81,7 +81,7 @@ def train(
     with ExitStack() as stack:
         objects = stack.enter_context(packed(made, given, fresh))
         parent = stack.enter_context(_Parent(on_step, progress))
-        command = [sys.executable, "-P", "-m", "horizonml.api.transfer", str(objects), str(parent.records)]
+        command = [sys.executable, "-P", "-m", "horizonml.api.rank", str(objects), str(parent.records)]
         stopped = run_ranks(
             made,
             command,

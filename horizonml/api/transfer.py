@@ -3,23 +3,16 @@
 The objects are pickled by value, with the code of classes and functions that no other process can import, such as those
 of a notebook. A pickle is code. This one is written to an unnamed temporary file whose descriptor only the children
 inherit, so that nobody else can read or replace it; it never comes from a network or from a file that has a name.
-
-Runs one rank of a run that `horizonml.train` has started: `python -m horizonml.api.transfer OBJECTS RECORDS`.
-
-The arguments are inherited file descriptors: the job with its objects is read from the first, and the first rank writes
-the records of steps and evaluations to the second.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-import os
 import pickle
-import sys
 import tempfile
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
@@ -29,13 +22,9 @@ from types import CodeType
 from typing import IO, Any, ClassVar
 
 from horizonml.api.given import Given, install
-from horizonml.errors import IdentityError, JobError
+from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
-from horizonml.rendezvous.identity import from_rank
-from horizonml.runtime.outcome import Outcome
-from horizonml.runtime.process import run_and_exit
-from horizonml.telemetry.record import EvaluationRecord, StepRecord
 
 NOTHING_DONE = "nothing done"  # the kind of record by which a rank tells that nothing was left to train
 _HEADER = 8  # bytes of the header's length
@@ -128,45 +117,3 @@ def _write(file: IO[bytes], parts: list[bytes]) -> None:
             f"cannot write {sum(map(len, parts)):,} bytes for the ranks to {Path(tempfile.gettempdir())}: "
             f"{error.strerror or error}; set TMPDIR to a folder with room, or give a function that makes the data"
         ) from None
-
-
-def main() -> None:
-    """Train as the rank that the environment names."""
-    objects, records = map(int, sys.argv[1:])
-    from horizonml.machine.code import hand_down
-    from horizonml.runtime.launch import train_as_rank
-
-    identity = from_rank(os.environ)
-    if identity is None:
-        raise IdentityError("RANK and WORLD_SIZE are not set: call horizonml.train, which starts its ranks itself")
-    job, fresh = unpack(objects)
-    hand_down(Objects(objects))
-    sender = Sender(os.fdopen(records, "w", encoding="utf-8"))
-    outcome = train_as_rank(job, identity, fresh, None, False, sender)
-    if outcome is Outcome.ALREADY_COMPLETE:
-        sender.send({"kind": NOTHING_DONE})
-
-
-class Sender:
-    """Sends records to the parent process, a JSON object on each line, for as long as the parent reads them."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream: IO[str] | None = stream
-
-    def __call__(self, record: StepRecord | EvaluationRecord) -> None:
-        """Send a record."""
-        self.send(record.to_json())
-
-    def send(self, record: Mapping[str, Any]) -> None:
-        """Send the fields of a record."""
-        if self._stream is None:
-            return
-        try:
-            self._stream.write(json.dumps(record) + "\n")
-            self._stream.flush()
-        except BrokenPipeError:  # the parent is gone, and its watch ends this process
-            self._stream = None
-
-
-if __name__ == "__main__":
-    run_and_exit(main)
