@@ -11,7 +11,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -187,3 +187,18 @@ def test_extras_that_people_are_told_to_install_exist() -> None:
         for extras in re.findall(r"horizonml\[([a-z0-9,-]+)\]", file.read_text()):
             for extra in extras.split(","):
                 assert extra in project["optional-dependencies"], f"{name(file)}: there is no extra {extra!r}"
+
+
+def test_the_guided_read_leads_through_few_lines_of_code_that_exist() -> None:
+    page = (ROOT / "docs" / "read-the-code.md").read_text()
+    named = re.findall(r"`([a-z_/0-9]+\.py)::([\w.]+)`", page)
+    lines = 0
+    for file, name in dict.fromkeys(named):
+        found: Any = ast.parse((ROOT / "horizonml" / file).read_text())
+        for part in name.split("."):
+            inside = [node for node in found.body if getattr(node, "name", None) == part]
+            assert inside, f"{file} has no {name}"
+            (found,) = inside
+        lines += found.end_lineno - found.lineno + 1
+    assert len(named) > 20
+    assert lines <= 700
