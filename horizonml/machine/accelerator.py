@@ -85,7 +85,7 @@ def _number(path: Path, parts: float) -> float | None:
         return None
 
 
-_DOCS = "docs/accelerators.md says how"
+_DOCS = "docs/speed.md says how"
 _log = logging.getLogger(__name__)
 
 

@@ -239,7 +239,7 @@ CONTAINER: Sequence[MetricSpec] = (
     _counter("cpu_throttled_seconds", "Time for which the container's CPU quota held it up."),
     _counter("network_sent_bytes", "Bytes sent by all interfaces of the container."),
     _counter("network_received_bytes", "Bytes received by all interfaces of the container."),
-    # Of ranks on an accelerator; see docs/accelerators.md.
+    # Of ranks on an accelerator; see docs/speed.md.
     _gauge("accelerator_memory_bytes", "Memory of the accelerator that the process uses."),
     _gauge("accelerator_memory_limit_bytes", "Memory of the accelerator that the process may use."),
     _gauge("accelerator_temperature_celsius", "Temperature of the accelerator, if it reports one."),
