@@ -20,15 +20,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-from horizonml.discovery.device import Device
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.messages import Outcome, Phase, Sign, Standing, Voice
-from horizonml.lobby.sharing import offer
 from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.machine.network import listen
 from horizonml.rendezvous.client import Client
+from horizonml.rendezvous.discovery.device import Device
 from horizonml.rendezvous.service import Service
+from horizonml.runtime.lobby.lobby import Lobby
+from horizonml.runtime.lobby.messages import Outcome, Phase, Sign, Standing, Voice
+from horizonml.runtime.lobby.sharing import offer
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import make_token, parse_token
 

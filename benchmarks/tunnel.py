@@ -84,8 +84,8 @@ def measure(rank: int, hosts: list[str], wanted: Arguments) -> dict[str, Any]:
     from torch.distributed import PrefixStore, TCPStore
 
     from horizonml.comm.group import Group
+    from horizonml.comm.tunnel.client import Links, Peer, Tunnel
     from horizonml.security.token import find_token
-    from horizonml.tunnel.client import Links, Peer, Tunnel
 
     torch.set_num_threads(1)
     store = TCPStore(hosts[0], _PORT, None, rank == 0, wait_for_workers=False)

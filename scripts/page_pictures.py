@@ -16,7 +16,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from horizonml.page.server import PageServer
+from horizonml.report.page.server import PageServer
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 _WAIT_MS = 75_000

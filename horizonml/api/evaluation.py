@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from horizonml.api.exports.trained import Trained, info_of, job_of, load_trained
 from horizonml.api.given import in_this_process
 from horizonml.api.history import Run
 from horizonml.api.jobs import DataLike, ModelLike, TaskLike, data_section, make_job
@@ -21,7 +22,6 @@ from horizonml.data.own import is_array
 from horizonml.data.samples import join, tensor_of
 from horizonml.data.spec import IMAGES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
-from horizonml.exports.trained import Trained, info_of, job_of, load_trained
 from horizonml.files import cache_folder
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
@@ -160,7 +160,7 @@ def export(
 
     Raises HorizonError.
     """
-    from horizonml.exports.export import export as write
+    from horizonml.api.exports.export import export as write
 
     folder, job = _place(checkpoint, model)
     overrides = [f"model.name={job.model.name}"] if job is not None else []

@@ -275,7 +275,7 @@ class Run:
         in the job). With `average`, parameters are their moving averages; without a choice, they are if the run
         evaluated those (see `ema.evaluate`). Raises HorizonError.
         """
-        from horizonml.exports.trained import load_trained
+        from horizonml.api.exports.trained import load_trained
 
         with in_this_process():
             return load_trained(self.checkpoint(best), job=self.installed(), average=average).module
@@ -292,8 +292,8 @@ class Run:
 
         Raises HorizonError; matplotlib has to be installed.
         """
-        from horizonml.bench.report import write_report
         from horizonml.machine.code import require
+        from horizonml.report.bench.report import write_report
 
         require("matplotlib", "Run.report")
         return write_report(self.folder, Path(page) if page is not None else None)[0]

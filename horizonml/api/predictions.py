@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from horizonml.api.evaluation import CheckpointLike, Parts, batches_of, outputs_of, trained
+from horizonml.api.exports.trained import Trained
 from horizonml.api.jobs import ModelLike
 from horizonml.data.dataset import DataBatch, Tree
 from horizonml.data.files import FolderSource
@@ -21,7 +22,6 @@ from horizonml.data.images import ImageSplit
 from horizonml.data.spec import IMAGES
 from horizonml.data.text import Tokens, tokens_for
 from horizonml.errors import DataError, JobError, ModelError
-from horizonml.exports.trained import Trained
 from horizonml.files import write_atomically, writing
 from horizonml.tasks.classification import Classification, MultiLabel
 from horizonml.tasks.task import main_tensor

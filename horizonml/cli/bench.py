@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from horizonml.machine.code import require
 
 if TYPE_CHECKING:
-    from horizonml.bench.study import Case, StudySettings
     from horizonml.job.schema import Job
+    from horizonml.report.bench.study import Case, StudySettings
     from horizonml.report.section import Section
 
 STRATEGIES = ("single", "ddp", "pipeline", "hybrid", "auto", "tensor", "horovod")
@@ -117,8 +117,8 @@ def compare(
     --samples 400 1400 --strategies single ddp pipeline. Interrupted, the same command goes on where it stopped.
     """
     require("matplotlib", "`horizonml bench`")
-    from horizonml.bench import compare as study
-    from horizonml.bench.study import StudySettings
+    from horizonml.report.bench import compare as study
+    from horizonml.report.bench.study import StudySettings
 
     job = _job(
         job_file,
@@ -156,9 +156,9 @@ def scaling(
     Shows throughput, speed-up and efficiency, against the ideal.
     """
     require("matplotlib", "`horizonml bench`")
-    from horizonml.bench import scaling as study
-    from horizonml.bench.study import ScalingMode, StudySettings
     from horizonml.errors import JobError
+    from horizonml.report.bench import scaling as study
+    from horizonml.report.bench.study import ScalingMode, StudySettings
 
     try:
         scaling_mode = ScalingMode(mode)
@@ -194,8 +194,8 @@ def batch_size(
     Trains on data of SVHN's shape, and shows where memory would end.
     """
     require("matplotlib", "`horizonml bench`")
-    from horizonml.bench import batch_size as study
-    from horizonml.bench.study import StudySettings
+    from horizonml.report.bench import batch_size as study
+    from horizonml.report.bench.study import StudySettings
 
     job = _job(None, "synthetic", None, overrides)
     strategy = _strategies([strategy], ())[0]
@@ -240,8 +240,8 @@ def _strategies(given: Sequence[str] | None, default: Sequence[str]) -> list[str
 
 def _run(kind: str, cases: Sequence[Case], settings: StudySettings, out: Path, fresh: bool) -> None:
     """Run a study, show what came out, and write the report. Raises HorizonError, and Exit if a run failed."""
-    from horizonml.bench.report import SECTIONS, write_report
-    from horizonml.bench.study import run_study
+    from horizonml.report.bench.report import SECTIONS, write_report
+    from horizonml.report.bench.study import run_study
     from horizonml.runtime.launch import check_strategy
 
     for case in cases:

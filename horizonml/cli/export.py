@@ -74,7 +74,7 @@ def export(
     file or a torch.export archive holds the computation, too, for batches of any size; to write one, the model is built
     by the code that the checkpoint's job names.
     """
-    from horizonml.exports.export import export as export_checkpoint
+    from horizonml.api.exports.export import export as export_checkpoint
     from horizonml.state.saver import find_best
     from horizonml.state.shards import export_adapters
     from horizonml.telemetry.record import metric_text

@@ -45,8 +45,8 @@ def init(
     """
     import shlex
 
+    from horizonml.job.starter import write
     from horizonml.models.spec import MODELS
-    from horizonml.starter import write
 
     if model not in ("own", *MODELS) and ":" not in model:
         raise JobError(f"--model: {model!r} is neither own nor one of {', '.join(MODELS)}{nearest(model, MODELS)}")

@@ -13,13 +13,13 @@ import typer
 from horizonml.cli.options import Device, JobFile, MeasureAgain, Overrides, load_job
 
 if TYPE_CHECKING:
-    from horizonml.discovery.records import Found
     from horizonml.job.schema import Job
-    from horizonml.lobby.join import Joiner
-    from horizonml.lobby.messages import Place
-    from horizonml.lobby.up import Up
     from horizonml.machine.signals import StopRequest
     from horizonml.machine.yielding import Courtesy
+    from horizonml.rendezvous.discovery.records import Found
+    from horizonml.runtime.lobby.join import Joiner
+    from horizonml.runtime.lobby.messages import Place
+    from horizonml.runtime.lobby.up import Up
     from horizonml.security.token import Token
 
 _AGAIN_SECONDS = 5.0  # after a run, or an error, until a device that always joins looks for the next one
@@ -71,9 +71,9 @@ def up(
     token, and they need neither the job file nor a rank or an address. Training starts when you press Enter, or when
     --workers N devices are ready, and goes on when devices join or leave.
     """
-    from horizonml.lobby.messages import Outcome
-    from horizonml.lobby.up import Settings, Up
     from horizonml.runtime.command import insecure as accepted
+    from horizonml.runtime.lobby.messages import Outcome
+    from horizonml.runtime.lobby.up import Settings, Up
 
     job = load_job(job_file, overrides)
     token = None if insecure or accepted() else _token()
@@ -90,7 +90,7 @@ def up(
 @contextmanager
 def _page(run: Up, job: Job, token: Token | None, port: int) -> Iterator[None]:
     """Serve a page about the run; whoever has the token may start and stop it there. Raises HorizonError."""
-    from horizonml.page.server import PageServer
+    from horizonml.report.page.server import PageServer
 
     actions = {"start": run.start_now, "stop": run.stop_now}
     with PageServer(job.run_folder, ("127.0.0.1", port), token, actions, run.devices) as server:
@@ -167,12 +167,12 @@ def join(
 
         horizonml join --forever --when-idle --print-unit
     """
-    from horizonml.lobby import terminal
-    from horizonml.lobby.join import Joiner
-    from horizonml.lobby.messages import JoinSettings
     from horizonml.machine.signals import StopRequest, handling
     from horizonml.machine.yielding import Courtesy
     from horizonml.runtime.command import insecure as accepted
+    from horizonml.runtime.lobby import terminal
+    from horizonml.runtime.lobby.join import Joiner
+    from horizonml.runtime.lobby.messages import JoinSettings
     from horizonml.security.token import find_token
 
     if print_unit:
@@ -199,7 +199,7 @@ def join(
         joiner = Joiner(settings, stop)
 
         def place() -> Place | None:
-            from horizonml.lobby.finding import at, find
+            from horizonml.runtime.lobby.finding import at, find
 
             if peer is not None:
                 return at(peer)
@@ -213,7 +213,7 @@ def join(
 
 def _join_once(joiner: Joiner, place: Callable[[], Place | None], courtesy: Courtesy) -> None:
     """Take part in one run, with pauses while this device's owner needs it. Raises HorizonError."""
-    from horizonml.lobby.visit import Ending
+    from horizonml.runtime.lobby.visit import Ending
 
     while courtesy.wait():
         found = place()
@@ -268,8 +268,8 @@ def _refuse_without_token() -> None:
 
 def _choose(found: Sequence[Found], stop: StopRequest) -> Found | None:
     """Let the person at the terminal choose among runs, if there is one."""
-    from horizonml.lobby import terminal
-    from horizonml.lobby.finding import words
+    from horizonml.runtime.lobby import terminal
+    from horizonml.runtime.lobby.finding import words
 
     if not terminal.is_there():
         return None

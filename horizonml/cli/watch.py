@@ -180,7 +180,7 @@ def watch(
         return
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
-    from horizonml.page.server import PageServer, StopHere
+    from horizonml.report.page.server import PageServer, StopHere
 
     folder = find_run(run)
     if not is_loopback(host) and not insecure:
@@ -264,7 +264,7 @@ def report(
         log(folder, tensorboard, mlflow)
         return
     require("matplotlib", "`horizonml report`")
-    from horizonml.bench.report import write_report
+    from horizonml.report.bench.report import write_report
 
     for path in write_report(folder, page):
         print(path)

@@ -20,9 +20,9 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
+from horizonml.comm.tunnel.client import Links
 from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, MessageLog, Moves, Work, lost
 from horizonml.errors import HorizonError, PeerLost, of_kind
-from horizonml.tunnel.client import Links
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from horizonml.comm.group import Group
+from horizonml.comm.tunnel.client import Links, Peer, Tunnel, TunnelGone, link_port
 from horizonml.comm.work import Moves
 from horizonml.errors import HorizonError, PeerLost, RendezvousError, is_out_of_memory
 from horizonml.job.schema import Job
@@ -46,7 +47,6 @@ from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.record import Observer
 from horizonml.telemetry.recorder import Outage
 from horizonml.telemetry.sinks import Feeds
-from horizonml.tunnel.client import Links, Peer, Tunnel, TunnelGone, link_port
 
 _END_SECONDS = 1.0  # for a tunnel to end, which may have other ranks' connections to carry
 _STILL_SECONDS = 0.5  # without a message, after which a rank looks whether it reaches the others

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder, gzip_accepted
 
-from horizonml.web.server import DEFAULT, Limits, Reply, Request, WebServer
+from horizonml.telemetry.http import DEFAULT, Limits, Reply, Request, WebServer
 
 _log = logging.getLogger(__name__)
 _LEVEL = 1  # of compression: the fastest, which leaves a sixth of the metrics already

@@ -20,14 +20,14 @@ HOST, OTHER, SEEKER, DEAF, LATE, STRANGER = range(DEVICES)
 
 ANNOUNCE = """
 import sys
-from horizonml.discovery.service import Announcement
+from horizonml.rendezvous.discovery.service import Announcement
 with Announcement(int(sys.argv[1]), sys.argv[2], sys.argv[3], *sys.argv[4:]) as announcement:
     print(announcement.problem, flush=True)
     sys.stdin.read()
 """
 BROWSE = """
 import dataclasses, json, sys
-from horizonml.discovery.service import browse
+from horizonml.rendezvous.discovery.service import browse
 wanted = sys.argv[2:]
 seen = set()
 def enough(found):
@@ -35,10 +35,12 @@ def enough(found):
     return bool(wanted) and found.name in wanted
 print(json.dumps([dataclasses.asdict(found) for found in browse(float(sys.argv[1]), enough)]))
 """
-EXPLAIN = "from horizonml.discovery.diagnosis import explain_nobody; print(explain_nobody([], '0123abcd', '1.0'))"
+EXPLAIN = (
+    "from horizonml.rendezvous.discovery.diagnosis import explain_nobody; print(explain_nobody([], '0123abcd', '1.0'))"
+)
 PEER = """
 import sys
-from horizonml.discovery.device import diagnose_peer
+from horizonml.rendezvous.discovery.device import diagnose_peer
 print(diagnose_peer(sys.argv[1], 29400, None, seconds=2.0))
 """
 # What a stranger can say: junk, nonsense, addresses elsewhere, too many services, names that paint the terminal.
@@ -78,10 +80,10 @@ sys.stdin.read()
 
 SERVE = """
 import sys, threading
-from horizonml.discovery.service import Announcement
+from horizonml.rendezvous.discovery.service import Announcement
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.sharing import offer
+from horizonml.runtime.lobby.lobby import Lobby
+from horizonml.runtime.lobby.sharing import offer
 from horizonml.machine.network import listen
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
@@ -96,7 +98,7 @@ with Announcement(29400, token.id, "test", host="0.0.0.0") as announcement:
 """
 FIND = """
 import os
-from horizonml.lobby.finding import find
+from horizonml.runtime.lobby.finding import find
 from horizonml.security.token import parse_token
 place = find(parse_token(os.environ["HORIZONML_TOKEN"]), lambda found: None, lambda: False)
 print("at", place.hosts[0], place.port)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from horizonml.page.server import PageServer
 from horizonml.plan.plan import Plan
+from horizonml.report.page.server import PageServer
 from horizonml.security.token import make_token
 from horizonml.telemetry.log import read_lines
 from tests.distributed.processes import horizonml, ours, wait_for

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from horizonml.discovery.device import diagnose_peer
-from horizonml.discovery.diagnosis import explain_clocks
 from horizonml.rendezvous import checks
 from horizonml.rendezvous.client import Client
+from horizonml.rendezvous.discovery.device import diagnose_peer
+from horizonml.rendezvous.discovery.diagnosis import explain_clocks
 from horizonml.rendezvous.service import Service
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token

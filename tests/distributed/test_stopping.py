@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.distributed import Store
 
+from horizonml.api.exports.export import export
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data
 from horizonml.errors import CheckpointError
-from horizonml.exports.export import export
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
+from horizonml.api.exports.export import export
 from horizonml.comm.group import Group
 from horizonml.data.choose import describe, load
 from horizonml.errors import CheckpointError
-from horizonml.exports.export import export
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest

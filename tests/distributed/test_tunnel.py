@@ -22,13 +22,13 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.connect import PublishedAddresses
 from horizonml.comm.group import Group
+from horizonml.comm.tunnel.addresses import is_ours
+from horizonml.comm.tunnel.blob import read_blob
+from horizonml.comm.tunnel.client import AES, CHACHA, Links, Peer, Tunnel, Usage
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs
 from horizonml.security.tls import client_context
 from horizonml.security.token import make_token, parse_token
-from horizonml.tunnel.addresses import is_ours
-from horizonml.tunnel.blob import read_blob
-from horizonml.tunnel.client import AES, CHACHA, Links, Peer, Tunnel, Usage
 from tests.distributed.pool import Pool
 from tests.distributed.sessions import built, session_for, state_of
 from tests.distributed.test_gradients import BY_NAME, FULL, LR, Case, RandomBatch, train

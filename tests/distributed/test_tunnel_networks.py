@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.chaos.network import Networks
+from horizonml.comm.tunnel.addresses import entries, is_ours
 from horizonml.security.token import make_token
-from horizonml.tunnel.addresses import entries, is_ours
 from tests.distributed.processes import environment, wait_for
 from tests.programs import need_networks
 

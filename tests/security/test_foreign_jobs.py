@@ -23,9 +23,9 @@ from horizonml.errors import JobError
 from horizonml.job.foreign import TAKEN, Kind, code_fields, places, taken_over
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
-from horizonml.lobby.accept import accept, is_offered
 from horizonml.models import libraries
 from horizonml.models.spec import LIBRARIES
+from horizonml.runtime.lobby.accept import accept, is_offered
 from horizonml.spec.base import Code, check_url, is_configuration
 
 PACKAGE = Path(horizonml.__file__).parent

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from horizonml.api.exports.export import export
+from horizonml.api.exports.trained import load_trained
 from horizonml.errors import CheckpointError, HorizonError
-from horizonml.exports.export import export
-from horizonml.exports.trained import load_trained
 from horizonml.job.jobfile import parse
 from horizonml.state.shards import describe, find, read_metadata
 from tests.checkpoints import checkpoint_of

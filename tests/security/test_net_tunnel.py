@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from horizonml.comm.tunnel.addresses import HEADER_BYTES, Answer, Target, own_address
+from horizonml.comm.tunnel.carrier import MOST_HANDSHAKES
+from horizonml.comm.tunnel.client import Tunnel
 from horizonml.security.tls import client_context
-from horizonml.tunnel.addresses import HEADER_BYTES, Answer, Target, own_address
-from horizonml.tunnel.carrier import MOST_HANDSHAKES
-from horizonml.tunnel.client import Tunnel
 from tests.distributed.processes import wait_for
 from tests.security.net import LOCAL, many_files
 from tests.security.test_net_strangers import ATTACKS, TOKEN

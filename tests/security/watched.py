@@ -29,13 +29,13 @@ from horizonml.errors import HorizonError
 from horizonml.files import cache_folder
 from horizonml.job.foreign import TAKEN, Kind
 from horizonml.job.schema import Job
-from horizonml.lobby.accept import confinement
-from horizonml.lobby.messages import JoinSettings
-from horizonml.lobby.prepare import CalledAway, Preparation
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.torchvision import import_torchvision
 from horizonml.models.tuning import import_peft
 from horizonml.models.zoo import build
+from horizonml.runtime.lobby.accept import confinement
+from horizonml.runtime.lobby.messages import JoinSettings
+from horizonml.runtime.lobby.prepare import CalledAway, Preparation
 from horizonml.tasks.choose import task_for
 from horizonml.tasks.task import InputSpec
 from horizonml.telemetry.sinks import Feeds, check_packages

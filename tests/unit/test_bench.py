@@ -15,9 +15,6 @@ from typing import Any, get_args
 import pytest
 from typer.main import get_command
 
-from horizonml.bench import compare, scaling
-from horizonml.bench.report import write_report
-from horizonml.bench.study import ScalingMode, is_busy, load_study
 from horizonml.cli.bench import _show, app
 from horizonml.errors import HorizonError, JobError
 from horizonml.job.jobfile import changed
@@ -25,6 +22,9 @@ from horizonml.job.schema import Job
 from horizonml.machine.resources import OtherWork, available_cores
 from horizonml.plan.local import limits_of
 from horizonml.plan.spec import Strategy
+from horizonml.report.bench import compare, scaling
+from horizonml.report.bench.report import write_report
+from horizonml.report.bench.study import ScalingMode, is_busy, load_study
 from horizonml.report.records import load_run
 from horizonml.report.summary import summarise, traffic
 from tests.runs import JOB, append, comparison, write_run, write_study

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from horizonml.api.exports.card import how_to_load
+from horizonml.api.exports.export import export
+from horizonml.api.exports.formats import Format
 from horizonml.data.dataset import DataInfo
-from horizonml.exports.card import how_to_load
-from horizonml.exports.export import export
-from horizonml.exports.formats import Format
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from tests.checkpoints import checkpoint_of

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horizonml.discovery import records
-from horizonml.discovery.device import Device, accelerator, measure_gflops, model, system, this_device
-from horizonml.discovery.diagnosis import Firewall, Surroundings, explain_nobody, in_iptables, in_nftables
-from horizonml.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
-from horizonml.discovery.records import Found
-from horizonml.discovery.service import _Search
+from horizonml.rendezvous.discovery import records
+from horizonml.rendezvous.discovery.device import Device, accelerator, measure_gflops, model, system, this_device
+from horizonml.rendezvous.discovery.diagnosis import Firewall, Surroundings, explain_nobody, in_iptables, in_nftables
+from horizonml.rendezvous.discovery.multicast import Hearing, Interface, choose, reachable, read_interfaces
+from horizonml.rendezvous.discovery.records import Found
+from horizonml.rendezvous.discovery.service import _Search
 
 ETH = Interface(
     "eth0",

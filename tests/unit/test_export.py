@@ -19,14 +19,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from horizonml.api.exports import onnx as onnx_format
+from horizonml.api.exports import torch_export
+from horizonml.api.exports.export import Exported, export
+from horizonml.api.exports.formats import Samples, check_weights, compare, find_samples, noise
+from horizonml.api.exports.trained import Trained, load_trained
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import CheckpointError, ExportError, JobError
-from horizonml.exports import onnx as onnx_format
-from horizonml.exports import torch_export
-from horizonml.exports.export import Exported, export
-from horizonml.exports.formats import Samples, check_weights, compare, find_samples, noise
-from horizonml.exports.trained import Trained, load_trained
 from horizonml.job.jobfile import parse
 from horizonml.job.schema import Job
 from horizonml.state.shards import check, describe
@@ -104,8 +104,8 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, name: str) -> None:
     stages = [{f"model/{number}": torch.ones(size // 16)} for number in range(4)]  # 4 bytes each
     checkpoint(tmp_path / "run", *stages)
     script = (
-        "import resource, sys\nfrom pathlib import Path\nfrom horizonml.exports.export import export\n"
-        "from horizonml.exports import safetensors, state_dict\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom horizonml.api.exports.export import export\n"
+        "from horizonml.api.exports import safetensors, state_dict\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "export(Path('run'), Path(sys.argv[1]))\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)"

@@ -16,7 +16,6 @@ from torch import nn
 
 from horizonml.cli.options import _note_measure_again
 from horizonml.comm.group import Group
-from horizonml.discovery import device
 from horizonml.job.jobfile import parse
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build
@@ -26,6 +25,7 @@ from horizonml.profiling import kept
 from horizonml.profiling.contention import _key, _read, curve_of, is_doubtful
 from horizonml.profiling.measure import cached_profile, compare_with_run, kept_profile, measure, settled
 from horizonml.profiling.probe import probe_network
+from horizonml.rendezvous.discovery import device
 from horizonml.tasks.task import InputSpec
 from tests.unit.test_precision import profile
 

@@ -14,9 +14,9 @@ import pytest
 
 from horizonml.comm import connect as module
 from horizonml.comm.connect import guard, others_there, silence
+from horizonml.comm.tunnel.addresses import own_address
+from horizonml.comm.tunnel.blob import Published
 from horizonml.errors import PeerLost
-from horizonml.tunnel.addresses import own_address
-from horizonml.tunnel.blob import Published
 from tests.programs import need_root
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such lists")

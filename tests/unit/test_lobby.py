@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from horizonml.discovery.device import Device
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values
 from horizonml.job.schema import Job
-from horizonml.lobby.accept import accept, confinement, needed
-from horizonml.lobby.lobby import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Lobby
-from horizonml.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Sign, Standing
-from horizonml.lobby.sharing import check_wanted, is_of, lineage_of, note_lineage, offer
+from horizonml.rendezvous.discovery.device import Device
 from horizonml.rendezvous.server import Peer
+from horizonml.runtime.lobby.accept import accept, confinement, needed
+from horizonml.runtime.lobby.lobby import HOLD_SECONDS, LOST_SECONDS, MOST_DEVICES, Lobby
+from horizonml.runtime.lobby.messages import MOST_CHUNK, Link, News, Outcome, Phase, Sign, Standing
+from horizonml.runtime.lobby.sharing import check_wanted, is_of, lineage_of, note_lineage, offer
 
 DEVICE = Device(name="pi", cores=4.0, memory=1 << 30, architecture="aarch64", torch="2.13.0+cpu")
 LINEAGE = "0" * 32

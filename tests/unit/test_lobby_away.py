@@ -11,14 +11,14 @@ import pytest
 
 from horizonml.cli.up import _join_forever
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.join import Joiner
-from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.messages import JoinSettings, Place, Standing
-from horizonml.lobby.sharing import offer
-from horizonml.lobby.visit import Ending
 from horizonml.machine.signals import StopRequest
 from horizonml.machine.yielding import Courtesy
 from horizonml.rendezvous.server import Peer
+from horizonml.runtime.lobby.join import Joiner
+from horizonml.runtime.lobby.lobby import Lobby
+from horizonml.runtime.lobby.messages import JoinSettings, Place, Standing
+from horizonml.runtime.lobby.sharing import offer
+from horizonml.runtime.lobby.visit import Ending
 from tests.unit.test_lobby_join import LINEAGE, serving
 
 

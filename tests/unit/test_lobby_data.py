@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horizonml.errors import DataError
-from horizonml.lobby.prepare import Listing, fetch, listing
-from horizonml.lobby.sharing import Item, Shelf, check_name
 from horizonml.rendezvous.checks import Fields
+from horizonml.runtime.lobby.prepare import Listing, fetch, listing
+from horizonml.runtime.lobby.sharing import Item, Shelf, check_name
 from tests.distributed.processes import wait_for
 
 GOOD = ["a", "a.jpg", "train/cats/0 (1).jpg", "été/字.png", "a-b_c+d=e,f@g[1]", "1.tar", "_x", "x's"]

@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 
-from horizonml.discovery.device import Device
 from horizonml.errors import HorizonError, JobError, RendezvousError
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.child import Child, Progress
-from horizonml.lobby.finding import at
-from horizonml.lobby.join import Joiner
-from horizonml.lobby.lobby import Guest, Lobby
-from horizonml.lobby.messages import JoinSettings, Link, Outcome, Place, Sign, Standing, rate_words, shortened
-from horizonml.lobby.prepare import take_folder
-from horizonml.lobby.sharing import note_lineage, offer
-from horizonml.lobby.up import Settings, Up, own_address
-from horizonml.lobby.view import Lines, rows
-from horizonml.lobby.visit import Ending
 from horizonml.machine.network import listen, metrics_address
 from horizonml.machine.signals import StopRequest
+from horizonml.rendezvous.discovery.device import Device
 from horizonml.rendezvous.server import Handler
 from horizonml.rendezvous.service import Service
+from horizonml.runtime.lobby.child import Child, Progress
+from horizonml.runtime.lobby.finding import at
+from horizonml.runtime.lobby.join import Joiner
+from horizonml.runtime.lobby.lobby import Guest, Lobby
+from horizonml.runtime.lobby.messages import JoinSettings, Link, Outcome, Place, Sign, Standing, rate_words, shortened
+from horizonml.runtime.lobby.prepare import take_folder
+from horizonml.runtime.lobby.sharing import note_lineage, offer
+from horizonml.runtime.lobby.up import Settings, Up, own_address
+from horizonml.runtime.lobby.view import Lines, rows
+from horizonml.runtime.lobby.visit import Ending
 from horizonml.security.tls import server_context
 from horizonml.security.token import Token, make_token
 from tests.distributed.processes import horizonml, wait_for

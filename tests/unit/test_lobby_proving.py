@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 
 from horizonml import __version__
-from horizonml.discovery.records import Found
 from horizonml.job.jobfile import from_values
-from horizonml.lobby.finding import MOST_AT_ONCE, Prover
-from horizonml.lobby.lobby import Lobby
-from horizonml.lobby.sharing import offer
+from horizonml.rendezvous.discovery.records import Found
+from horizonml.runtime.lobby.finding import MOST_AT_ONCE, Prover
+from horizonml.runtime.lobby.lobby import Lobby
+from horizonml.runtime.lobby.sharing import offer
 from horizonml.security.tls import server_context
 from horizonml.security.token import make_token
 from tests.unit.test_lobby_join import LINEAGE, serving

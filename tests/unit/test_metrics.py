@@ -27,11 +27,11 @@ from horizonml.plan.plan import Plan, Stage
 from horizonml.rendezvous.answers import Lost
 from horizonml.rendezvous.identity import Identity
 from horizonml.runtime.worker import Worker, noticed_after
+from horizonml.telemetry.http import Limits
 from horizonml.telemetry.metrics import Metrics
 from horizonml.telemetry.progress import Lines
 from horizonml.telemetry.record import EvaluationRecord, RunInfo, Source, StepRecord
 from horizonml.telemetry.server import Server
-from horizonml.web.server import Limits
 from tests.web import get
 
 

@@ -50,8 +50,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_installed_package_trains_its_ready_jobs_and_a_job_of_ones_own(installed: Path, tmp_path: Path) -> None:
-    page = {file.name for file in (ROOT / "horizonml" / "page" / "static").iterdir()}
-    assert {file.name for file in (installed / "horizonml" / "page" / "static").iterdir()} == page
+    page = {file.name for file in (ROOT / "horizonml" / "report" / "page" / "static").iterdir()}
+    assert {file.name for file in (installed / "horizonml" / "report" / "page" / "static").iterdir()} == page
     ready = command(tmp_path, "validate", "digits", path=installed)
     assert ready.returncode == 0, ready.stderr
     assert "strategy: ddp" in ready.stdout

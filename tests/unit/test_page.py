@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from horizonml.errors import HorizonError, JobError
-from horizonml.page.describe import ACTIVATIONS, GRADIENTS, flows
-from horizonml.page.server import Guard, PageServer, static_files
-from horizonml.page.watcher import Series, encode
 from horizonml.plan.plan import Plan, Stage
+from horizonml.report.page.describe import ACTIVATIONS, GRADIENTS, flows
+from horizonml.report.page.server import Guard, PageServer, static_files
+from horizonml.report.page.watcher import Series, encode
 from horizonml.security.token import make_token
-from horizonml.web.server import parse
+from horizonml.telemetry.http import parse
 from tests.distributed.processes import horizonml, wait_for
 from tests.runs import append, write_run
 

@@ -199,7 +199,7 @@ def test_the_processor_time_of_children_is_our_own_before_and_after_they_end() -
 def test_other_ranks_on_this_machine_are_no_other_programs() -> None:
     burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ntime.sleep(60)"
     orphan = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).pid, flush=True)"
-    for name, counts in (("horizonml.lobby.rank", True), ("another.program", False)):
+    for name, counts in (("horizonml.runtime.lobby.rank", True), ("another.program", False)):
         command = [sys.executable, "-c", orphan, burn, name]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
             assert parent.stdout is not None

@@ -10,11 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import hetero
-from horizonml.bench import batch_size, compare, scaling
-from horizonml.bench.report import write_report
-from horizonml.bench.study import load_study
 from horizonml.errors import HorizonError
 from horizonml.report import charts, run_plots
+from horizonml.report.bench import batch_size, compare, scaling
+from horizonml.report.bench.report import write_report
+from horizonml.report.bench.study import load_study
 from horizonml.report.records import load_run
 from horizonml.report.section import COLUMNS
 from horizonml.report.summary import summarise

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horizonml.errors import SecurityError
-from horizonml.tunnel.addresses import (
+from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
     Answer,
     Target,
@@ -28,8 +27,9 @@ from horizonml.tunnel.addresses import (
     own_address,
     stand_in_address,
 )
-from horizonml.tunnel.blob import read_blob
-from horizonml.tunnel.client import AES, CHACHA, configuration, link_port, measure, offered
+from horizonml.comm.tunnel.blob import read_blob
+from horizonml.comm.tunnel.client import AES, CHACHA, configuration, link_port, measure, offered
+from horizonml.errors import SecurityError
 
 # What gloo of PyTorch 2.13 published for rank 1 of 3 at 127.64.0.4:33949 on a machine called "vm".
 BLOB = bytes.fromhex(

@@ -19,13 +19,13 @@ from types import FrameType
 import psutil
 import pytest
 
+from horizonml.comm.tunnel.addresses import Answer, Target, own_address, stand_in_address, vouch
+from horizonml.comm.tunnel.carrier import MOST_HANDSHAKES
+from horizonml.comm.tunnel.client import Tunnel, TunnelGone, Usage
 from horizonml.errors import SecurityError
 from horizonml.machine.network import Probe
 from horizonml.security.tls import client_context
 from horizonml.security.token import Token, make_token
-from horizonml.tunnel.addresses import Answer, Target, own_address, stand_in_address, vouch
-from horizonml.tunnel.carrier import MOST_HANDSHAKES
-from horizonml.tunnel.client import Tunnel, TunnelGone, Usage
 from tests.distributed.processes import wait_for
 from tests.programs import need_ipv6, need_root
 
@@ -435,7 +435,7 @@ def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) 
 
     def read(frame: FrameType, event: str, _: object) -> None:
         """Ask between any two steps of the start, as a thread might."""
-        ours = frame.f_globals["__name__"] == "horizonml.tunnel.client" and event in ("call", "return")
+        ours = frame.f_globals["__name__"] == "horizonml.comm.tunnel.client" and event in ("call", "return")
         if ours and not tunnel._lock.locked():  # a thread would wait for that
             sys.setprofile(None)
             seen.append(tunnel.usage())
@@ -453,7 +453,7 @@ def test_who_reads_the_metrics_while_it_starts_again_does_no_harm(start: Start) 
 def test_it_ends_with_its_rank_although_a_child_of_that_holds_the_line() -> None:
     program = (
         "import os, sys, time; from horizonml.security.token import make_token; "
-        "from horizonml.tunnel.client import Tunnel; "
+        "from horizonml.comm.tunnel.client import Tunnel; "
         f"tunnel = Tunnel(make_token(), '127.0.0.1', {free_port()}); "
         "child = os.fork(); child or [os.close(1), os.close(2), time.sleep(20), os._exit(0)]; "
         "print(tunnel._process.pid, child, flush=True); os.kill(os.getpid(), 9)"

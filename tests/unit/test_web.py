@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from horizonml.web.server import Later, Limits, Reply, Request, WebServer, parse
+from horizonml.telemetry.http import Later, Limits, Reply, Request, WebServer, parse
 from tests.web import get
 
 

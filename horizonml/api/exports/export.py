@@ -1,0 +1,143 @@
+"""Exports the model of a checkpoint to a file that is checked against the model before it has its name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from horizonml.api.exports import onnx, safetensors, state_dict, torch_export
+from horizonml.api.exports.card import Subject, write_card
+from horizonml.api.exports.formats import AUTO, Format, choose_format, find_samples, noise
+from horizonml.api.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
+from horizonml.data.dataset import DataInfo
+from horizonml.errors import CheckpointError, DataError, ExportError, JobError
+from horizonml.files import cache_folder, staged, write_atomically
+from horizonml.job.schema import Job
+from horizonml.state.shards import find
+
+_log = logging.getLogger(__name__)
+VERIFY = 16  # samples
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Tells what was exported, and how it was checked."""
+
+    output: Path
+    format: Format
+    step: int  # of the checkpoint
+    metrics: dict[str, int | float]  # of its last evaluation
+    check: str  # what the verification found, in words
+    card: Path | None  # the model card
+
+
+def export(
+    checkpoint: Path | str,
+    output: Path | str,
+    format: str = AUTO,
+    verify: int = VERIFY,
+    card: bool = True,
+    overrides: Sequence[str] = (),
+    average: bool | None = None,
+) -> Exported:
+    """Export the model of a checkpoint, or of the newest intact one in a run's folder.
+
+    `format` is "state-dict", "safetensors", "onnx" or "torch-export"; with "auto" the ending of `output` says it. The
+    file is compared with the model on `verify` held-out samples, or on noise where this machine does not have the data;
+    0 leaves the comparison out. With `card`, a model card is written beside it. `overrides` change fields of the
+    checkpoint's job, such as `data.folder=/mnt/data`. With `average`, the parameters are their moving averages;
+    without a choice, they are if the run evaluated those.
+
+    A file that fails the comparison is deleted, and what was there before stays. Raises HorizonError.
+    """
+    target = Path(output)
+    chosen = choose_format(target, format)
+    if verify < 0:
+        raise JobError(f"--verify: {verify} is negative; 0 leaves the comparison out")
+    chosen.require_packages()
+    kind = _Graph if chosen.has_graph else _Weights
+    source = kind(Path(checkpoint), chosen, verify, overrides, average)
+    try:
+        with staged(target) as draft:
+            about = source.write(draft)
+            text = write_card(about) if card and about.job is not None else None
+        if text is not None:
+            write_atomically(card_of(target), text.encode())
+    except OSError as error:
+        raise ExportError(f"cannot write {target}: {error.strerror or error}") from error
+    metadata, where = about.metadata, card_of(target) if text is not None else None
+    return Exported(target, chosen, metadata.step, dict(metadata.metrics), about.check, where)
+
+
+def card_of(output: Path) -> Path:
+    """Return where the model card of an exported file is written."""
+    return output.with_name(f"{output.name}.md")
+
+
+class _Weights:
+    """Goes from shard to file, without building the model or running any of its code."""
+
+    def __init__(
+        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+    ) -> None:
+        self._format, self._verify, self._average = format, verify, average
+        self._path, self._metadata = find(source)
+        self._job: Job | None = None
+        self._info: DataInfo | None = None
+        try:
+            self._job = job_of(self._path, self._metadata, overrides)
+            self._info = info_of(self._path, self._metadata, self._job)
+        except CheckpointError as error:
+            _log.warning("no model card is written: %s", error)
+        except DataError:
+            self._info = None  # the card says that it is not known
+
+    def write(self, draft: Path) -> Subject:
+        """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
+        check, is_dict = "not verified", self._format is Format.STATE_DICT
+        weights, averaged = mapped_weights(self._path, self._metadata, self._average)
+        refuse_incomplete_data(self._path, self._job, self._info, weights)
+        if is_dict:
+            state_dict.write(weights, draft)
+        else:
+            safetensors.write(weights, draft, {"step": str(self._metadata.step)})
+        if self._verify:
+            check = (state_dict if is_dict else safetensors).verify(weights, draft)
+        values = sum(tensor.numel() for tensor in weights.values())
+        return Subject(draft, self._format, self._path, self._metadata, self._job, self._info, values, check, averaged)
+
+
+class _Graph:
+    """Builds the model, records its computation, and compares."""
+
+    def __init__(
+        self, source: Path, format: Format, verify: int, overrides: Sequence[str], average: bool | None
+    ) -> None:
+        self._format, self._verify = format, verify
+        self._trained = load_trained(source, overrides, average=average)
+
+    def write(self, draft: Path) -> Subject:
+        """Write and verify the file. Raises OSError, or ExportError if it does not compute what the model does."""
+        trained, kind = self._trained, onnx if self._format is Format.ONNX else torch_export
+        if self._verify:
+            samples = find_samples(trained.job.data, trained.info, self._verify, cache_folder() / "data")
+        else:
+            samples = noise(trained.info, 1, "nothing is verified")
+        kind.write(trained, samples, draft)
+        check = "not verified"
+        if self._verify:
+            check = f"{samples.words}: {kind.verify(trained, samples, draft).words()}"
+        values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
+        return Subject(
+            draft,
+            self._format,
+            trained.path,
+            trained.metadata,
+            trained.job,
+            trained.info,
+            values,
+            check,
+            trained.averaged,
+        )

@@ -1,0 +1,271 @@
+"""Serves the page of a run: the files of the page, what it asks for, and actions for those who have the token.
+
+It also decides who may ask what of the page's service, and tells browsers what they may do with its answers.
+
+Stops a run whose ranks are processes of this machine, as Ctrl-C does: after the step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import mimetypes
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from horizonml.errors import HorizonError, JobError
+from horizonml.machine.network import is_loopback
+from horizonml.report.page.watcher import Watcher, encode
+from horizonml.report.what_if import what_if
+from horizonml.security.token import Token
+from horizonml.telemetry.http import Later, Limits, Reply, Request, WebServer
+from horizonml.telemetry.lifeline import living_ranks
+
+# Nothing is loaded from elsewhere, nothing inline runs, and no other site may show the page in a frame.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+ACTIONS = "/api/actions/"
+_COSTLY, _HEADER = "/api/what-if", "x-horizonml"  # takes seconds of the processor, and what its requests must have
+
+
+def guarded(reply: Reply) -> Reply:
+    """Return an answer with the headers that every answer has."""
+    return Reply(reply.status, reply.body, reply.kind, {**_HEADERS, **reply.headers})
+
+
+class Guard:
+    """Refuses requests that a browser was tricked into, and those of people who may not ask."""
+
+    def __init__(self, host: str, token: str | None) -> None:
+        """`host` is the address that the service listens on; `token` allows actions."""
+        self._host, self._token = host, token
+        own = socket.gethostname().lower()
+        self._names = {host.lower(), "localhost"}
+        if not is_loopback(host):
+            self._names |= {own, f"{own}.local", socket.getfqdn().lower()}
+
+    def refuse(self, request: Request) -> Reply | None:
+        """Return why a request is not answered, or None if it is."""
+        if not self._is_for_us(request.headers.get("host", "")):
+            # A name that an attacker's server has pointed here would make this page part of the attacker's site.
+            return Reply.text(421, "this service does not answer under that name; use its address\n")
+        site = request.headers.get("sec-fetch-site", "none")
+        if site not in ("none", "same-origin") and request.path.startswith("/api/"):
+            return Reply.text(403, "other sites may not ask this service\n")
+        if request.path == _COSTLY and _HEADER not in request.headers:
+            # Browsers say where a question comes from to trustworthy addresses only, so not on most local networks, but
+            # let no other site add a header.
+            return Reply.text(403, "ask this with the header X-HorizonML: 1, which other sites cannot send\n")
+        if request.method == "POST" and request.path.startswith(ACTIONS):
+            return self._refuse_action(request)
+        if request.method != "GET":
+            return Reply.text(405, "only GET, and POST for actions\n", {"Allow": "GET"})
+        return None
+
+    def may_act(self, request: Request) -> bool:
+        """Return whether a client may send the token: without encryption it must not travel over a network."""
+        return self._token is not None and is_loopback(request.peer)
+
+    def _refuse_action(self, request: Request) -> Reply | None:
+        if not self.may_act(request):
+            words = "actions need the token, which is sent to 127.0.0.1 only; use `ssh -L` from another machine\n"
+            return Reply.text(403, words)
+        assert self._token is not None
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
+        if kind.lower() == "bearer" and same:
+            return None
+        return Reply.text(401, "that is not the token of this service\n", {"WWW-Authenticate": "Bearer"})
+
+    def _is_for_us(self, header: str) -> bool:
+        """Return whether a Host header names this service. An address always does: no server can point it elsewhere."""
+        name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
+        name = name.strip("[]").lower().rstrip(".")
+        address = _address(name)
+        if address is None:
+            return name in self._names
+        return address.is_loopback or not is_loopback(self._host)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+
+
+Action = Callable[[], str]
+_JSON = "application/json"
+_PLANNING_SECONDS = 60.0  # that the answer to a "what if" may take
+_LIMITS = Limits(seconds=10.0, clients=48)
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8", ".svg": "image/svg+xml"}
+
+
+class PageServer:
+    """Serves a page for one run, in threads of its own, until it is closed."""
+
+    def __init__(
+        self,
+        run_folder: Path,
+        address: tuple[str, int],
+        token: Token | None = None,
+        actions: Mapping[str, Action] | None = None,
+        devices: Callable[[], list[dict[str, Any]]] | None = None,
+        possible: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Serve the run in `run_folder`, which need not be there yet, at `address`. Raises HorizonError.
+
+        Port 0 takes any free port. `actions` are what whoever has the `token` may do; each returns a sentence that says
+        what happens now, and must return at once. `devices` returns the devices that are there before training begins,
+        each with what is known of it by name. `possible` says whether an action can be done now.
+        """
+        self._folder, self._devices, self._possible = run_folder, devices, possible
+        self._actions = dict(actions or {})
+        self._guard = Guard(address[0], token.text if token is not None and self._actions else None)
+        self._files = static_files()
+        self._watcher = Watcher(run_folder)
+        try:
+            self._server = WebServer("page", address, self._answer, _LIMITS)
+        except OSError as error:
+            self._watcher.close()
+            raise HorizonError(
+                f"the page cannot be served at {address[0]}:{address[1]}: {error.strerror or error}; choose another "
+                "port or address"
+            ) from None
+        self.port = self._server.port
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+        self._watcher.close()
+
+    def __enter__(self) -> PageServer:
+        """Return the server, which is closed at the end of the context."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the server."""
+        self.close()
+
+    def _answer(self, request: Request) -> Reply | Later:
+        """Return the answer to a request."""
+        refused = self._guard.refuse(request)
+        if refused is not None:
+            return guarded(refused)
+        if request.method == "POST":
+            return guarded(self._act(request.path.removeprefix(ACTIONS)))
+        path = request.path.removeprefix("/")
+        if not path.startswith("api/"):
+            found = self._files.get(path or "index.html")
+            if found is None:
+                return guarded(Reply.text(404, "there is no such page\n"))
+            return guarded(Reply(200, found[0], found[1], {"Cache-Control": "no-cache"}))
+        if path == "api/run":
+            return _json(self._run(request))
+        if path == "api/history":
+            return _json(self._watcher.history(_whole(request, "since"), _whole(request, "revision", -1)))
+        if path == "api/events":
+            return _json(self._watcher.events())
+        if path == "api/timeline":
+            return _json(self._watcher.timeline(_whole(request, "known", -1), request.query.get("predicted") == "1"))
+        if path == "api/what-if":
+            return Later(lambda: self._what_if(request), _PLANNING_SECONDS + 10)
+        return guarded(Reply.text(404, "there is no such page\n"))
+
+    def _run(self, request: Request) -> dict[str, Any]:
+        found = self._watcher.run()
+        offered = sorted(self._actions) if self._guard.may_act(request) else []
+        found["actions"] = [name for name in offered if self._possible(name)]
+        if self._devices is not None:
+            found["devices"] = self._devices()
+        return found
+
+    def _what_if(self, request: Request) -> Reply:
+        """Return what the planner makes of other devices and links; this takes seconds."""
+        add, remove, rates = (_several(request, name) for name in ("add", "remove", "rates"))
+        try:
+            for text in rates:
+                if ":" not in text:
+                    raise JobError(f"rates: {text[:40]!r} is not LINK:RATE, such as 0-1:100Mbit")
+            answer = what_if(
+                self._folder,
+                add,
+                remove,
+                {link: rate for link, _, rate in (text.partition(":") for text in rates)},
+                request.query.get("strategy") or None,
+                _PLANNING_SECONDS,
+            )
+        except HorizonError as error:
+            return _json({"error": str(error)}, 409)
+        return _json(answer)
+
+    def _act(self, name: str) -> Reply:
+        action = self._actions.get(name)
+        if action is None:
+            return _json({"error": f"there is no action {name[:40]!r}"}, 404)
+        try:
+            return _json({"words": action()})
+        except HorizonError as error:
+            return _json({"error": str(error)}, 409)
+
+
+def _json(value: Any, status: int = 200) -> Reply:
+    return guarded(Reply(status, encode(value), _JSON))
+
+
+def _several(request: Request, name: str) -> list[str]:
+    """Return the texts of a query that are separated by semicolons."""
+    return [text for text in request.query.get(name, "").split(";") if text]
+
+
+def _whole(request: Request, name: str, default: int = 0) -> int:
+    """Return a whole number of the query, or the default if it is none."""
+    text = request.query.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 16 else default
+
+
+def static_files() -> dict[str, tuple[bytes, str]]:
+    """Return the files of the page by name, each with its kind of content."""
+    folder = resources.files("horizonml.report.page") / "static"
+    found = {}
+    for file in folder.iterdir():
+        kind = _KINDS.get(Path(file.name).suffix) or mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        found[file.name] = file.read_bytes(), kind
+    return found
+
+
+class StopHere:
+    """Asks the ranks of a run to stop, if all of them are here."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self) -> str:
+        """Ask all ranks to stop, and return what happens now. Raises HorizonError if that cannot be done from here."""
+        processes = living_ranks(self._folder)
+        if processes is None:
+            raise HorizonError("no run is training there whose ranks are all processes of this machine and this user")
+        try:
+            for process in processes.values():
+                os.kill(process, signal.SIGTERM)
+        except ProcessLookupError:
+            return "The run is ending already."
+        except PermissionError:
+            raise HorizonError("the ranks belong to another user of this machine, who can stop them") from None
+        return "The run stops after its step, and saves a checkpoint from which the same command continues."
+
+    def is_possible(self) -> bool:
+        """Return whether the ranks can be asked."""
+        return living_ranks(self._folder) is not None

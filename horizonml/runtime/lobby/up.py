@@ -1,0 +1,333 @@
+"""Implements `horizonml up`: gathers devices, lets them train a job together, and tells them when it is over.
+
+It also finds the address by which other devices reach this one.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from horizonml.errors import HorizonError, JobError
+from horizonml.files import scratch_folder
+from horizonml.job.schema import Job
+from horizonml.machine.host import NAME, seconds_up
+from horizonml.machine.network import listen, route_to
+from horizonml.machine.signals import StopRequest, handling
+from horizonml.rendezvous.discovery.device import measure_gflops, this_device
+from horizonml.rendezvous.discovery.multicast import usable
+from horizonml.rendezvous.service import Service
+from horizonml.runtime.lobby import terminal
+from horizonml.runtime.lobby.accept import needed
+from horizonml.runtime.lobby.child import Child, Progress
+from horizonml.runtime.lobby.lobby import Guest, Lobby
+from horizonml.runtime.lobby.messages import Outcome, Standing, secret
+from horizonml.runtime.lobby.sharing import Shelf, check_wanted, job_text, lineage_of, note_lineage, offer
+from horizonml.runtime.lobby.view import View, rows, view
+from horizonml.security.tls import server_context
+from horizonml.security.token import Token
+from horizonml.state.runfolder import foreign, make_run_folder
+from horizonml.text import count, human_bytes, printable
+
+
+def host_of(guest: Guest) -> str:
+    """Return the address of a device, without its port."""
+    return guest.address.rpartition(":")[0].strip("[]") or guest.address
+
+
+def own_address(guests: list[Guest], host: str) -> str:
+    """Return the address of this device by which most of the others reach it."""
+    if host not in ("", "0.0.0.0", "::"):  # noqa: S104
+        return host
+    found: Counter[str] = Counter()
+    for guest in guests:
+        try:
+            found[route_to(host_of(guest), 9)[0]] += 1
+        except OSError:
+            continue
+    if found:
+        return found.most_common(1)[0][0]
+    return next((address for interface in usable() for address in interface.ipv4), "127.0.0.1")
+
+
+_LOOK_SECONDS = 0.1
+_TOLD_SECONDS = 3.0  # in which the devices learn that the run is over
+_BYE_SECONDS = 10.0  # in which they end
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `horizonml up` was asked for."""
+
+    job: Job
+    token: Token | None  # None: whoever reaches the port may take part
+    wanted: int | None = None  # devices with which training starts; None: it starts on Enter
+    name: str | None = None  # of this device
+    host: str = "0.0.0.0"  # noqa: S104  (the service is for other machines, and asks for the token)
+    port: int = 29400
+    take_part: bool = True
+    share_data: bool = False
+    fresh: bool = False
+    page: bool = False  # whether somebody can start the run on its page
+
+
+class Up:
+    """One run of `horizonml up`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Check what can be checked before anybody comes. Raises HorizonError."""
+        self._settings = settings
+        self._folder = settings.job.run_folder
+        self._lineage = lineage_of(self._folder, settings.fresh)
+        self._offer = offer(settings.job, self._lineage)
+        check_wanted(self._offer, settings.wanted)
+        if settings.wanted is None and not settings.page and not terminal.is_there():
+            raise JobError(
+                "--workers: say with how many devices training starts, because nobody can press Enter here (with a "
+                "token, --page lets you start it on its page)"
+            )
+        problem = foreign(self._folder) if settings.fresh else None
+        if problem is not None:
+            raise JobError(problem)
+        shelf = _shelf(settings)
+        wanted = settings.wanted or self._offer.exactly
+        self._own = this_device(measure=False)
+        if settings.name is not None:
+            self._own = replace(self._own, name=settings.name)
+        self._lobby = Lobby(self._offer, settings.take_part, wanted, shelf, self._own.torch.partition("+")[0])
+        self._stop = StopRequest()
+        self._child: Child | None = None
+        self._measuring = threading.Thread(target=self._measure, name="speed", daemon=True)
+        self._measuring.start()
+        self._started = False
+
+    def devices(self) -> list[dict[str, str]]:
+        """Return who is there, as rows for people."""
+        return rows(self._own, self._own_state(), self._lobby.guests())
+
+    def start_now(self) -> str:
+        """Start with the devices that are ready, as Enter does; return in words what happens."""
+        self._started = True
+        return f"training starts on {count(self._lobby.present(), 'device')}"
+
+    def stop_now(self) -> str:
+        """Stop as Ctrl-C does; return in words what happens."""
+        self._stop.wanted = True
+        return "the run is being stopped: all devices finish their step and save a checkpoint"
+
+    def run(self) -> Outcome:
+        """Gather devices, train, and return how it ended. Raises HorizonError."""
+        settings = self._settings
+        with ExitStack() as stack:
+            stack.enter_context(handling(self._stop.note))
+            scratch = stack.enter_context(scratch_folder())
+            listener = stack.enter_context(listen(settings.host, settings.port))
+            self._host, self._port = listener.getsockname()[:2]
+            stack.enter_context(self._serving(listener))
+            stack.enter_context(self._announced())
+            self._measuring.join()  # the child would take the processor from it
+            if settings.take_part:
+                file = scratch / "job.yaml"
+                file.write_text(job_text(self._offer.job))
+                self._child = Child(file, settings.fresh)
+                stack.callback(self._child.end)
+            if not self._gather():
+                self._end(Outcome.STOPPED, "it was stopped before the training began")
+                return Outcome.STOPPED
+            return self._train()
+
+    @contextmanager
+    def _serving(self, listener: socket.socket) -> Iterator[None]:
+        """Serve the rendezvous, and the lobby with it, in a thread."""
+        token, over = self._settings.token, threading.Event()
+        tls: ssl.SSLContext | None = server_context(token) if token is not None else None
+        service = Service(listener, tls, handlers=self._lobby.handlers())
+        thread = threading.Thread(target=service.run, args=(over.is_set,), name="rendezvous", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(5.0)
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Announce the service to the network."""
+        from horizonml.rendezvous.discovery.service import Announcement
+
+        token, name = self._settings.token, self._settings.name
+        token_id = token.id if token is not None else ""
+        with Announcement(self._port, token_id, self._offer.name, name, host=self._host) as announced:
+            if announced.problem is not None:
+                where = f"horizonml join --peer ADDRESS:{self._port}"
+                print(f"devices cannot find this one by themselves ({announced.problem}); use `{where}` there")
+            yield
+
+    def _gather(self) -> bool:
+        """Wait for the devices, and return whether training is to start. Raises HorizonError."""
+        wanted, shelf = self._lobby.wanted, self._lobby.shelf
+        shown = view(self._own_state())
+        shown.say(f"{self._offer.name}: `horizonml join` on other devices lets them take part (port {self._port})")
+        if shelf is not None:
+            left_out = f"; {count(shelf.left_out, 'link')} left out" if shelf.left_out else ""
+            files = count(shelf.files, "file")
+            shown.say(f"{files} of data ({human_bytes(shelf.bytes)}) go to devices that accept them{left_out}")
+        try:
+            while not self._stop.wanted:
+                loaded = self._child is None or self._child.loaded
+                present = self._lobby.present() - (not loaded)
+                shown.show(self._own, self._lobby.guests(), _hint(present, wanted))
+                self._check_child()
+                if terminal.typed(_LOOK_SECONDS) is not None:
+                    self._started = True  # and never False, since the page may set it at any time
+                if loaded and (self._started or (wanted is not None and present >= wanted)):
+                    self._started = False
+                    least = self._offer.least
+                    if present >= least:
+                        self._start(shown)
+                        return True
+                    shown.say(
+                        f"the job needs at least {count(least, 'device')} (parallel.min_workers), and {present} "
+                        f"{'is' if present == 1 else 'are'} ready"
+                        if least > 1
+                        else "no device is ready to train yet"
+                    )
+            return False
+        finally:
+            shown.close()
+
+    def _measure(self) -> None:
+        """Measure the speed of this device."""
+        self._own = replace(self._own, gflops=measure_gflops())
+
+    def _own_state(self) -> str:
+        return "trains as rank 0" if self._settings.take_part else "does not train"
+
+    def _check_child(self) -> None:
+        """Raise HorizonError if this device's own process ended before it had a rank."""
+        if self._child is None or (code := self._child.poll()) is None:
+            return
+        self._end(Outcome.FAILED, "the device that offers the job cannot train it")
+        if code == 0:  # it has said why
+            sys.stdout.flush()
+            raise SystemExit(0)
+        raise _failed(self._child.error(), code)
+
+    def _start(self, shown: View) -> None:
+        """Give everybody a rank. Raises JobError if this device's own folder cannot be written."""
+        try:  # also if this device does not train: the devices know by the lineage that the next run continues this one
+            make_run_folder(self._folder)
+            note_lineage(self._folder, self._lineage)
+        except OSError as error:
+            raise JobError(f"cannot write to {self._folder.absolute()}: {error.strerror or error}") from error
+        size = self._lobby.start()
+        self._began = time.time()
+        ranked = sorted((guest.rank, guest) for guest in self._lobby.guests() if guest.rank is not None)
+        shown.say(f"training starts on {count(size, 'device')}")
+        for rank, guest in ranked:
+            shown.say(f"rank {rank} is {printable(guest.sign.device.name)} ({host_of(guest)})")
+        self._progress = Progress(self._folder, 0)
+        if self._child is not None:
+            address = f"{own_address(self._lobby.guests(), self._settings.host)}:{self._port}"
+            token = self._settings.token
+            env = {"RANK": "0", "WORLD_SIZE": str(size), "HORIZONML_RENDEZVOUS": address}
+            self._child.begin(env | secret(token) | {NAME: self._own.name})
+
+    def _train(self) -> Outcome:
+        """Wait for the end of the training, tell everybody, and return how it ended. Raises HorizonError."""
+        known = {guest.sign.id: printable(guest.sign.device.name) for guest in self._lobby.guests()}
+        measured = False
+        while not self._stop.wanted:
+            self._progress.look()
+            if self._progress.first is not None and not measured:
+                measured = True
+                since, ago = self._progress.first - self._began, time.time() - self._progress.first
+                words = f"{since:.1f} s after the start, {seconds_up() - ago:.1f} s after `horizonml up`"
+                print(f"the first step was done {words}", file=sys.stderr, flush=True)
+            known = self._tell(known)
+            if self._child is not None and (code := self._child.poll()) is not None:
+                if code != 0:
+                    error = self._child.error()
+                    self._end(Outcome.FAILED, error.splitlines()[0] if error else "")
+                    raise _failed(error, code)
+                self._end(Outcome.COMPLETE, f"the result is on {self._own.name}")
+                print(
+                    f"{self._offer.name} is trained to the end: `horizonml report {self._folder}` shows how", flush=True
+                )
+                return Outcome.COMPLETE
+            if self._child is None and self._all_done():
+                self._end(Outcome.COMPLETE, "the result is on the device that had rank 0")
+                print("the devices have trained the job to the end; the results are in their run folders", flush=True)
+                return Outcome.COMPLETE
+            time.sleep(_LOOK_SECONDS)
+        self._end(Outcome.STOPPED, "it was stopped on the device that started it")
+        return Outcome.STOPPED
+
+    def _tell(self, known: dict[str, str]) -> dict[str, str]:
+        """Say who has come and gone, and return who is there."""
+        now = {guest.sign.id: guest for guest in self._lobby.guests()}
+        for id, guest in now.items():
+            name = printable(guest.sign.device.name)
+            if id not in known and guest.rank is not None:
+                known[id] = name
+                print(f"{name} joins as rank {guest.rank}", file=sys.stderr, flush=True)
+            if guest.sign.standing is Standing.UNABLE and known.get(id) == name:
+                known[id] = f"{name}, which cannot train ({printable(guest.sign.words)}),"
+        for id in known.keys() - now.keys():
+            print(f"{known[id]} is gone", file=sys.stderr, flush=True)
+        return {id: name for id, name in known.items() if id in now}
+
+    def _all_done(self) -> bool:
+        """Return whether devices have trained the job to the end, and none is left that still does."""
+        standings = [guest.sign.standing for guest in self._lobby.guests() if guest.rank is not None]
+        return Standing.DONE in standings and Standing.TRAINING not in standings
+
+    def _end(self, outcome: Outcome, words: str = "") -> None:
+        """Tell all devices that it is over, end this device's own rank, and wait a moment for theirs."""
+        self._lobby.end(outcome, printable(words, 180))
+        deadline = time.monotonic() + _TOLD_SECONDS
+        while not self._lobby.all_told() and time.monotonic() < deadline and not self._stop.at_once:
+            time.sleep(0.02)
+        if self._child is not None:
+            self._child.end(at_once=self._stop.at_once)
+        deadline = time.monotonic() + _BYE_SECONDS
+        while self._lobby.guests() and time.monotonic() < deadline and not self._stop.at_once:
+            time.sleep(0.05)  # their ranks still need the service to end in order
+
+
+def _hint(present: int, wanted: int | None) -> str:
+    """Return what is waited for."""
+    if wanted is not None:
+        return f"ready: {present} of {count(wanted, 'device')}" + (
+            "; Enter starts at once" if terminal.is_there() else ""
+        )
+    start = "press Enter to start" if terminal.is_there() else "start it on its page"
+    return f"ready: {count(present, 'device')}; {start}"
+
+
+def _shelf(settings: Settings) -> Shelf | None:
+    """Return the data that is shared, if it is to be. Raises HorizonError."""
+    where = needed(settings.job)
+    if where is not None and settings.take_part and not where.path.exists():
+        raise JobError(f"{where.field}: {where.path} does not exist")
+    if not settings.share_data:
+        return None
+    if where is None:
+        raise JobError("--share-data: this job's data lies in no file or folder of this device; leave the option out")
+    if not where.path.exists():
+        raise JobError(f"{where.field}: {where.path} does not exist")
+    return Shelf(where.path)
+
+
+def _failed(text: str, code: int) -> HorizonError:
+    """Return the error of this device's rank."""
+    error = HorizonError(text)
+    error.exit_code = code if code > 0 else 1
+    return error
