@@ -101,7 +101,7 @@ SHAPES = [
 def product(models: tuple[str, ...], *names: str) -> list[Case]:
     """Every shape of these names with every schedule, and every model with both."""
     return [
-        Case(f"{name}, {schedule}, {model}", members, micros, schedule, model)
+        Case(f"{name}, {schedule}, {'tied' if model == 'LanguageModel' else model}", members, micros, schedule, model)
         for name, members, micros in SHAPES
         for schedule in SCHEDULES
         for model in models
@@ -121,7 +121,7 @@ def pairs(cases: list[Case]) -> list[Case]:
 
 
 def _coordinates(case: Case) -> tuple[str, str, str]:
-    return case.name.removesuffix(f", {case.schedule}, {case.model}"), case.schedule, case.model
+    return case.name.rpartition(f", {case.schedule}, ")[0], case.schedule, case.model
 
 
 ALL = product(("plain", "normed"))
@@ -144,9 +144,10 @@ CASES += [
 FOUR = ("ddp 2", "pipeline 2", "pipeline 3", "hybrid 2x2, shares 3:1 and 1:2")
 CASES += pairs(product(("UNet", "TwoBranches"), *FOUR))
 # The first and the last layer share a parameter.
-TIED = pairs(product(("LanguageModel",), *FOUR, "hybrid 2+3"))
+ALL_TIED = product(("LanguageModel",), *FOUR, "hybrid 2+3")
+TIED = pairs(ALL_TIED)
 CASES += TIED
-BY_NAME = {case.name: case for case in [*ALL, *CASES]}
+BY_NAME = {case.name: case for case in [*ALL, *ALL_TIED, *CASES]}
 REPEATED = [
     BY_NAME[name]
     for name in (

@@ -61,7 +61,7 @@ def test_the_interface_has_these_names_and_no_others() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_typed_and_explain_every_parameter(name: str) -> None:
-    module = {"plan": "planning", "train": "training", "generate": "generation"}.get(name, "evaluation")
+    module = {"plan": "planning", "train": "training", "generate": "predictions"}.get(name, "evaluation")
     function = getattr(importlib.import_module(f"horizonml.api.{module}"), name)
     signature = inspect.signature(function)
     assert signature.return_annotation is not inspect.Signature.empty

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from horizonml.profiling.remaining import path_of
+from horizonml.profiling.kept import path_of
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
