@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from horizonml.profiling.kept import path_of
 from torch import Tensor, nn
 
 from horizonml.comm.group import Group
@@ -37,6 +36,7 @@ from horizonml.profiling.executions import (
     untried,
     unused_bf16,
 )
+from horizonml.profiling.kept import path_of
 from horizonml.profiling.measure import measure
 from horizonml.state.optim import Optimizer, lies_alike
 from horizonml.state.spec import Adam, Sgd
