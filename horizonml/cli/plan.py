@@ -147,7 +147,9 @@ def _refuse(options: dict[str, Any], before: str, meant: str) -> None:
     """Raise JobError if one of these options is given, which has no meaning here."""
     given = [name for name, value in options.items() if value]
     if given:
-        raise JobError(f"{before} {', '.join(given)} {f'are only {meant}' if meant else 'cannot be combined with it'}")
+        raise JobError(
+            f"{before} {', '.join(given)} {f'can only be used {meant}' if meant else 'cannot be used with it'}"
+        )
 
 
 def simulate(

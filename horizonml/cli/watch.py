@@ -176,7 +176,7 @@ def watch(
     run's folder, and the run is never disturbed.
     """
     if terminal or once:
-        top(run, once, every)
+        top(find_run(run) if run.is_dir() else run, once, every)
         return
     from horizonml.machine.network import is_loopback
     from horizonml.machine.signals import stop_on_signal
