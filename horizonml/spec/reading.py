@@ -59,10 +59,11 @@ def _read(path: Path) -> bytes:
     deadline = time.monotonic() + _SECONDS
     content = bytearray()
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    poll = select.poll()  # `select` takes no descriptor beyond 1023
+    poll.register(descriptor, select.POLLIN)
     try:
         while len(content) <= _MOST_BYTES:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise OSError(f"delivered no end within {_SECONDS:.0f} s")
             try:
                 part = os.read(descriptor, 1 << 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -96,3 +97,17 @@ def test_long_values_are_shortened_in_errors() -> None:
     with pytest.raises(JobError) as caught:
         parse(f"seed: {'x' * 10_000}", "job.yaml")
     assert len(str(caught.value)) < 250
+
+
+def test_a_process_with_many_open_files_reads_jobs(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("name: many\n")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert max(opened) > 1023
+        assert load(tmp_path / "job.yaml", []).name == "many"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
