@@ -41,6 +41,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collect the garbage of a file of tests, which may hold open files and sockets."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that has started this one, if any, what was left out here."""
     if hasattr(session.config, "workeroutput"):
