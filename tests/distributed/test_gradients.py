@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from horizonml.comm.group import Group
+from horizonml.errors import Diverged
 from horizonml.models.boundary import values_of
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan, Stage, Sync
@@ -409,27 +410,6 @@ def test_a_first_stage_may_have_no_parameters(pool: Pool) -> None:
     assert results[0] == results[1]
 
 
-def diverging(rank: int, world_size: int, store: Store) -> tuple[str, bool]:
-    from horizonml.errors import Diverged
-
-    model = built("tests.models:plain")
-    group = Group(store, rank, world_size, 30.0)
-    case = Case("x", (ONE, (1.0, 1.0)), 2)
-    session = session_for(case.plan(len(model.chain)), model, group, Sgd(), FULL)
-    session.step(RandomBatch(0), LR)
-    before = state_of(session)
-    batch = RandomBatch(1)
-    if rank == 0:
-        batch._inputs[3] = float("nan")
-    try:
-        session.step(batch, LR)
-    except Diverged as error:
-        return str(error), all(torch.equal(value, before[key]) for key, value in state_of(session).items())
-    finally:
-        group.close()
-    return "nothing", False
-
-
 BROKEN = {
     "ddp": Plan((Stage(0, 10, (0, 1), (1.0, 1.0)),)),
     "pipeline": Plan((Stage(0, 4, (0,), (1.0,)), Stage(4, 10, (1,), (1.0,))), micro_batches=2),
@@ -438,23 +418,21 @@ BROKEN = {
 }
 
 
-def broken_gradient(
-    rank: int, world_size: int, store: Store, plan: Plan, factor: float, sync: Sync
-) -> tuple[str, bool]:
-    """Train a step, then one in which the last rank's first gradient is multiplied by `factor`."""
-    from horizonml.errors import Diverged
-
+def broken(rank: int, world_size: int, store: Store, plan: Plan, factor: float | None, sync: Sync) -> tuple[str, bool]:
+    """Train a step, then one whose last gradient is multiplied by `factor`, or one with a sample that is no number."""
     model = built("tests.models:plain")
     group = Group(store, rank, world_size, 30.0)
     plan = replace(plan, stages=tuple(replace(s, sync=sync if len(s.ranks) > 1 else s.sync) for s in plan.stages))
     session = session_for(plan, model, group, Sgd(), FULL)
     session.step(RandomBatch(0), LR)
-    before = state_of(session)
-    if rank == world_size - 1:
+    before, batch = state_of(session), RandomBatch(1)
+    if factor is None:
+        batch._inputs[3] = float("nan")
+    elif rank == world_size - 1:
         last = session.stages[max(session.stages)]
         next(last.module.parameters()).register_hook(lambda gradient: gradient * factor)
     try:
-        session.step(RandomBatch(1), LR)
+        session.step(batch, LR)
     except Diverged as error:
         return str(error), all(torch.equal(value, before[key]) for key, value in state_of(session).items())
     finally:
@@ -473,7 +451,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(
     pool: Pool, name: str, factor: float, sync: Sync
 ) -> None:
     plan = BROKEN[name]
-    results = pool.run(plan.world_size, broken_gradient, plan, factor, sync)
+    results = pool.run(plan.world_size, broken, plan, factor, sync)
     assert len({message for message, _ in results}) == 1
     assert re.match(r"step 1: the gradient of \S+ \(stage \d, rank \d\) is not finite", results[0][0])
     assert ("gradient_compression" in results[0][0]) == (sync is Sync.FP16)
@@ -500,7 +478,7 @@ def test_samples_are_counted_once_and_judged_without_label_smoothing(pool: Pool,
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(pool: Pool) -> None:
-    results = pool.run(3, diverging)
+    results = pool.run(3, broken, BROKEN["hybrid"], None, Sync.ALL_REDUCE)
     assert len({message for message, _ in results}) == 1
     assert results[0][0].startswith("step 1: the loss is nan")
     assert all(unchanged for _, unchanged in results)
