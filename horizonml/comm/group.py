@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 
 MOST_JSON = 64 << 20  # bytes of the values that ranks gather, all together; typical values take kilobytes
 _LEAST_JSON = 1 << 20  # of one rank's value, however many ranks there are
+_SIZE, _HEAD = 8, 1 << 10  # bytes of a value's length, and of what travels at once: most values, with their length
 
 # Each purpose has tags of its own, so that no message is taken for another's.
 _CHANNELS = (
@@ -234,21 +235,24 @@ class Group:
         """
         if self.world_size == 1:
             return [self._read(0, json.loads(json.dumps(value)), read)]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        announced = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        self._gather(announced, torch.tensor([len(own)]))
-        sizes = [int(size) for size in announced]
+        own = _framed(value)
+        heads = [torch.zeros(_HEAD, dtype=torch.uint8) for _ in range(self.world_size)]
+        self._gather(heads, _padded(own[:_HEAD], _HEAD))
+        sizes = [_announced(head) for head in heads]
         for rank, size in enumerate(sizes):  # before memory is taken for them
             most = max(_LEAST_JSON, MOST_JSON // self.world_size)  # each rank's takes as much memory as the longest one
             if not 0 <= size <= most:
                 raise PeerLost(f"rank {rank} announced a message of {size} bytes; at most {most} are allowed")
-        longest = max(sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(own)] = own
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        self._gather(texts, padded)
+        rest = _SIZE + max(sizes) - _HEAD
+        texts = heads
+        if rest > 0:
+            tails = [torch.zeros(rest, dtype=torch.uint8) for _ in range(self.world_size)]
+            self._gather(tails, _padded(own[_HEAD:], rest))
+            texts = [torch.cat(pair) for pair in zip(heads, tails, strict=True)]
         parts = enumerate(zip(texts, sizes, strict=True))
-        return [self._read(rank, self._parse(rank, content[:size]), read) for rank, (content, size) in parts]
+        return [
+            self._read(rank, self._parse(rank, content[_SIZE : _SIZE + size]), read) for rank, (content, size) in parts
+        ]
 
     def _gather(self, into: list[Tensor], own: Tensor) -> None:
         self._moves.count += 1
@@ -276,14 +280,18 @@ class Group:
         """Return the `value` of rank `source` on every rank. It travels as JSON, as in `gather_json`."""
         if self.world_size == 1:
             return self._read(source, json.loads(json.dumps(value)), read)
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        size = torch.tensor([len(own)])
-        self._broadcast(size, source)
-        if not 0 <= int(size) <= MOST_JSON:
-            raise PeerLost(f"rank {source} announced a message of {int(size)} bytes; at most {MOST_JSON} are allowed")
-        content = own if self.rank == source else torch.zeros(int(size), dtype=torch.uint8)
-        self._broadcast(content, source)
-        return self._read(source, self._parse(source, content), read)
+        content = _framed(value) if self.rank == source else torch.zeros(_HEAD, dtype=torch.uint8)
+        head = _padded(content[:_HEAD], _HEAD)
+        self._broadcast(head, source)
+        size = _announced(head)
+        if not 0 <= size <= MOST_JSON:
+            raise PeerLost(f"rank {source} announced a message of {size} bytes; at most {MOST_JSON} are allowed")
+        rest = _SIZE + size - _HEAD
+        if rest > 0:
+            tail = content[_HEAD:] if self.rank == source else torch.zeros(rest, dtype=torch.uint8)
+            self._broadcast(tail, source)
+            head = torch.cat([head, tail])
+        return self._read(source, self._parse(source, head[_SIZE : _SIZE + size]), read)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         self._moves.count += 1
@@ -351,6 +359,22 @@ class Group:
             threading.Thread(target=_drop, args=(dropped,), name="group-drop", daemon=True).start()
         except (RuntimeError, MemoryError) as error:  # no memory for one more thread: they are released here and now
             _log.debug("closing a group: %s", error)
+
+
+def _framed(value: Any) -> Tensor:
+    """Return a value's length and its JSON, as bytes."""
+    content = json.dumps(value).encode()
+    return torch.frombuffer(bytearray(len(content).to_bytes(_SIZE, "little") + content), dtype=torch.uint8)
+
+
+def _padded(part: Tensor, size: int) -> Tensor:
+    """Return some bytes, with zeros behind them up to this size."""
+    return torch.cat([part, torch.zeros(size - len(part), dtype=torch.uint8)])
+
+
+def _announced(head: Tensor) -> int:
+    """Return the length of a value, of which these are the first bytes; it may be negative if a rank lies."""
+    return int.from_bytes(head[:_SIZE].numpy().tobytes(), "little", signed=True)
 
 
 def _drop(groups: list[Any]) -> None:

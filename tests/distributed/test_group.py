@@ -28,15 +28,16 @@ def announces(rank: int, world_size: int, store: Store, size: int) -> str:
     from horizonml.comm import group as module
 
     group = Group(store, rank, world_size, 30.0)
-    original = torch.tensor
+    original = module._framed
     if rank == 1:
-        module.torch.tensor = lambda value: original([size])  # type: ignore[assignment]
+        lie = torch.frombuffer(bytearray(size.to_bytes(8, "little", signed=True)), dtype=torch.uint8)
+        module._framed = lambda value: lie
     try:
         group.gather_json("a value")
     except PeerLost as error:
         return str(error)
     finally:
-        module.torch.tensor = original  # type: ignore[assignment]
+        module._framed = original
         group.close()
     return "nothing"
 

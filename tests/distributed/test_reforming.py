@@ -1,0 +1,109 @@
+"""How often all ranks wait for one another between the forming of a group and its first step."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, Store
+
+from horizonml.comm.group import Group
+from horizonml.engine.session import Session
+from horizonml.errors import PeerLost
+from horizonml.job.jobfile import changed
+from horizonml.job.schema import Job
+from horizonml.machine.signals import StopRequest
+from horizonml.runtime.generation import Generation
+from horizonml.runtime.life import Life
+from horizonml.runtime.outcome import Outcome
+from horizonml.state.runfolder import RunFolder
+from horizonml.telemetry.lifeline import Lifeline
+from horizonml.telemetry.metrics import Metrics
+from horizonml.telemetry.sinks import Feeds
+from tests.distributed.pool import Pool
+
+STEPS = 6
+
+
+class Counted(Group):
+    """Counts the collectives, which `delay` seconds each hold up, until the group's first step."""
+
+    counts: Counter[str]
+    delay: float
+
+    def _gather(self, into: Any, own: Any) -> None:
+        self._count("gather")
+        super()._gather(into, own)
+
+    def _broadcast(self, tensor: Any, source: int) -> None:
+        self._count("broadcast")
+        super()._broadcast(tensor, source)
+
+    def _count(self, kind: str) -> None:
+        self.counts[kind] += 1
+        time.sleep(self.delay)
+
+
+def counted(store: Store, rank: int, world_size: int, delay: float) -> Counted:
+    """Return a group whose collectives are counted from now on."""
+    group = Counted(store, rank, world_size, 30.0, [f"boot{rank}/10.0.0.{rank}" for rank in range(world_size)])
+    group.counts, group.delay = Counter(), delay
+    return group
+
+
+def reform(rank: int, world_size: int, store: Store, folder: Path, strategy: str, delay: float) -> tuple[Any, ...]:
+    """Train, lose the last rank after some steps, and go on without it.
+
+    Return the collectives before the first step in both groups, the seconds that they took, and the steps done.
+    """
+    job = Job.model_validate({
+        "name": "test", "folder": str(folder / str(rank)), "steps": STEPS, "batch_size": 32,
+        "data": {"name": "digits", "samples": 320}, "parallel": {"strategy": strategy, "workers": world_size},
+        "telemetry": {"divergence_every": 0},
+    })  # fmt: skip
+    place = RunFolder(job.run_folder, rank, job.name, True)
+    parts = Metrics(rank), StopRequest(), place, False, Lifeline(job.run_folder, rank), Feeds(job.telemetry, folder)
+    life = Life(job, rank, world_size, *parts)
+    found = []
+    step = Session.step
+    try:
+        for number, members in ((1, list(range(world_size))), (2, list(range(world_size - 1)))):
+            if rank not in members:
+                break
+            with closing(counted(PrefixStore(str(number), store), rank, len(members), delay)) as group:
+                began, before = time.monotonic(), dict[str, Any]()
+
+                def first(session: Session, *arguments: Any, **options: Any) -> Any:
+                    if not before:
+                        before.update(counts=dict(group.counts), seconds=time.monotonic() - began)
+                        group.delay = 0.0
+                    if number == 1 and session.state.step == STEPS // 2:
+                        raise PeerLost("the last rank is lost")
+                    return step(session, *arguments, **options)
+
+                Session.step = first  # type: ignore[method-assign]
+                names = [f"device {one}" for one in members]
+                generation = Generation(life, group, number, names, members, lambda: False, True, lambda text: None)
+                try:
+                    assert generation.run() is Outcome.COMPLETE
+                except PeerLost:
+                    assert number == 1
+                found.append((sum(before["counts"].values()), before["seconds"]))
+    finally:
+        Session.step = step  # type: ignore[method-assign]
+        place.leave()
+        life.close()
+    assert life.state is not None
+    return found, life.state.step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_few_exchanges_precede_the_first_step_of_a_group(pool: Pool, tmp_path: Path, strategy: str) -> None:
+    """Each exchange takes a round trip, which on a slow network costs more than anything else at this point."""
+    for counts, steps in pool.run(4, reform, tmp_path, strategy, 0.0)[:3]:
+        assert steps == STEPS
+        assert counts[1][0] <= {"ddp": 22, "pipeline": 40}[strategy]
