@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed import PrefixStore, Store
 from horizonml.comm.group import Group
 from horizonml.engine.session import Session
 from horizonml.errors import PeerLost
-from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.signals import StopRequest
 from horizonml.runtime.generation import Generation
@@ -55,11 +53,36 @@ def counted(store: Store, rank: int, world_size: int, delay: float) -> Counted:
     return group
 
 
-def reform(rank: int, world_size: int, store: Store, folder: Path, strategy: str, delay: float) -> tuple[Any, ...]:
-    """Train, lose the last rank after some steps, and go on without it.
+def generation(life: Life, group: Counted, number: int, lost_at: int | None) -> tuple[int, float]:
+    """Train in one group until a rank is lost; return the collectives before the first step, and their seconds."""
+    step, began, found = Session.step, time.monotonic(), list[tuple[int, float]]()
 
-    Return the collectives before the first step in both groups, the seconds that they took, and the steps done.
-    """
+    def counting(session: Session, *arguments: Any, **options: Any) -> Any:
+        if not found:
+            found.append((sum(group.counts.values()), time.monotonic() - began))
+            group.delay = 0.0
+        if session.state.step == lost_at:
+            raise PeerLost("the last rank is lost")
+        return step(session, *arguments, **options)
+
+    ranks = list(range(group.world_size))
+    names = [f"device {rank}" for rank in ranks]
+    Session.step = counting  # type: ignore[assignment, method-assign]
+    try:
+        outcome = Generation(life, group, number, names, ranks, lambda: False, True, lambda text: None).run()
+        assert (outcome, lost_at) == (Outcome.COMPLETE, None)
+    except PeerLost:
+        assert lost_at is not None
+    finally:
+        Session.step = step  # type: ignore[method-assign]
+        group.close()
+    return found[0]
+
+
+def reform(
+    rank: int, world_size: int, store: Store, folder: Path, strategy: str, delay: float
+) -> tuple[list[tuple[int, float]], int]:
+    """Train, lose the last rank after some steps, and go on without it; return that of each group, and the steps."""
     job = Job.model_validate({
         "name": "test", "folder": str(folder / str(rank)), "steps": STEPS, "batch_size": 32,
         "data": {"name": "digits", "samples": 320}, "parallel": {"strategy": strategy, "workers": world_size},
@@ -68,35 +91,13 @@ def reform(rank: int, world_size: int, store: Store, folder: Path, strategy: str
     place = RunFolder(job.run_folder, rank, job.name, True)
     parts = Metrics(rank), StopRequest(), place, False, Lifeline(job.run_folder, rank), Feeds(job.telemetry, folder)
     life = Life(job, rank, world_size, *parts)
-    found = []
-    step = Session.step
-    try:
-        for number, members in ((1, list(range(world_size))), (2, list(range(world_size - 1)))):
-            if rank not in members:
-                break
-            with closing(counted(PrefixStore(str(number), store), rank, len(members), delay)) as group:
-                began, before = time.monotonic(), dict[str, Any]()
-
-                def first(session: Session, *arguments: Any, **options: Any) -> Any:
-                    if not before:
-                        before.update(counts=dict(group.counts), seconds=time.monotonic() - began)
-                        group.delay = 0.0
-                    if number == 1 and session.state.step == STEPS // 2:
-                        raise PeerLost("the last rank is lost")
-                    return step(session, *arguments, **options)
-
-                Session.step = first  # type: ignore[method-assign]
-                names = [f"device {one}" for one in members]
-                generation = Generation(life, group, number, names, members, lambda: False, True, lambda text: None)
-                try:
-                    assert generation.run() is Outcome.COMPLETE
-                except PeerLost:
-                    assert number == 1
-                found.append((sum(before["counts"].values()), before["seconds"]))
-    finally:
-        Session.step = step  # type: ignore[method-assign]
-        place.leave()
-        life.close()
+    first = counted(PrefixStore("first", store), rank, world_size, delay)
+    found = [generation(life, first, 1, STEPS // 2)]
+    if rank < world_size - 1:
+        second = counted(PrefixStore("second", store), rank, world_size - 1, delay)
+        found.append(generation(life, second, 2, None))
+    place.leave()
+    life.close()
     assert life.state is not None
     return found, life.state.step
 
