@@ -20,7 +20,7 @@ from horizonml.data.choose import load as load_data
 from horizonml.data.dataset import DataBatch, DataInfo, Inputs, Tree
 from horizonml.data.own import is_array
 from horizonml.data.samples import join, tensor_of
-from horizonml.data.spec import IMAGES, DataSpec
+from horizonml.data.spec import SOURCES, DataSpec
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.files import cache_folder
 from horizonml.job.jobfile import from_values
@@ -28,7 +28,6 @@ from horizonml.job.schema import Job
 from horizonml.state.shards import find
 from horizonml.tasks.choose import channels_for
 
-_WITH_PATH = ("table", "huggingface", "stream", "text")
 Parts = Literal["held-out", "train", "all"]
 CheckpointLike = Run | str | os.PathLike[str]
 """A trained model: a run, the folder of a run (its newest intact checkpoint), or the folder of a checkpoint."""
@@ -207,14 +206,14 @@ def with_data(found: Trained, data: DataLike) -> Trained:
 
 def _elsewhere(job: Job, place: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the fields of a job's data with the path of other content of the same form, if `place` is one."""
-    if job.data.name not in _WITH_PATH or not Path(place).exists():
+    if job.data.source.place != "path" or not Path(place).exists():
         return None
     return {**job.data.model_dump(), "path": os.fspath(place), "samples": None}
 
 
 def _like_before(section: dict[str, Any], info: DataInfo) -> dict[str, Any]:
     """Return the fields of data so that images have the size that the model was trained on."""
-    if section["name"] not in IMAGES or len(info.inputs[0].shape) != 3:
+    if section["name"] not in SOURCES or SOURCES[section["name"]].kind != "images" or len(info.inputs[0].shape) != 3:
         return section
     channels, _, width = info.inputs[0].shape
     return {"image_size": width, "channels": channels, **section}
@@ -299,7 +298,7 @@ def _check_own_content(found: Trained) -> None:
             f"data.normalize: the numbers of {spec.path} would be scaled by their own mean and not by that of "
             f"{before.path or before.name}; train with data.normalize: false and scale the columns yourself"
         )
-    if spec.name == "text" and spec.tokens == "characters" and not found.info.characters:
+    if spec.source.kind == "text" and spec.tokens == "characters" and not found.info.characters:
         raise DataError(
             f"data.tokens: the characters of {spec.path} would be numbered in another way than those of "
             f"{before.path or 'the sonnets'}, which a checkpoint of this age does not tell; train again"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horizonml.api.given import Given
-from horizonml.data.spec import DATASETS
+from horizonml.data.spec import SOURCES
 from horizonml.errors import JobError
 from horizonml.job.jobfile import from_values, load
 from horizonml.job.schema import Job
@@ -86,7 +86,7 @@ def data_section(text: str) -> dict[str, Any]:
 
     Raises JobError for what is neither.
     """
-    if text in DATASETS or ":" in text:
+    if text in SOURCES or ":" in text:
         return {"name": text}
     if Path(text).is_dir():
         return {"name": "folder", "folder": text}
@@ -97,8 +97,8 @@ def data_section(text: str) -> dict[str, Any]:
             f"{text}}}"
         )
     raise JobError(
-        f"data: {text!r} is no folder that is here, and none of {', '.join(DATASETS)}, or module:callable"
-        f"{nearest(text, DATASETS)}"
+        f"data: {text!r} is no folder that is here, and none of {', '.join(SOURCES)}, or module:callable"
+        f"{nearest(text, SOURCES)}"
     )
 
 

@@ -19,7 +19,7 @@ from horizonml.api.jobs import ModelLike
 from horizonml.data.dataset import DataBatch, Tree
 from horizonml.data.files import FolderSource
 from horizonml.data.images import ImageSplit
-from horizonml.data.spec import IMAGES
+from horizonml.data.spec import SOURCES
 from horizonml.data.text import Tokens, tokens_for
 from horizonml.errors import DataError, JobError, ModelError
 from horizonml.files import write_atomically, writing
@@ -53,9 +53,10 @@ def write_predictions(found: Trained, files: Sequence[Path], part: Parts, batch_
 def _files(found: Trained, files: Sequence[Path], batch_size: int) -> Iterator[DataBatch]:
     """Yield image files in batches, prepared as those of the training. Raises DataError."""
     spec, shape = found.job.data, found.info.inputs[0].shape
-    if spec.name not in IMAGES:
+    if spec.source.kind != "images":
+        images = ", ".join(name for name, source in SOURCES.items() if source.kind == "images")
         raise DataError(
-            f"image files can be given for a model that was trained on one of the data sets {', '.join(IMAGES)}, and "
+            f"image files can be given for a model that was trained on one of the data sets {images}, and "
             f"this one was trained on {spec.name}; use --data"
         )
     if missing := [path for path in files if not path.is_file()]:
@@ -70,7 +71,7 @@ def _values(found: Trained, outputs: Tree) -> Tensor:
     """Return the numbers of a batch's rows: probabilities for classes and labels. Raises DataError."""
     if not isinstance(outputs, Tensor) or outputs.dim() > 2:
         shape = f"of shape {list(outputs.shape[1:])}" if isinstance(outputs, Tensor) else "of several tensors"
-        if found.job.data.name == "text":
+        if found.job.data.source.kind == "text":
             raise DataError(
                 f"{found.job.model.name} was trained on texts, whose predictions are no table; let it write with "
                 "horizonml generate, or take the outputs from horizonml.predict in Python"
@@ -145,7 +146,7 @@ def generate(
 def vocabulary_of(found: Trained) -> Tokens:
     """Return the tokens that a language model was trained on. Raises DataError if the model was trained on no text."""
     data = found.job.data
-    if data.name != "text":
+    if data.source.kind != "text":
         raise DataError(f"{found.path}: a text is written by models that were trained on texts, not on {data.name}")
     if data.tokens == "characters" and not found.info.characters:
         raise DataError(f"{found.path}: a checkpoint of this age does not tell which characters there are; train again")

@@ -4,58 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
-from horizonml.data import hub, images, own, stream, table, text
+from horizonml.data import own
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.holdout import check_divided
-from horizonml.data.spec import IMAGES, DataSpec
+from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError, DataOutOfMemory, is_out_of_memory
 
 
-def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
-    """Return a description of the data, or None if this machine does not have it.
+class Reader(Protocol):
+    """The functions of the module that reads a source of data."""
 
-    `channels` is the number of colour channels that the model expects, if it takes images. With the `encoding` of a
-    model that was trained before on data of this kind, content becomes numbers as it did then. Raises DataError.
-    """
-    if spec.name in IMAGES:
-        return images.describe(spec, channels)
-    if spec.name == "table":
-        return table.describe(spec, encoding)
-    if spec.name == "stream":
-        return stream.describe(spec)
-    if spec.name == "text":
-        return text.describe(spec)
-    return own.describe(spec, _opener(spec, encoding))
+    def describe(self, spec: DataSpec, channels: int | None, encoding: Mapping[str, Any] | None) -> DataInfo | None:
+        """Return a description of the data, or None if this machine does not have it.
+
+        `channels` is the number of colour channels that the model expects, if it takes images. With the `encoding` of a
+        model that was trained before on data of this kind, content becomes numbers as it did then. Raises DataError.
+        """
+
+    def load(self, spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
+        """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError.
+
+        Without `inputs` or without `targets`, nobody asks the splits for them. Without both, nothing is read.
+        """
+
+
+def _reader(spec: DataSpec) -> Reader:
+    return cast(Reader, import_module(spec.source.module))
+
+
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
+    """Return a description of the data, as its `Reader` gives it. Raises DataError."""
+    return _reader(spec).describe(spec, channels, encoding)
 
 
 def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
-    """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError."""
+    """Read the wanted parts of a data set, as its `Reader` does. Raises DataError."""
     try:
-        return _load(spec, info, cache, inputs, targets)
+        return _reader(spec).load(spec, info, cache, inputs, targets)
     except Exception as error:
         if is_out_of_memory(error):
             raise DataOutOfMemory.at(f"data.name: {spec.name}") from error
         raise
-
-
-def _load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
-    if spec.name in IMAGES:
-        return images.load(spec, info, cache, inputs, targets)
-    if spec.name == "table":
-        return table.load(spec, info, inputs, targets)
-    if spec.name == "stream":
-        return stream.load(spec, info, inputs, targets)
-    if spec.name == "text":
-        return text.load(spec, info)
-    return own.load(spec, info, _opener(spec, info.encoding), inputs, targets)
-
-
-def _opener(spec: DataSpec, encoding: Mapping[str, Any] | None) -> own.Opener:
-    return own.open_own if spec.is_own else partial(hub.open_hub, encoding=encoding)
 
 
 def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
@@ -86,10 +79,10 @@ def agree(found: list[DataInfo | None], spec: DataSpec) -> DataInfo:
 
 def _nowhere(spec: DataSpec) -> str:
     """Return in words what no rank has."""
-    if spec.name == "folder":
+    if spec.source.place == "folder":
         return f"data.folder: {spec.folder} is not a directory on any rank, seen from where the command was run"
     if not spec.is_own:
-        return f"data.path: {spec.path} does not exist on any rank"
+        return f"data.{spec.source.place}: {spec.place} does not exist on any rank"
     try:
         own.open_own(spec)
     except FileNotFoundError as error:

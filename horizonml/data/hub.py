@@ -11,6 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from horizonml.data.columns import check_precision
-from horizonml.data.own import Opened
+from horizonml.data.dataset import Data, DataInfo
+from horizonml.data.own import Opened, describe_opened, load_opened
 from horizonml.data.pictures import PHOTO_SIZE, photo_of, read_picture
 from horizonml.data.spec import DataSpec
 from horizonml.errors import DataError
@@ -41,6 +43,16 @@ _READERS: dict[str, tuple[str, dict[str, Any]]] = {
     **dict.fromkeys(_PICTURES, ("imagefolder", {"drop_metadata": True})),
 }
 _MOST_JSON = 64 << 20  # bytes
+
+
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
+    """Return a description of the columns, or None if this machine lacks the data set. Raises DataError."""
+    return describe_opened(spec, partial(open_hub, encoding=encoding))
+
+
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
+    """Open the data set that `info` describes. Raises DataError."""
+    return load_opened(spec, info, partial(open_hub, encoding=info.encoding), inputs, targets)
 
 
 def open_hub(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> Opened:

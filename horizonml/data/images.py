@@ -7,9 +7,11 @@ The stages between need neither and read nothing.
 from __future__ import annotations
 
 import gzip
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,10 +52,10 @@ _KNOWN = {
 }
 
 
-def describe(spec: DataSpec, channels: int | None = None) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the data without reading it, or None for a folder that this machine does not have.
 
-    `channels` is the number that the model expects; the job's own `data.channels` takes precedence. Raises DataError.
+    The job's own `data.channels` takes precedence over the number that the model expects. Raises DataError.
     """
     if spec.name == "synthetic":
         train = spec.samples or _SYNTHETIC_SAMPLES
@@ -136,11 +138,7 @@ class ImageSplit:
 
 
 def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool = True, targets: bool = True) -> Data:
-    """Read the wanted parts of the data set that `info` describes; downloads go to `cache`. Raises DataError.
-
-    Do not ask the splits for images without `inputs`, or for labels without `targets`, because those are not kept in
-    memory. Without both, nothing is read.
-    """
+    """Read the wanted parts of the data set that `info` describes, and keep no other in memory. Raises DataError."""
     if inputs or targets:
         train, test = _read(spec, info, cache)
     else:

@@ -13,7 +13,6 @@ Range = tuple[int, int]
 
 _MOST_ROWS = 16  # of a chunk
 _UNKNOWN_BYTES = 64  # of a target, where the description of the data does not tell
-_DECODED = ("folder", "huggingface", "stream")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def loads_ahead(spec: DataSpec) -> bool:
 
     By itself, that is where reading a sample takes work: it is decoded, fetched, or made by code of the user's own.
     """
-    return spec.is_own or spec.name in _DECODED if spec.workers == "auto" else spec.workers > 0
+    return spec.source.decodes if spec.workers == "auto" else spec.workers > 0
 
 
 def sample_bytes(info: DataInfo) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,15 +29,15 @@ from horizonml.data.spec import DataSpec
 from horizonml.data.tensors import TensorSpec
 from horizonml.errors import DataError, DataOutOfMemory, HorizonError, is_out_of_files, is_out_of_memory
 from horizonml.machine.code import find, where
+from horizonml.tasks.spec import TASKS
 
 _WRAPPED = ("dataset", "data")  # attributes under which data sets such as torch's Subset keep the one that they wrap
-_TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
 
 
 def task_of(dataset: Any, inputs: Sequence[TensorSpec], target: TensorSpec | None) -> str:
     """Return what the data is made for: what it says itself, or what its targets look like."""
     told = _attribute(dataset, ("task",))
-    if isinstance(told, str) and told in _TASKS:
+    if isinstance(told, str) and told in TASKS:
         return told
     if target is None or target.dtype.is_floating_point:
         return "regression"
@@ -58,7 +59,7 @@ def outputs_of(spec: DataSpec, dataset: Any, title: str, task: str, target: Tens
         return spec.classes
     if target is None:
         return 0
-    if task in ("regression", "multi_label"):
+    if target.dtype.is_floating_point or task == "multi_label":
         return math.prod(target.shape)
     if task == "classification" and isinstance(dataset, Arrays):
         return dataset.count_classes()
@@ -113,8 +114,18 @@ Opener = Callable[[DataSpec], Opened]
 _kept: dict[str, Opened] = {}
 
 
-def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
-    """Return a description of the data, or None if this machine does not have its files. Raises DataError."""
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
+    """Return a description of the user's own data, or None if this machine lacks its files. Raises DataError."""
+    return describe_opened(spec, open_own)
+
+
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
+    """Open the user's own data set that `info` describes. Raises DataError."""
+    return load_opened(spec, info, open_own, inputs, targets)
+
+
+def describe_opened(spec: DataSpec, opener: Opener) -> DataInfo | None:
+    """Return a description of what `opener` opens, or None if this machine lacks its files. Raises DataError."""
     try:
         opened = opener(spec)
     except FileNotFoundError:
@@ -134,7 +145,7 @@ def describe(spec: DataSpec, opener: Opener) -> DataInfo | None:
     return replace(found, labels=labels_of(opened.train, outputs), encoding=opened.encoding)
 
 
-def load(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
+def load_opened(spec: DataSpec, info: DataInfo, opener: Opener, inputs: bool, targets: bool) -> Data:
     """Open the data set that `info` describes, unless this rank needs none of it. Raises DataError."""
     opened = _kept.pop(spec.model_dump_json(), None)
     if not inputs and not targets:

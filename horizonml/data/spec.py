@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,9 +11,32 @@ from pydantic import Field, model_validator
 from horizonml.spec.base import Code, Spec, check_url, is_place_elsewhere
 from horizonml.text import nearest
 
-IMAGES = ("digits", "cifar10", "svhn", "mnist", "folder", "synthetic")
-FILES = ("table", "huggingface", "stream")
-DATASETS = (*IMAGES, *FILES, "text")
+
+@dataclass(frozen=True)
+class Source:
+    """Describes where samples come from, for everything that must know it: a new source is a row of `SOURCES`."""
+
+    module: str  # has `describe` and `load`, as `horizonml.data.choose.Reader` defines them
+    kind: Literal["images", "columns", "text", "own"]  # columns: inputs and targets are named
+    place: Literal["folder", "path"] | None = None  # the field that names the files to read
+    needs_place: bool = False
+    decodes: bool = False  # whether reading a sample takes work, so that workers load samples ahead
+    package: str | None = None  # which this source cannot do without
+
+
+SOURCES = {
+    "digits": Source("horizonml.data.images", "images"),
+    "cifar10": Source("horizonml.data.images", "images"),
+    "svhn": Source("horizonml.data.images", "images"),
+    "mnist": Source("horizonml.data.images", "images"),
+    "folder": Source("horizonml.data.images", "images", "folder", needs_place=True, decodes=True),
+    "synthetic": Source("horizonml.data.images", "images"),
+    "table": Source("horizonml.data.table", "columns", "path", needs_place=True, package="pyarrow"),
+    "huggingface": Source("horizonml.data.hub", "columns", "path", needs_place=True, decodes=True, package="datasets"),
+    "stream": Source("horizonml.data.stream", "columns", "path", needs_place=True, decodes=True),
+    "text": Source("horizonml.data.text", "text", "path"),
+}
+_OWN = Source("horizonml.data.own", "own", decodes=True)
 
 
 class DataSpec(Spec):
@@ -113,18 +137,21 @@ class DataSpec(Spec):
 
     @model_validator(mode="after")
     def _known(self) -> DataSpec:
-        if self.name not in DATASETS and not self.is_own:
-            known = f"one of {', '.join(DATASETS)}, or module:callable"
-            raise ValueError(f"name: {self.name!r} is not {known}{nearest(self.name, DATASETS)}")
+        if self.name not in SOURCES and not self.is_own:
+            known = f"one of {', '.join(SOURCES)}, or module:callable"
+            raise ValueError(f"name: {self.name!r} is not {known}{nearest(self.name, SOURCES)}")
         return self
 
     @model_validator(mode="after")
     def _place_given(self) -> DataSpec:
-        if self.name == "folder" and self.folder is None:
-            raise ValueError("folder: name the directory that holds one folder of images per class")
-        if self.name in FILES and self.path is None:
-            raise ValueError(f"path: say where the {self.name} data lies")
-        if self.name in FILES and not self.targets:
+        if self.source.needs_place and self.place is None:
+            field = self.source.place
+            raise ValueError(
+                "folder: name the directory that holds one folder of images per class"
+                if field == "folder"
+                else f"{field}: say where the {self.name} data lies"
+            )
+        if self.source.kind == "columns" and not self.targets:
             raise ValueError("targets: name the columns or extensions that the model learns to predict")
         if self.name == "stream" and not self.inputs:
             raise ValueError("inputs: name the extensions that the model takes, such as [jpg]")
@@ -149,6 +176,16 @@ class DataSpec(Spec):
             if text is not None and is_place_elsewhere(text):
                 raise ValueError(f"{name}: {text[:200]!r} is not a path; name a place on this machine")
         return self
+
+    @property
+    def source(self) -> Source:
+        """Return the row of the source that `name` names."""
+        return SOURCES.get(self.name, _OWN)
+
+    @property
+    def place(self) -> str | None:
+        """Return the file, folder or URL to read from, if the source reads from one and the job names it."""
+        return {"folder": self.folder, "path": self.path, None: None}[self.source.place]
 
     @property
     def is_own(self) -> bool:

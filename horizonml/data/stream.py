@@ -205,15 +205,15 @@ _MOST_REASON = 200  # characters
 _CLASSES = ("cls", "index", "id")
 
 
-def describe(spec: DataSpec) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the stream, or None if this machine does not reach its index. Raises DataError."""
-    info = own.describe(spec, open_stream)
+    info = own.describe_opened(spec, open_stream)
     return None if info is None else replace(info, shards=tuple(shard.samples for shard in _index(spec).train))
 
 
-def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
     """Open the stream that `info` describes. Raises DataError."""
-    return own.load(spec, info, open_stream, inputs, targets)
+    return own.load_opened(spec, info, open_stream, inputs, targets)
 
 
 def open_stream(spec: DataSpec) -> Opened:

@@ -76,7 +76,7 @@ def _first(content: _Content) -> str:
 _kept: dict[str, _Content] = {}  # what was read to be described, until it is loaded
 
 
-def describe(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the table, or None if this machine does not have it.
 
     With the `encoding` of an earlier table, the columns are those of that table, and the targets may be missing. Raises
@@ -101,7 +101,7 @@ def describe(spec: DataSpec, encoding: Mapping[str, Any] | None = None) -> DataI
     return replace(found, outputs=content.classes or content.targets.shape[1], target=target, task=task, labels=labels)
 
 
-def load(spec: DataSpec, info: DataInfo, inputs: bool, targets: bool) -> Data:
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
     """Read the wanted parts of the table that `info` describes. Raises DataError."""
     content = _kept.pop(spec.model_dump_json(), None)
     if not inputs and not targets:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -47,7 +47,7 @@ class _Tokens:
         return self.ids[:-held_out], self.ids[-held_out:]
 
 
-def describe(spec: DataSpec) -> DataInfo | None:
+def describe(spec: DataSpec, channels: int | None = None, encoding: Mapping[str, Any] | None = None) -> DataInfo | None:
     """Return a description of the text, or None for a file that this machine does not have. Raises DataError."""
     if spec.path is not None and not Path(spec.path).exists():
         return None
@@ -73,7 +73,7 @@ def describe(spec: DataSpec) -> DataInfo | None:
     )
 
 
-def load(spec: DataSpec, info: DataInfo) -> Data:
+def load(spec: DataSpec, info: DataInfo, cache: Path, inputs: bool, targets: bool) -> Data:
     """Read the text that `info` describes, with the numbers that its characters have there. Raises DataError."""
     tokens = _read(spec, info.characters)
     splits = []

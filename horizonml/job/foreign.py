@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from horizonml.data.spec import FILES
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.spec.base import Code, is_configuration, is_place_elsewhere
@@ -156,12 +155,10 @@ def _is_used(job: Job, name: str) -> bool:
     """Return whether a job reads from a field that may name a place."""
     data = job.data
     match name:
-        case "data.folder":
-            return data.name == "folder"
-        case "data.path":
-            return data.name in (*FILES, "text")
+        case "data.folder" | "data.path":
+            return data.source.place == name.removeprefix("data.")
         case "data.tokens":
-            return data.name == "text" and data.tokens not in ("characters", "bytes")
+            return data.source.kind == "text" and data.tokens not in ("characters", "bytes")
         case "model.weights.source":
             return job.model.weights is not None and not _TORCHVISION.fullmatch(job.model.weights.source)
     return True

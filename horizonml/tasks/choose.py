@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import JobError
 from horizonml.job.schema import Job
 from horizonml.machine.code import find
 from horizonml.models.spec import TORCHVISION_MODELS
-from horizonml.tasks.classification import Classification, MultiLabel
-from horizonml.tasks.language_model import LanguageModel
-from horizonml.tasks.regression import Regression
-from horizonml.tasks.segmentation import Segmentation
+from horizonml.tasks.spec import TASKS
 from horizonml.tasks.task import Task, check_class, check_made
 
 
@@ -24,16 +21,12 @@ def task_for(job: Job, info: DataInfo) -> Task:
         name = info.task
     if job.label_smoothing and name == "classification":
         options.setdefault("label_smoothing", job.label_smoothing)
-    build: dict[str, Callable[..., Task]] = {
-        "classification": Classification,
-        "multi_label": MultiLabel,
-        "regression": Regression,
-        "segmentation": lambda **given: Segmentation.of(info, **given),
-        "language_model": lambda **given: LanguageModel.of(info, **given),
-    }
-    constructor = build.get(name) or _own(name)
+    constructor: Any = find(TASKS.get(name, name), "task.name", JobError)
+    check_class(constructor, name)
+    if name in TASKS and hasattr(constructor, "of"):
+        constructor = partial(constructor.of, info)
     try:
-        task = constructor(**options)
+        task: Task = constructor(**options)
     except TypeError as error:
         raise JobError(f"task.options: {name} cannot be made with {options}: {error}") from error
     check_made(task, name)
@@ -43,10 +36,3 @@ def task_for(job: Job, info: DataInfo) -> Task:
 def channels_for(job: Job) -> int | None:
     """Return the number of colour channels that a job's model expects, or None to use those of the data."""
     return 3 if job.model.name in TORCHVISION_MODELS else None
-
-
-def _own(name: str) -> Callable[..., Task]:
-    """Return the user's own task. Raises JobError if it lacks what a task needs."""
-    found: Any = find(name, "task.name", JobError)
-    check_class(found, name)
-    return cast(Callable[..., Task], found)

@@ -10,7 +10,13 @@ from pydantic import Field, model_validator
 from horizonml.spec.base import Code, Spec
 from horizonml.text import nearest
 
-TASKS = ("classification", "multi_label", "regression", "segmentation", "language_model")
+TASKS = {  # a task's name: its class, whose `of(info, **options)`, if it has one, makes it for the data
+    "classification": "horizonml.tasks.classification:Classification",
+    "multi_label": "horizonml.tasks.classification:MultiLabel",
+    "regression": "horizonml.tasks.regression:Regression",
+    "segmentation": "horizonml.tasks.segmentation:Segmentation",
+    "language_model": "horizonml.tasks.language_model:LanguageModel",
+}
 
 
 class TaskSpec(Spec):

@@ -288,6 +288,7 @@ def test_no_other_module_imports_by_a_name_that_is_not_its_own() -> None:
 
     assert dynamic == {
         "__init__.py",  # a table of its own names
+        "data/choose.py",  # the modules of a table
         "machine/code.py",
         "plan/schedules/__init__.py",  # the files beside it
         "runtime/forkserver.py",  # what its command line names, which this package writes

@@ -15,11 +15,9 @@ from horizonml.files import hub_cache
 from horizonml.job.foreign import Place, code_fields, places, taken_over
 from horizonml.job.jobfile import changed, parse
 from horizonml.job.schema import Job
+from horizonml.machine.code import EXTRAS
 from horizonml.machine.network import FETCH_FROM, SPARE_BYTES, split_address
 from horizonml.text import human_bytes
-
-_BY_FILES = {"folder": "folder", "table": "path", "huggingface": "path", "stream": "path", "text": "path"}
-_PACKAGES = {"table": ("pyarrow", "table"), "huggingface": ("datasets", "huggingface"), "stream": ("fsspec", "stream")}
 
 
 @dataclass(frozen=True)
@@ -100,11 +98,10 @@ def is_offered(path: Path, folders: Sequence[Path]) -> bool:
 
 def needed(job: Job) -> Needed | None:
     """Return the files that a job trains on and does not fetch by itself, if there are any."""
-    field = _BY_FILES.get(job.data.name)
-    given = getattr(job.data, field) if field is not None else None
+    given = job.data.place
     if given is None or "://" in given:
         return None
-    return Needed(f"data.{field}", Path(given))
+    return Needed(f"data.{job.data.source.place}", Path(given))
 
 
 def with_data(job: Job, where: Needed, path: Path) -> Job:
@@ -135,9 +132,9 @@ def _check_space(runs: Path) -> None:
 
 def _check_packages(job: Job) -> None:
     """Raise JobError if this device lacks a package that the job needs."""
-    package, extra = _PACKAGES.get(job.data.name, ("", ""))
-    if package and find_spec(package) is None:
+    package = job.data.source.package
+    if package is not None and find_spec(package) is None:
         raise JobError(
             f"data.name: {job.data.name} needs the package {package}, which is not installed on this device: "
-            f"pip install 'horizonml[{extra}]'"
+            f"pip install 'horizonml[{EXTRAS[package]}]'"
         )
