@@ -6,6 +6,7 @@ Nothing here waits without a deadline: the group's timeout holds for every messa
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
@@ -21,7 +22,18 @@ from torch.distributed import BroadcastOptions, PrefixStore, Store
 from horizonml.comm.connect import Connections
 from horizonml.comm.expected import Reader, anything, fields, optional, text
 from horizonml.comm.tunnel.client import Links
-from horizonml.comm.work import GLOO_ERRORS, Chain, Collective, Done, FromItself, MessageLog, Moves, Work, lost
+from horizonml.comm.work import (
+    GLOO_ERRORS,
+    Chain,
+    Collective,
+    Done,
+    FromItself,
+    MessageLog,
+    Moves,
+    Recording,
+    Work,
+    lost,
+)
 from horizonml.errors import HorizonError, PeerLost, of_kind
 
 T = TypeVar("T")
@@ -80,6 +92,7 @@ class Group:
         self.hosts = list(hosts) if hosts is not None else [f"rank-{rank}" for rank in range(world_size)]
         self._hosts_known = hosts is not None
         self.rank, self.world_size, self._timeout = rank, world_size, timeout
+        self._origins: Sequence[int] = range(world_size)  # the numbers by which people know the ranks
         self._store = store
         self._moves = moves or Moves()
         self.devices: dict[int, str] = {}  # the accelerators that ranks compute on, once they have told one another
@@ -96,6 +109,27 @@ class Group:
         self._connections = Connections(store, rank, world_size, timeout, self._over, address, self.links)
         self._connections.arrive()
         self._world = self._connections.connect("world", tuple(range(world_size)))
+
+    def within(self, ranks: Sequence[int]) -> Group:
+        """Return the group of some of these ranks, numbered anew in their order, all of which call this together.
+
+        It connects the same machines, and ends with this group, which closes it. Raises PeerLost.
+        """
+        part = copy.copy(self)
+        part.rank, part.world_size, part._origins = ranks.index(self.rank), len(ranks), tuple(ranks)
+        part.hosts = [self.hosts[rank] for rank in ranks]
+        part.devices = {place: self.devices[rank] for place, rank in enumerate(ranks) if rank in self.devices}
+        part.log, part._outbox, part._subgroups = None, {}, {}
+        part._world = self.among(part._origins) if len(ranks) > 1 else None
+        return part
+
+    @classmethod
+    def played_back(cls, rank: int, world_size: int, recording: Recording) -> Group:
+        """Return the group of a lost rank, which receives what was recorded, and whose messages go nowhere."""
+        group = cls(None, 0, 1, 1.0)
+        group.rank, group.world_size, group._origins = rank, world_size, range(world_size)
+        group._world = recording
+        return group
 
     def twin(self, name: str, timeout: float) -> Group:
         """Return a group of the same ranks with connections of its own, for a thread that works beside this group's.
@@ -143,7 +177,7 @@ class Group:
 
     def origin(self, rank: int) -> int:
         """Return the number by which people know one of this group's ranks."""
-        return rank
+        return self._origins[rank]
 
     def on_one_host(self, ranks: Sequence[int]) -> bool:
         """Return whether these ranks are known to share a machine."""
@@ -384,3 +418,52 @@ def _drop(groups: list[Any]) -> None:
     begins to wait at that very moment, and gloo wakes it only at its timeout (seen in about one of 30 kills).
     """
     groups.clear()
+
+
+_ARITY = 8
+
+
+class TreeSum:
+    """Sums a small vector over some ranks along a tree: up to the first rank, and back down.
+
+    gloo's own all-reduce is a ring, made for large tensors: it sends 4 (n - 1) messages per rank, one after the other.
+    A tree sends two per rank, over 2 log(n) hops, which is what counts for a few numbers. The order of summation is
+    fixed, so the result is the same bit for bit on every run and on every rank.
+    """
+
+    def __init__(self, group: Group, ranks: Sequence[int], tag: int, like: Tensor) -> None:
+        """Prepare sums of vectors with the shape and dtype of `like`; `tag` must be unused by anything else."""
+        self._group, self._tag = group, tag
+        place = ranks.index(group.rank)
+        self._parent = ranks[(place - 1) // _ARITY] if place else None
+        children = range(_ARITY * place + 1, min(_ARITY * (place + 1), len(ranks) - 1) + 1)
+        self._children = [ranks[child] for child in children]
+        self._parts = [torch.empty_like(like) for _ in self._children]
+        self._total = torch.empty_like(like)
+        self._posted: list[Work] = []
+        self.messages = len(self._children) + (self._parent is not None)  # sent per sum; as many are received
+
+    def post(self) -> None:
+        """Post the receives early, so that an arriving vector finds its destination."""
+        if not self._posted:
+            sources = list(zip(self._parts, self._children, strict=True))
+            if self._parent is not None:
+                sources.append((self._total, self._parent))
+            self._posted = [self._group.receive(into, peer, self._tag) for into, peer in sources]
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """Return the sum of all ranks' vectors; this may be `vector` itself, changed in place."""
+        self.post()
+        works, self._posted = self._posted, []
+        total, sent = vector, []
+        for work, part, child in zip(works, self._parts, self._children, strict=False):
+            self._group.wait(work, child)
+            total += part
+        if self._parent is not None:
+            sent.append((self._group.send(total, self._parent, self._tag), self._parent))
+            self._group.wait(works[-1], self._parent)
+            total = self._total
+        sent += [(self._group.send(total, child, self._tag), child) for child in self._children]
+        for work, peer in sent:
+            self._group.wait(work, peer)
+        return total

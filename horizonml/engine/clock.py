@@ -159,6 +159,14 @@ class Told(NamedTuple):
     received_members: float = 0.0
     steps: float = 0.0
 
+    @classmethod
+    def of(cls, step: Step, cpu_seconds: float, rss_bytes: float) -> Told:
+        """Return what a rank tells of a step, in which its process has used so much of a processor and of memory."""
+        moved = [step.traffic[way][place] for place in (0, 1) for way in WAYS]
+        return cls(step.wall, step.compute, step.transfer, step.wait, cpu_seconds, rss_bytes, *moved)._replace(
+            steps=1.0
+        )
+
     def plus(self, other: Told) -> Told:
         """Return what both tell together."""
         sums = Told(*(one + more for one, more in zip(self, other, strict=True)))

@@ -3,22 +3,23 @@
 A step takes a global batch through the stages in micro-batches, forward and backward, in the order of the schedule.
 Then all ranks agree on the loss and on whether to go on, the gradients are summed within each stage, and the parameters
 are updated. The state changes only in the update, so a session can be dropped at any other moment.
-
-It also runs the actions of a step on the stages of a rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from horizonml.comm.expected import items, mapping, text
 from horizonml.comm.group import Group
+from horizonml.comm.work import Messages, Recording
 from horizonml.data.needs import Needs
-from horizonml.engine.clock import WAYS, Clock, Step, Told, Totals, Way
+from horizonml.engine.clock import WAYS, Clock, Step, Totals, Way
 from horizonml.engine.cuda import staging_for
 from horizonml.engine.stage import Micro, StageRuntime, StageStep
 from horizonml.engine.staging import Staging
@@ -26,7 +27,7 @@ from horizonml.engine.sync.base import is_looked_at
 from horizonml.engine.tied import TiedGradients, Ties
 from horizonml.engine.verdict import GradientCheck, TotalsSum
 from horizonml.errors import PeerLost
-from horizonml.machine.host import cpu_seconds, rss_bytes
+from horizonml.machine.host import cpu_seconds
 from horizonml.models.structure import Structure
 from horizonml.models.tracing import tried_out
 from horizonml.models.watch import require_alike, set_everywhere
@@ -67,7 +68,51 @@ def run_passes(actions: Sequence[Action], stages: Mapping[int, StageRuntime], cl
         clock.switch("compute", "prepare")
 
 
-class Session:
+class Trainer(Protocol):
+    """Defines what the training loop needs of a session: of a `Session`, and of one that takes local steps.
+
+    `Session` documents the methods; `local_steps.LocalSession` says where it differs.
+    """
+
+    plan: Plan
+    state: TrainState
+    group: Group
+    task: Task
+    clock: Clock
+    stages: dict[int, StageRuntime]
+    executions: Executions | None
+    following: Following | None
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank is a member of the first stage, which reads inputs."""
+        return 0 in self.stages
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this rank is a member of the last stage, which reads targets."""
+        return len(self.plan.stages) - 1 in self.stages
+
+    def follow(self, following: Following) -> None: ...
+    def end_following(self) -> None: ...
+    def step(
+        self,
+        batch: Batch,
+        learning_rate: float,
+        *,
+        measure_divergence: bool = False,
+        stop: bool = False,
+        newcomers: bool = False,
+        look: bool = False,
+        full: bool = False,
+    ) -> Step: ...
+    def evaluate(self, batches: Sequence[Batch]) -> Totals: ...
+    def needs(self, size: int, training: bool) -> Needs: ...
+    def try_smallest(self, size: int) -> str | None: ...
+    def close(self) -> None: ...
+
+
+class Session(Trainer):
     """Holds this rank's part in one generation: the group, the plan, and the stages of which this rank is a member."""
 
     def __init__(
@@ -100,7 +145,7 @@ class Session:
         # Stages connect their members next. The barrier waits for the ranks that are slower to create their layers, and
         # it notices at once if one of them is gone.
         group.barrier()
-        self.stages: dict[int, StageRuntime] = {}
+        self.stages = {}
         try:
             for number, module in zip(held, modules, strict=True):
                 stage = StageRuntime(plan, number, module, model, group, self.clock, self.staging, executions)
@@ -138,16 +183,6 @@ class Session:
         self.plan, self._cuts = plan, {}
         for stage in self.stages.values():
             stage.share(plan)
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether this rank is a member of the first stage, which reads inputs."""
-        return 0 in self.stages
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether this rank is a member of the last stage, which reads targets."""
-        return len(self.plan.stages) - 1 in self.stages
 
     def step(
         self,
@@ -341,24 +376,20 @@ class Session:
             stage.commit()
 
     def _report(self, totals: Totals, divergences: Sequence[float | None], norm: float | None) -> Step:
-        """Return the step as this rank saw it."""
+        """Return the step as this rank saw it, and tell the others of it."""
         wall = self.clock.finish()
         traffic: dict[Way, tuple[int, int]] = dict.fromkeys(WAYS, (0, 0))
         for stage in self.stages.values():
             for way, (sent, received) in stage.traffic().items():
-                before = traffic.get(way, (0, 0))
-                traffic[way] = before[0] + sent, before[1] + received
+                traffic[way] = traffic[way][0] + sent, traffic[way][1] + received
         first, spent = self.stages.get(0), self.clock.totals
-        moved = [traffic.get(way, (0, 0))[place] for place in (0, 1) for way in WAYS]
-        told, kinds = self._totals.heard(), (spent["compute"], spent["transfer"], spent["wait"])
-        self._totals.tell(Told(wall, *kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved)._replace(steps=1.0))
-        return Step(
+        step = Step(
             totals,
             wall,
             compute=spent["compute"],
             transfer=spent["transfer"],
             wait=spent["wait"],
-            told=told,
+            told=self._totals.heard(),
             samples=max((stage.rows for stage in self.stages.values()), default=0),
             entered=first.rows if first is not None and first.speaks else 0,
             traffic=traffic,
@@ -367,6 +398,8 @@ class Session:
             load=self.clock.load,
             gradient_norm=norm,
         )
+        self._totals.tell(step, self._cpu)
+        return step
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Totals:
@@ -420,3 +453,25 @@ class Session:
         self.staging.clear()
         while self.stages:
             self.stages.popitem()[1].close()
+
+
+def replay(
+    plan: Plan,
+    rank: int,
+    state: TrainState,
+    steps: Iterator[tuple[Messages, Batch, float, float]],
+    task: Task,
+    batch_size: int,
+    executions: Executions | None = None,
+) -> None:
+    """Bring the state of a lost rank's stages to the present, from the messages that its neighbours had sent to it.
+
+    `state` holds the stages' layers as they were before the first of the `steps`, each of which is given by what the
+    rank received in it, the global batch, the learning rate, and the factor by which the gradients were multiplied.
+    Raises PeerLost if a message is missing.
+    """
+    recording = Recording()
+    group = Group.played_back(rank, plan.world_size, recording)
+    with closing(Session(plan, state, group, task, batch_size, executions)) as session:
+        for recording.messages, batch, learning_rate, scale in steps:
+            session.replay(batch, learning_rate, scale)

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from horizonml.comm.expected import boolean, fields, items, text, whole
-from horizonml.comm.group import Group
-from horizonml.comm.tree import TreeSum
-from horizonml.engine.clock import Clock, Told, Totals
+from horizonml.comm.group import Group, TreeSum
+from horizonml.engine.clock import Clock, Step, Told, Totals
 from horizonml.engine.stage import StageRuntime, StageStep
 from horizonml.engine.staging import Staging
 from horizonml.engine.tied import Ties
 from horizonml.errors import Diverged, PeerLost
+from horizonml.machine.host import cpu_seconds, rss_bytes
 from horizonml.plan.plan import SYNCS, Plan, Sync
 from horizonml.state.follow import Following
 from horizonml.tasks.task import Task
@@ -192,9 +192,12 @@ class TotalsSum:
         """Post the receives of the next sum."""
         self._sum.post()
 
-    def tell(self, own: Told) -> None:
-        """Tell the others in the next agreement in which it is this rank's turn."""
-        self._own = self._own.plus(own)
+    def tell(self, step: Step, cpu_before: float) -> None:
+        """Tell the others of a step in the next agreement in which it is this rank's turn.
+
+        `cpu_before` is `cpu_seconds()` as it was when the step began.
+        """
+        self._own = self._own.plus(Told.of(step, cpu_seconds() - cpu_before, rss_bytes()))
 
     def heard(self) -> tuple[Told, ...]:
         """Return what the ranks have told since the last call; nothing if there are no others."""

@@ -19,8 +19,8 @@ from horizonml.comm.group import Group
 from horizonml.data.choose import load
 from horizonml.data.dataset import Data, DataInfo
 from horizonml.data.workers import Workers
-from horizonml.engine.local_session import open_session
-from horizonml.engine.session import Session
+from horizonml.engine.local_steps import open_session
+from horizonml.engine.session import Trainer
 from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -208,7 +208,7 @@ class Generation:
                     "local steps do not meet in every step"
                 )
 
-    def _session(self, plan: Plan, executions: Executions) -> Session:
+    def _session(self, plan: Plan, executions: Executions) -> Trainer:
         """Return a session of a plan on the state."""
         life = self.life
         assert life.state is not None
@@ -218,7 +218,7 @@ class Generation:
         task = task_for(life.job, life.info)
         return open_session(plan, life.state, self.group, task, life.job.batch_size, executions)
 
-    def _load(self, session: Session) -> Data:
+    def _load(self, session: Trainer) -> Data:
         """Return the data for this rank, of which all ranks know what cannot be read. Raises DataError."""
         life, info = self.life, self.life.info
         assert info is not None
@@ -370,7 +370,7 @@ class Generation:
 
     def _train(
         self,
-        session: Session,
+        session: Trainer,
         data: Data,
         checkpoints: Checkpoints | None,
         recorder: Recorder,
@@ -416,7 +416,7 @@ class Generation:
         return detector.plan, f"{human_bytes(moved)} of parameters and optimizer state changed hands"
 
 
-def load_for(life: Life, session: Session, info: DataInfo) -> Data:
+def load_for(life: Life, session: Trainer, info: DataInfo) -> Data:
     """Return the data for this rank: inputs for the first stage, targets for the last, nothing in between.
 
     What an earlier group needed as well has been read already.
@@ -429,7 +429,7 @@ def load_for(life: Life, session: Session, info: DataInfo) -> Data:
     return life.data.data
 
 
-def _check_smallest_batch(job: Job, session: Session, info: DataInfo) -> None:
+def _check_smallest_batch(job: Job, session: Trainer, info: DataInfo) -> None:
     """BatchNorm cannot train on a single value per channel: say so now, not at the end of the first epoch."""
     for size in sorted({min(job.batch_size, info.train), info.train % job.batch_size} - {0}):
         for rank, problem in enumerate(session.group.gather_json(session.try_smallest(size), optional(text))):

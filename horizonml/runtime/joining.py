@@ -10,7 +10,7 @@ import torch
 
 from horizonml.comm.expected import fields, number, whole
 from horizonml.comm.group import Group
-from horizonml.engine.session import Session
+from horizonml.engine.session import Trainer
 from horizonml.machine.accelerator import computing
 from horizonml.machine.resources import memory_left
 from horizonml.plan.plan import Plan
@@ -93,7 +93,7 @@ def _wanted(needed: Needs) -> int:
     return needed.copies + _LEAST_STEPS * needed.gradients
 
 
-def follow(session: Session, ranks: frozenset[int]) -> None:
+def follow(session: Trainer, ranks: frozenset[int]) -> None:
     """Begin to bring some ranks of a session their state; all ranks of the group call this. Raises PeerLost."""
     state, plan, group = session.state, session.plan, session.group
     room = _room(group) - needs(state, plan, ranks, group.rank).copies

@@ -12,7 +12,7 @@ import torch
 
 from horizonml.comm.group import Group
 from horizonml.data.dataset import DataInfo
-from horizonml.engine.session import Session
+from horizonml.engine.session import Trainer
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
 from horizonml.machine.energy import EnergyMeter
@@ -159,7 +159,7 @@ def assumed_problem(
     return describe_problem(job, model, info, [profile] * ranks, hosts, LOCAL_NETWORK)
 
 
-def doubt_profile(life: Life, session: Session, recorder: Recorder) -> None:
+def doubt_profile(life: Life, session: Trainer, recorder: Recorder) -> None:
     """Have this machine's profile measured again before the next plan, if the steps of a plan show that it is wrong."""
     group, plan, batch = session.group, session.plan, life.job.batch_size
     if group.hosts.index(group.hosts[group.rank]) != group.rank or math.isinf(recorder.quickest):
@@ -190,7 +190,7 @@ def record_planning(planning: Planning, say: Callable[[str], None]) -> None:
 def recorder_for(
     life: Life,
     about: RunInfo,
-    session: Session,
+    session: Trainer,
     detector: StragglerDetector | None,
     energy: EnergyMeter | None,
     source: str,

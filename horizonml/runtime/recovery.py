@@ -18,12 +18,11 @@ from torch import Tensor
 
 from horizonml.comm.expected import boolean, fields, items, mapping, number, optional, text, whole
 from horizonml.comm.group import Group
-from horizonml.comm.work import Work
+from horizonml.comm.work import Messages, Work
 from horizonml.data.choose import load
 from horizonml.data.dataset import DataInfo
 from horizonml.data.sampler import sampler_for
-from horizonml.engine.replay import Messages, replay
-from horizonml.engine.session import Session
+from horizonml.engine.session import Trainer, replay
 from horizonml.errors import HorizonError, PeerLost, is_out_of_memory
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -322,7 +321,7 @@ def known(life: Life, started_as: Sequence[int]) -> Measured | None:
     return life.measured.among([life.measured_for.index(rank) for rank in started_as])
 
 
-def mirror_for(life: Life, session: Session, place: Place) -> Mirror | None:
+def mirror_for(life: Life, session: Trainer, place: Place) -> Mirror | None:
     """Return what copies the state of ranks to each other's memory, if the plan needs that and there is room for it.
 
     All ranks of the group call this.

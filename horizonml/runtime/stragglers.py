@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from horizonml.comm.expected import fields, number, optional, text
-from horizonml.comm.group import Group
-from horizonml.comm.tree import TreeSum
+from horizonml.comm.group import Group, TreeSum
 from horizonml.machine.accelerator import computing
 from horizonml.machine.condition import Condition, State
 from horizonml.plan.plan import Plan

@@ -25,7 +25,7 @@ import torch
 from horizonml.comm.expected import boolean, fields, items, optional, text, whole
 from horizonml.comm.group import Group
 from horizonml.data.dataset import Data, DataBatch, DataInfo, WholeSamples
-from horizonml.engine.session import Session
+from horizonml.engine.session import Trainer
 from horizonml.errors import DataError, PeerLost
 from horizonml.files import cache_folder, write_atomically
 from horizonml.job.schema import Job
@@ -69,7 +69,7 @@ def is_older_than_disk(life: Life, step: int, checkpoints: Checkpoints | None, s
 
 def take_up(
     life: Life,
-    session: Session,
+    session: Trainer,
     checkpoints: Checkpoints | None,
     first: bool,
     anew: bool,
@@ -100,7 +100,7 @@ def take_up(
 
 
 def _from_disk(
-    life: Life, session: Session, checkpoints: Checkpoints | None, first: bool, anew: bool, say: Say
+    life: Life, session: Trainer, checkpoints: Checkpoints | None, first: bool, anew: bool, say: Say
 ) -> bool:
     """Bring the state to the newest checkpoint, or to the beginning; return whether there was a checkpoint."""
     state, found = session.state, None
@@ -147,7 +147,7 @@ _CHUNK = 16  # samples that are tried at once
 _SECONDS = 5.0  # after which the ranks tell each other that they are still busy
 
 
-def find_unreadable(job: Job, session: Session, data: Data, say: Callable[[str], None]) -> DataInfo:
+def find_unreadable(job: Job, session: Trainer, data: Data, say: Callable[[str], None]) -> DataInfo:
     """Return the description of the data, with what cannot be read of it; all ranks call this.
 
     What was found for files that have not changed since is not tried again. Raises DataError on all ranks if nothing

@@ -21,7 +21,7 @@ from horizonml.data.sampler import Sampler, sampler_for
 from horizonml.data.seeds import name_seed
 from horizonml.data.workers import Workers, workers_for
 from horizonml.engine.clock import Step
-from horizonml.engine.session import Session
+from horizonml.engine.session import Trainer
 from horizonml.errors import CheckpointError, Diverged, JobError, PeerLost
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
@@ -41,7 +41,7 @@ from horizonml.text import count, nearest
 
 def train(
     job: Job,
-    session: Session,
+    session: Trainer,
     data: Data,
     checkpoints: Checkpoints | None,
     recorder: Recorder,
@@ -77,7 +77,7 @@ class _Loop:
     """Holds what the steps of a training share."""
 
     job: Job
-    session: Session
+    session: Trainer
     data: Data
     checkpoints: Checkpoints | None
     recorder: Recorder

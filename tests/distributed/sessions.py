@@ -7,7 +7,7 @@ from functools import cache
 from torch import Tensor
 
 from horizonml.comm.group import Group
-from horizonml.engine.local_session import open_session
+from horizonml.engine.local_steps import open_session
 from horizonml.engine.session import Session
 from horizonml.models.spec import ModelSpec
 from horizonml.models.zoo import Model, build

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.group import Group
 from horizonml.comm.work import Work
-from horizonml.engine.local_session import LocalSession, open_session
+from horizonml.engine.local_steps import LocalSession, open_session
 from horizonml.errors import Diverged, PeerLost, PlanError
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan, Sync
@@ -68,6 +69,12 @@ class Counting(Group):
     def __init__(self, *arguments: Any) -> None:
         self.counted: list[tuple[int, int]] = []  # bytes, and the number of ranks that take part
         super().__init__(*arguments)
+
+    def within(self, ranks: Sequence[int]) -> Group:
+        part = super().within(ranks)
+        assert isinstance(part, Counting)
+        part.counted = []  # what stays in a replica
+        return part
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         self.counted.append((tensor.nbytes, 2))

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import Store
 
 from horizonml.comm.group import Group
-from horizonml.engine.local_session import open_session
+from horizonml.engine.local_steps import open_session
 from horizonml.engine.sync.compressed import WHOLE_STEPS
 from horizonml.models.zoo import Model
 from horizonml.plan.local import Local

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore
 
-from horizonml.comm.tree import TreeSum
+from horizonml.comm.group import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.staging import CPU
 from horizonml.engine.sync.base import Members, SyncedBuffers, trainable

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from horizonml.comm.tree import TreeSum
+from horizonml.comm.group import TreeSum
 from horizonml.engine.sync.allreduce import AllReduce
 from horizonml.engine.sync.base import Members
 from horizonml.errors import ModelError

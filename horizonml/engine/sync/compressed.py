@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horizonml.comm.tree import TreeSum
+from horizonml.comm.group import TreeSum
 from horizonml.comm.work import Work
 from horizonml.engine.sync.allreduce import AllReduce, Bucket
 from horizonml.engine.sync.base import Members

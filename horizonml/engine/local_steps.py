@@ -8,35 +8,35 @@ on, and on whether all of that was finite, and only then does anyone go on from 
 
 The state of a run with local steps is what all members have agreed on last. When the session ends at any other
 moment, the parameters go back to that, so a rank that is lost costs no more than the steps since then.
-
-Combines the local steps of a global step, and the synchronisation after them, into one step.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from horizonml.comm.expected import boolean
 from horizonml.comm.group import Group
-from horizonml.comm.tree import Within
+from horizonml.data.dataset import BatchOfWorkers, Inputs, Tree
 from horizonml.data.needs import Needs
+from horizonml.data.samples import join
 from horizonml.data.seeds import name_seed
-from horizonml.engine.clock import WAYS, Span, Step, Told, Totals, Way
-from horizonml.engine.outer.fragment import Fragment, fragments_of
-from horizonml.engine.outer.rows import Part, Rows
-from horizonml.engine.session import Session
+from horizonml.engine.clock import WAYS, Step, Totals
+from horizonml.engine.fragment import Fragment, fragments_of
+from horizonml.engine.session import Session, Trainer
 from horizonml.engine.sync.base import Members
 from horizonml.engine.tied import Ties
 from horizonml.engine.verdict import UNCHANGED, GradientCheck, TotalsSum
 from horizonml.errors import Diverged, PeerLost, PlanError
-from horizonml.machine.host import cpu_seconds, rss_bytes
+from horizonml.machine.host import cpu_seconds
 from horizonml.plan.execution import Executions
 from horizonml.plan.local import Local
 from horizonml.plan.plan import Plan
@@ -58,14 +58,14 @@ def open_session(
     task: Task,
     batch_size: int,
     executions: Executions | None = None,
-) -> Session:
+) -> Trainer:
     """Return this rank's session of a plan, with or without local steps; all ranks of the group call this."""
     kind = Session if plan.local is None else LocalSession
     return kind(plan, state, group, task, batch_size, executions)
 
 
-class LocalSession(Session):
-    """Holds this rank's part in one generation that takes local steps."""
+class LocalSession(Trainer):
+    """Holds this rank's part in one generation that takes local steps, as a `Trainer`."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class LocalSession(Session):
         """Connect the replicas and their stages; see `Session`."""
         plan.check(len(state.model.chain), group.world_size)
         assert plan.local is not None
-        self.plan, self.state, self.group, self.task = plan, state, group, task
+        self.plan, self.state, self.group, self.task, self.executions = plan, state, group, task, executions
         self.following: Following | None = None
         self._local: Local = plan.local
         self._place = next(place for place, ranks in enumerate(plan.replicas) if group.rank in ranks)
         shares = plan.stages[0].shares
         self._shares = [share * len(shares) / sum(shares) for share in shares]  # relative to the mean
         usual = -(-batch_size // len(shares))
-        within = Within(group, plan.replicas[self._place])
+        within = group.within(plan.replicas[self._place])
         self._inner = Session(plan.replica(self._place), state, within, task, usual, executions)
         self.stages, self.clock = self._inner.stages, self._inner.clock
         group.barrier()
@@ -117,6 +117,9 @@ class LocalSession(Session):
     def follow(self, following: Following) -> None:
         """Refuse followers: whoever joins replicas receives the state before training goes on."""
         raise AssertionError("nobody follows replicas that take local steps")
+
+    def end_following(self) -> None:
+        """Do nothing: nobody follows."""
 
     def _begin_training(self) -> None:
         """Take the state as what all agree on; it has been loaded, or received, by now."""
@@ -261,16 +264,24 @@ class LocalSession(Session):
     def _merged(self, steps: Sequence[Step], totals: Totals | None) -> Step:
         """Return what this rank saw of a global step: its local steps, and the synchronisation if there was one."""
         wall, spent = self.clock.finish(), self.clock.totals
-        tail = Tail(wall, spent["compute"], spent["transfer"], spent["wait"], self.clock.spans, self._sent, self._apart)
-        told = self._totals.heard()
-        own = totals or self._last or self._totals.nothing()
-        found = merged(steps, tail, own, told)
+        tail = Step(
+            totals or self._last or self._totals.nothing(),
+            wall,
+            compute=spent["compute"],
+            transfer=spent["transfer"],
+            wait=spent["wait"],
+            samples=0,
+            entered=0,
+            traffic={"previous": (0, 0), "next": (0, 0), "members": (self._sent, self._sent)},
+            divergence=self._apart,
+            spans=self.clock.spans,
+            told=self._totals.heard(),
+        )
         if totals is not None:
             self._found, self._samples = torch.zeros_like(self._found), 0
             self._stop = self._newcomers = False
-        moved = [found.traffic[way][place] for place in (0, 1) for way in WAYS]
-        kinds = (found.wall, found.compute, found.transfer, found.wait)
-        self._totals.tell(Told(*kinds, cpu_seconds() - self._cpu, rss_bytes(), *moved)._replace(steps=1.0))
+        found = merged(steps, tail)
+        self._totals.tell(found, self._cpu)
         return found
 
     @torch.no_grad()
@@ -322,41 +333,92 @@ def _said_of_replicas(synced: int) -> Iterator[None]:
         raise Diverged(str(error).replace(UNCHANGED, _SYNCED.format(step=synced))) from None
 
 
-@dataclass(frozen=True)
-class Tail:
-    """Describes what came after the local steps: seconds, spans, bytes, and how far replicas were apart."""
-
-    wall: float
-    compute: float
-    transfer: float
-    wait: float
-    spans: list[Span]
-    bytes_sent: int
-    divergence: float | None
-
-
-def merged(steps: Sequence[Step], tail: Tail, totals: Totals, told: tuple[Told, ...]) -> Step:
-    """Return one step with the given totals."""
-    traffic: dict[Way, tuple[int, int]] = {}
-    for way in WAYS:
-        pairs = [step.traffic.get(way, (0, 0)) for step in steps]
-        traffic[way] = sum(sent for sent, _ in pairs), sum(received for _, received in pairs)
-    sent, received = traffic["members"]
-    traffic["members"] = sent + tail.bytes_sent, received + tail.bytes_sent
+def merged(steps: Sequence[Step], tail: Step) -> Step:
+    """Return local steps, and what came after them, as one step, with the totals and the divergence of the latter."""
+    every = [*steps, tail]
     norms = [step.gradient_norm for step in steps if step.gradient_norm is not None]
     return Step(
-        totals,
-        sum((step.wall for step in steps), tail.wall),
-        sum((step.compute for step in steps), tail.compute),
-        sum((step.transfer for step in steps), tail.transfer),
-        sum((step.wait for step in steps), tail.wait),
-        samples=sum(step.samples for step in steps),
-        entered=sum(step.entered for step in steps),
-        traffic=traffic,
+        tail.totals,
+        wall=sum(step.wall for step in every),
+        compute=sum(step.compute for step in every),
+        transfer=sum(step.transfer for step in every),
+        wait=sum(step.wait for step in every),
+        samples=sum(step.samples for step in every),
+        entered=sum(step.entered for step in every),
+        traffic={
+            way: (sum(step.traffic[way][0] for step in every), sum(step.traffic[way][1] for step in every))
+            for way in WAYS
+        },
         divergence=tail.divergence,
-        spans=[span for spans in (*(step.spans for step in steps), tail.spans) for span in spans],
+        spans=[span for step in every for span in step.spans],
         load=sum(step.load for step in steps),
         gradient_norm=norms[-1] if norms else None,
-        told=told,
+        told=tail.told,
         local_steps=len(steps),
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describes rows `start` to `stop - 1` of a batch."""
+
+    batch: Batch
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows."""
+        return self.stop - self.start
+
+
+class Rows:
+    """Implements `Batch` for parts of other batches, one after another."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = [part for part in parts if part.size]
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows of all parts."""
+        return sum(part.size for part in self._parts)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether workers load any of the rows; see `BatchOfWorkers`."""
+        return any(isinstance(part.batch, BatchOfWorkers) and part.batch.waits for part in self._parts)
+
+    def inputs(self, start: int, stop: int) -> Inputs:
+        """Return the inputs of rows `start` to `stop - 1`."""
+        found = self._collect(start, stop, lambda part, first, end: part.batch.inputs(first, end))
+        joined = join([list(tree) if isinstance(tree, tuple) else tree for tree in found])
+        if isinstance(joined, Tensor):
+            return joined
+        return tuple(part for part in joined if isinstance(part, Tensor))
+
+    def targets(self, start: int, stop: int) -> Tree:
+        """Return the targets of rows `start` to `stop - 1`."""
+        return join(self._collect(start, stop, lambda part, first, end: part.batch.targets(first, end)))
+
+    def _collect(self, start: int, stop: int, read: Callable[[Part, int, int], Tree]) -> list[Tree]:
+        found, before = [], 0
+        for part in self._parts:
+            first, end = max(start - before, 0), min(stop - before, part.size)
+            if first < end:
+                found.append(read(part, part.start + first, part.start + end))
+            before += part.size
+        return found
+
+    def split(self, pieces: int) -> list[Rows]:
+        """Return the rows in so many pieces of about the same size, without those that would be empty."""
+        edges = [self.size * number // pieces for number in range(pieces + 1)]
+        return [self._between(first, end) for first, end in pairwise(edges) if first < end]
+
+    def _between(self, start: int, stop: int) -> Rows:
+        parts, before = [], 0
+        for part in self._parts:
+            first, end = max(start - before, 0), min(stop - before, part.size)
+            if first < end:
+                parts.append(Part(part.batch, part.start + first, part.start + end))
+            before += part.size
+        return Rows(parts)
