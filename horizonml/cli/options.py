@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from horizonml.machine.wish import DEVICE, check_wish
+from horizonml.machine.host import DEVICE, check_device
 
 if TYPE_CHECKING:
     from horizonml.job.schema import Job
@@ -43,7 +43,7 @@ Workers = Annotated[
 def _note_device(device: str | None) -> str | None:
     """Hand the device on to the processes that this command starts, and to their ranks. Raises JobError."""
     if device is not None:
-        check_wish(device, "--device")
+        check_device(device, "--device")
         if device not in ("auto", "cpu"):  # or PyTorch need not be loaded
             from horizonml.machine.accelerator import check_there
 

@@ -54,9 +54,9 @@ def load_torchvision(name: str, folder: Path, *, train: bool, download: bool) ->
     except Exception as error:  # torchvision fails on damaged files in any way, including asserts
         if is_out_of_memory(error):
             raise
-        wish = "could not be downloaded" if download else "is missing or corrupt"
+        problem = "could not be downloaded" if download else "is missing or corrupt"
         raise DataError(
-            f"data: {name} {wish} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
+            f"data: {name} {problem} in {folder}: {str(error) or type(error).__name__}. Delete what is damaged there, "
             "or put the archive there yourself and set data.folder and data.download: false"
         ) from error
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from horizonml.errors import JobError
-from horizonml.machine.host import processor_name
+from horizonml.machine.host import check_device, processor_name
 from horizonml.machine.resources import memory_limit
-from horizonml.machine.wish import check_wish
+from horizonml.machine.sensors import number, text
 
 _LIBRARY = "libnvidia-ml.so.1"  # is a part of the driver
 _CORE = 0  # the temperature sensor that every GPU has
@@ -64,25 +64,10 @@ def _asked(library: Any, handle: Any) -> Readings:
 
 def _jetson(root: Path) -> Readings:
     """Return what the kernel of a Jetson tells of its GPU."""
-    zones = (zone for zone in sorted(root.glob("class/thermal/thermal_zone*")) if "gpu" in _text(zone / "type").lower())
-    degrees = next((_number(zone / "temp", 1e3) for zone in zones), None)
+    zones = (zone for zone in sorted(root.glob("class/thermal/thermal_zone*")) if "gpu" in text(zone / "type").lower())
+    degrees = next((number(zone / "temp", 1e3) for zone in zones), None)
     loads = [*root.glob("devices/gpu.0/load"), *root.glob("devices/platform/*gpu*/load")]
-    return Readings(degrees, _number(loads[0], 1e3) if loads else None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _number(path: Path, parts: float) -> float | None:
-    """Return the number in a file, which counts in so many parts, or None."""
-    try:
-        return float(_text(path)) / parts
-    except ValueError:
-        return None
+    return Readings(degrees, number(loads[0], 1e3) if loads else None)
 
 
 _DOCS = "docs/speed.md says how"
@@ -165,46 +150,48 @@ def synchronised() -> float:
     return time.perf_counter()
 
 
-def choose_device(wish: str, place: int, source: str = "device") -> Compute:
+def choose_device(requested: str, place: int, source: str = "device") -> Compute:
     """Return what a rank computes on that is number `place` of the ranks on its machine.
 
-    `wish` is what the field `device` may say, and `source` the name of what says it. With "auto", the ranks take one
-    GPU each, as far as there are any that can be used; with "cuda", they share what there is. Raises JobError.
+    `requested` is what the field `device` may say, and `source` the name of what says it. With "auto", the ranks take
+    one GPU each, as far as there are any that can be used; with "cuda", they share what there is. Raises JobError.
     """
-    check_there(wish, source)
+    check_there(requested, source)
     processor = Compute()
-    if wish == "cpu":
+    if requested == "cpu":
         return processor
-    if wish == "mps":
+    if requested == "mps":
         return _mps(source)
-    if wish == "auto":
+    if requested == "auto":
         if _without_cuda() is not None or place >= torch.cuda.device_count():
             return processor
         found, trouble = _cuda(place)
         return found if trouble is None else Compute(PROCESSOR, processor.name, f"{found.name} is not used: {trouble}")
-    number = int(wish.partition(":")[2] or place % torch.cuda.device_count())
+    number = int(requested.partition(":")[2] or place % torch.cuda.device_count())
     found, trouble = _cuda(number)
     if trouble is not None:
-        raise JobError(f"{source}: {wish}, but {found.name} cannot be used: {trouble} ({_DOCS}); or choose cpu")
+        raise JobError(f"{source}: {requested}, but {found.name} cannot be used: {trouble} ({_DOCS}); or choose cpu")
     return found
 
 
-def check_there(wish: str, source: str) -> None:
-    """Raise JobError if a user wishes for what is no device, or for one that this machine does not have.
+def check_there(requested: str, source: str) -> None:
+    """Raise JobError if the requested device does not exist.
 
     Nothing is computed on the device, so that this process takes none of its memory.
     """
-    check_wish(wish, source)
-    if wish == "mps" and not torch.backends.mps.is_available():
+    check_device(requested, source)
+    if requested == "mps" and not torch.backends.mps.is_available():
         raise JobError(f"{source}: mps, but PyTorch finds no Apple GPU here; choose cpu, or cuda for an NVIDIA GPU")
-    if not wish.startswith("cuda"):
+    if not requested.startswith("cuda"):
         return
     trouble = _without_cuda()
     if trouble is not None:
-        raise JobError(f"{source}: {wish}, but {trouble} ({_DOCS}); or choose cpu")
+        raise JobError(f"{source}: {requested}, but {trouble} ({_DOCS}); or choose cpu")
     count = torch.cuda.device_count()
-    if int(wish.partition(":")[2] or 0) >= count:
-        raise JobError(f"{source}: {wish}, but the GPUs here have the numbers 0 to {count - 1}; choose one of them")
+    if int(requested.partition(":")[2] or 0) >= count:
+        raise JobError(
+            f"{source}: {requested}, but the GPUs here have the numbers 0 to {count - 1}; choose one of them"
+        )
 
 
 def cuda_devices() -> int:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import psutil
-
+from horizonml.machine.resources import ProcessorSeconds, is_other_rank, processor_seconds, share_of_others
 from horizonml.machine.sensors import Clock, clock
-from horizonml.machine.yielding import Seconds, is_other_rank, own_seconds, share_of_others
 from horizonml.text import percent
 
 _LOOK_SECONDS = 2.0  # between two looks at the device
@@ -45,14 +43,14 @@ class Condition:
     def __init__(
         self,
         read: Callable[[], Clock] = clock,
-        others: Callable[[], Seconds] | None = None,
+        others: Callable[[Collection[int]], ProcessorSeconds] = processor_seconds,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to watch; `read` reads the sensors, and `others` how long everything and this program computed."""
-        self._read, self._others, self._now = read, others or self._seconds, now
+        self._read, self._others, self._now = read, others, now
         self._first, self._looked = read(), now()
         self.siblings: Collection[int] = ()  # processes of other ranks on this machine, which are no other programs
-        self._load, self._begun = self._others(), now()
+        self._load, self._begun = others(()), now()
         self._usual: float | None = None
         self._share: float | None = None
         self.state = State()  # the last one that was told
@@ -94,7 +92,7 @@ class Condition:
         """Return in words that other programs use more of the processor than usual, or nothing."""
         if not all(map(is_other_rank, self.siblings)):
             return ""  # ranks in other containers of this machine look like other programs
-        load = self._others()
+        load = self._others(self.siblings)
         if load[0] - self._load[0] >= _LOOK_SECONDS:
             self._share = share_of_others(self._load, load, os.cpu_count() or 1)
             self._load = load
@@ -105,9 +103,3 @@ class Condition:
         if self._share <= self._usual + _MORE * self._bar:
             return ""
         return f"other programs use {percent(self._share, 0)} of its processor"
-
-    def _seconds(self) -> Seconds:
-        """Return the time, the busy time of all cores, and the part of it that was this run's own."""
-        times = psutil.cpu_times()
-        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-        return time.monotonic(), busy, own_seconds(self.siblings)

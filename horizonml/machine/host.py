@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -18,9 +19,32 @@ from pathlib import Path
 import psutil
 
 from horizonml import __version__
+from horizonml.errors import JobError
 
 NAME = "HORIZONML_NAME"  # what this device is called, in place of its host name
 _MOST_NAME = 255  # characters
+
+DEVICE = "HORIZONML_DEVICE"
+"""The environment variable that says what a rank computes on, whatever the job says."""
+
+_DEVICES = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+
+
+def check_device(requested: str, source: str) -> None:
+    """Raise JobError, which names the `source` of the request, if it is not what the field `device` may say."""
+    if not _DEVICES.fullmatch(requested):
+        raise JobError(
+            f"{source}: {requested!r} is not one of auto, cpu, cuda, cuda:N (such as cuda:1 for the second GPU) and mps"
+        )
+
+
+def requested_device(field: str) -> tuple[str, str]:
+    """Return what the ranks of this machine are to compute on, and what says so, given the job's field.
+
+    The option `--device` sets the environment variable for the ranks that it starts.
+    """
+    told = os.environ.get(DEVICE)
+    return (told, f"${DEVICE} (or --device)") if told else (field, "device")
 
 
 def device_name() -> str:

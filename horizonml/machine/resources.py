@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -128,6 +129,56 @@ def throttled_seconds(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None
 
 
+ProcessorSeconds = tuple[float, float, float]
+"""A moment: its time, the busy time of all cores since the start, and the part of it that was this program's own."""
+
+
+def processor_seconds(siblings: Collection[int] = ()) -> ProcessorSeconds:
+    """Return the present moment; the processor time of the processes `siblings` of other ranks counts as one's own."""
+    return time.monotonic(), _busy_seconds(), own_seconds(siblings)
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal")))
+
+
+def is_other_rank(pid: int) -> bool:
+    """Return whether this number is that of another rank's process here; in another container it is somebody else's."""
+    try:
+        return pid != os.getpid() and any("horizonml" in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False
+
+
+def own_seconds(siblings: Collection[int] = ()) -> float:
+    """Return the processor time of this process, of all that it has started, and of what has ended among them.
+
+    That of `siblings` counts, too: processes of other ranks.
+    """
+    ours: dict[int, psutil.Process] = {}
+    for pid in (os.getpid(), *filter(is_other_rank, siblings)):
+        try:
+            root = psutil.Process(pid)
+            ours |= {one.pid: one for one in (root, *root.children(recursive=True))}
+        except psutil.Error:
+            continue  # it has ended, or is another user's
+    seconds = 0.0
+    for process in ours.values():
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue  # it has ended
+        seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
+def share_of_others(before: ProcessorSeconds, after: ProcessorSeconds, cores: int) -> float:
+    """Return the share of the cores that others used between two moments."""
+    wall, busy, own = (new - old for new, old in zip(after, before, strict=True))
+    return min(1.0, max(0.0, (busy - max(0.0, own)) / wall / cores))
+
+
 class OtherWork:
     """Measures how much of the machine other processes use, from the moment at which it is created."""
 
@@ -140,20 +191,16 @@ class OtherWork:
         The others are all processes except this one and those of its children that have ended. They are assumed to use
         the cores that this process may not use before any of its own.
         """
-        wall, busy, own = (now - then for now, then in zip(self._now(), self._start, strict=True))
-        if wall <= 0:
+        now = self._now()
+        if now[0] <= self._start[0]:
             return 0.0
-        cores = available_cores()
-        spare = (os.cpu_count() or 1) - cores
-        return min(cores, max(0.0, (busy - own) / wall - spare))
+        cores, machine = available_cores(), os.cpu_count() or 1
+        return min(cores, max(0.0, share_of_others(self._start, now, machine) * machine - (machine - cores)))
 
     @staticmethod
-    def _now() -> tuple[float, float, float]:
-        """Return the current time, the busy time of all processors, and this process's processor time, in seconds."""
-        times = psutil.cpu_times()
-        busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+    def _now() -> ProcessorSeconds:
         own = os.times()
-        return time.monotonic(), busy, own.user + own.system + own.children_user + own.children_system
+        return time.monotonic(), _busy_seconds(), own.user + own.system + own.children_user + own.children_system
 
 
 def threads_per_rank(cores: float, ranks_here: int) -> int:

@@ -1,12 +1,16 @@
-"""Reads the temperature of the processor, whether heat lowers its clock, and whether the device runs on mains power.
+"""Reads what the kernel measures of this device: temperature, clock, mains power, and energy.
 
 The environment variable `HORIZONML_SYSFS` names another folder than /sys, such as the host's in a container.
+
+Energy comes from the counters of Intel and AMD processors (RAPL, whose reading usually requires root) and from the
+sensors of Jetson boards (INA). Nothing is estimated, so a machine without them has no energy figure.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +23,22 @@ _PROCESSOR = re.compile(r"coretemp|k10temp|zenpower|cpu|soc|x86_pkg_temp|bcm2835
 _SANE = (-40.0, 150.0)  # degrees; a sensor that is not connected says something else
 _SYS = Path("/sys")
 _HOT = {"passive", "hot", "critical"}  # trip points at which the kernel slows the processor down, or worse
+
+
+def text(path: Path) -> str:
+    """Return the text of a file of the kernel, which is empty if there is no such file."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def number(path: Path, parts: float = 1.0) -> float | None:
+    """Return the number in a file of the kernel, which counts in so many parts of the unit; None without a number."""
+    try:
+        return float(text(path)) / parts
+    except ValueError:
+        return None
 
 
 def sysfs() -> Path:
@@ -86,7 +106,7 @@ def clock(root: Path | None = None) -> Clock:
     root = root or sysfs()
     slowest: tuple[float, float] | None = None
     for policy in sorted(root.glob("devices/system/cpu/cpufreq/policy*")):
-        allowed, nominal = (_read(policy / f"{name}_max_freq") for name in ("scaling", "cpuinfo"))
+        allowed, nominal = (number(policy / f"{name}_max_freq") for name in ("scaling", "cpuinfo"))
         if allowed and nominal and (slowest is None or allowed / nominal < slowest[0] / slowest[1]):
             slowest = allowed, nominal
     hertz, most = (slowest[0] * 1e3, slowest[1] * 1e3) if slowest is not None else (None, None)
@@ -97,44 +117,96 @@ def _trip(root: Path) -> float | None:
     """Return the lowest temperature at which the kernel slows the processor down."""
     found = []
     for zone in root.glob("class/thermal/thermal_zone*"):
-        if not _PROCESSOR.search(_text(zone / "type")):
+        if not _PROCESSOR.search(text(zone / "type")):
             continue
         for kind in zone.glob("trip_point_*_type"):
-            value = _read(kind.with_name(kind.name.replace("_type", "_temp")))
-            if _text(kind) in _HOT and value is not None and _SANE[0] < value / 1000 < _SANE[1] and value > 0:
-                found.append(value / 1000)
+            value = number(kind.with_name(kind.name.replace("_type", "_temp")), 1e3)
+            if text(kind) in _HOT and value is not None and 0 < value < _SANE[1]:
+                found.append(value)
     return min(found, default=None)
 
 
 def _is_cooled(root: Path) -> bool:
     """Return whether a processor's cooling device, which lowers its clock, is active."""
     for device in root.glob("class/thermal/cooling_device*"):
-        if re.search(r"cpufreq|processor", _text(device / "type"), re.I) and (_read(device / "cur_state") or 0) > 0:
+        if re.search(r"cpufreq|processor", text(device / "type"), re.I) and (number(device / "cur_state") or 0) > 0:
             return True
     return False
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _read(path: Path) -> float | None:
-    try:
-        return float(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def _zones(root: Path) -> dict[str, list[float]]:
     """Return the temperatures of the kernel's thermal zones, by kind."""
     found: dict[str, list[float]] = {}
     for zone in sorted(root.glob("class/thermal/thermal_zone*")):
-        try:
-            kind, value = (zone / "type").read_text().strip(), float((zone / "temp").read_text()) / 1000
-        except (OSError, ValueError):
-            continue
-        found.setdefault(kind, []).append(value)
+        degrees = number(zone / "temp", 1e3)
+        if degrees is not None:
+            found.setdefault(text(zone / "type"), []).append(degrees)
     return found
+
+
+class EnergyMeter:
+    """Counts the joules that this machine has used since the meter was made."""
+
+    def __init__(self, root: Path = Path("/sys")) -> None:
+        """Find the counters below `root`, where sysfs is mounted."""
+        self._counters = [
+            _Rapl(zone)
+            for zone in sorted(root.glob("class/powercap/*-rapl:*"))
+            if zone.name.count(":") == 1 and number(zone / "energy_uj") is not None
+        ]
+        self._sensors = [] if self._counters else _ina_sensors(root)
+        self._joules, self._power = 0.0, self._watts()
+        self._since = time.monotonic()
+
+    @property
+    def available(self) -> bool:
+        """Return whether this machine measures its energy."""
+        return bool(self._counters or self._sensors)
+
+    def joules(self) -> float | None:
+        """Return the joules so far, or None if the machine does not measure them.
+
+        The power that a sensor reports is integrated from call to call.
+        """
+        if self._counters:
+            self._joules += sum(counter.more() for counter in self._counters)
+        elif self._sensors:
+            now, power = time.monotonic(), self._watts()
+            self._joules += (now - self._since) * (power + self._power) / 2
+            self._since, self._power = now, power
+        return self._joules if self.available else None
+
+    def _watts(self) -> float:
+        return sum(_watts(sensor) for sensor in self._sensors)
+
+
+class _Rapl:
+    """Reads a counter of microjoules that starts over at `max_energy_range_uj`."""
+
+    def __init__(self, zone: Path) -> None:
+        self._file, self._range = zone / "energy_uj", number(zone / "max_energy_range_uj") or 0.0
+        self._last = number(self._file) or 0.0
+
+    def more(self) -> float:
+        """Return the joules since the last call."""
+        value = number(self._file)
+        if value is None:
+            return 0.0
+        difference = value - self._last
+        self._last = value
+        return (difference if difference >= 0 else difference + self._range) * 1e-6
+
+
+def _ina_sensors(root: Path) -> list[tuple[Path, Path]]:
+    """Return the voltage and current files of the board's total input: the first channel of each INA3221."""
+    found = []
+    for sensor in sorted(root.glob("class/hwmon/hwmon*")):
+        voltage, current = sensor / "in1_input", sensor / "curr1_input"
+        if text(sensor / "name").startswith("ina") and number(current) is not None:
+            found.append((voltage, current))
+    return found
+
+
+def _watts(sensor: tuple[Path, Path]) -> float:
+    millivolts, milliamperes = (number(path) or 0.0 for path in sensor)
+    return millivolts * milliamperes * 1e-6

@@ -15,13 +15,12 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from horizonml.errors import JobError
+from horizonml.machine.resources import ProcessorSeconds, processor_seconds, share_of_others
 from horizonml.machine.sensors import on_mains, temperature
 from horizonml.machine.signals import StopRequest
 from horizonml.text import percent
@@ -205,8 +204,6 @@ class Courtesy:
         )
 
 
-Seconds = tuple[float, float, float]
-
 _REST_SECONDS = 4.0  # between two looks at what takes some time to find out
 _SECONDS = 3.0  # for loginctl
 # A terminal that was used longer ago than this, or will be, tells more about a clock that was set than about people.
@@ -220,7 +217,7 @@ class Usage:
         """Begin to observe; until there is other evidence, the device counts as last used now."""
         self._dev = root / "dev"
         self._began = time.monotonic()
-        self._load: Seconds | None = None
+        self._load: ProcessorSeconds | None = None
         self._share: float | None = None
         self._asked, self._desktops = -_REST_SECONDS, list[float]()
 
@@ -235,21 +232,10 @@ class Usage:
         """Return the share of the machine's cores that other programs have used of late; None at first."""
         before, now = self._load, time.monotonic()
         if before is None or now - before[0] >= _REST_SECONDS:
-            times = psutil.cpu_times()
-            busy = sum(getattr(times, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
-            self._load = now, busy, own_seconds()
+            self._load = processor_seconds()
             if before is not None:
                 self._share = share_of_others(before, self._load, os.cpu_count() or 1)
         return self._share
-
-
-def share_of_others(before: Seconds, after: Seconds, cores: int) -> float:
-    """Return the share of the cores that others used between two moments.
-
-    Each moment is the time, the busy time of all cores, and the part of that which was this program's own.
-    """
-    wall, busy, own = (new - old for new, old in zip(after, before, strict=True))
-    return min(1.0, max(0.0, (busy - max(0.0, own)) / wall / cores))
 
 
 def terminals_idle(dev: Path, now: float) -> list[float]:
@@ -307,36 +293,6 @@ def _loginctl(*arguments: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def is_other_rank(pid: int) -> bool:
-    """Return whether this number is that of another rank's process here; in another container it is somebody else's."""
-    try:
-        return pid != os.getpid() and any("horizonml" in word for word in psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return False
-
-
-def own_seconds(siblings: Collection[int] = ()) -> float:
-    """Return the processor time of this process, of all that it has started, and of what has ended among them.
-
-    That of `siblings` counts, too: processes of other ranks.
-    """
-    ours: dict[int, psutil.Process] = {}
-    for pid in (os.getpid(), *filter(is_other_rank, siblings)):
-        try:
-            root = psutil.Process(pid)
-            ours |= {one.pid: one for one in (root, *root.children(recursive=True))}
-        except psutil.Error:
-            continue  # it has ended, or is another user's
-    seconds = 0.0
-    for process in ours.values():
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue  # it has ended
-        seconds += times.user + times.system + times.children_user + times.children_system
-    return seconds
 
 
 def _monotonic() -> float:

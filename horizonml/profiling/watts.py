@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from horizonml.errors import JobError
-from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.planner.objective import MOST_WATTS, Watts
 
 VARIABLE = "HORIZONML_WATTS"

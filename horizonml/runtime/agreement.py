@@ -19,7 +19,7 @@ from horizonml.data.spec import DataSpec
 from horizonml.errors import HorizonError, ModelError, PeerLost, PlanError
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.download import locate
 from horizonml.models.zoo import Model, build
 from horizonml.plan.execution import Execution

@@ -15,9 +15,8 @@ from horizonml.data.dataset import DataInfo
 from horizonml.errors import JobError, PlanError
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, choose_device, computing, use
-from horizonml.machine.host import shared_machine
+from horizonml.machine.host import requested_device, shared_machine
 from horizonml.machine.resources import available_cores, memory_share
-from horizonml.machine.wish import wished
 from horizonml.models.zoo import Model
 from horizonml.plan.plan import Plan
 from horizonml.planner.profile import Host
@@ -40,14 +39,14 @@ def use_device(job: Job, place: int, say: Callable[[str], None]) -> None:
 
 def device_of(job: Job, place: int) -> Compute:
     """Return the device that rank number `place` on this machine is to compute on. Raises JobError."""
-    wish, source = wished(job.device)
+    requested, source = requested_device(job.device)
     if uses_horovod(job.parallel):
-        if wish not in ("auto", "cpu"):
+        if requested not in ("auto", "cpu"):
             raise JobError(
-                f"{source}: {wish}, but parallel.strategy: horovod computes on processors here; choose cpu, or ddp"
+                f"{source}: {requested}, but parallel.strategy: horovod computes on processors here; choose cpu, or ddp"
             )
-        wish = "cpu"
-    return choose_device(wish, place, source)
+        requested = "cpu"
+    return choose_device(requested, place, source)
 
 
 def find_hosts(group: Group, taken: float) -> list[Host]:

@@ -25,8 +25,8 @@ from horizonml.errors import DataError, JobError
 from horizonml.files import cache_folder
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import rss_bytes
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution, Executions, to_json
 from horizonml.plan.plan import Plan

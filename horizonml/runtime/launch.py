@@ -19,10 +19,10 @@ from horizonml.files import scratch_folder
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.code import python_module
+from horizonml.machine.host import check_device, requested_device
 from horizonml.machine.network import METRICS, service_address
 from horizonml.machine.resources import memory_limit, process_memory
 from horizonml.machine.signals import Cancelled, handling, leave_at_once, stop_on_signal
-from horizonml.machine.wish import check_wish, wished
 from horizonml.plan.local import limits_of
 from horizonml.plan.spec import MOST_WORKERS
 from horizonml.planner.strategies import uses_horovod
@@ -153,12 +153,12 @@ def check_memory(ranks: int, limit: float, each: int) -> None:
 
 def _check_device(job: Job) -> None:
     """Raise JobError if the ranks of this machine are to compute on a device that it does not have."""
-    wish, source = wished(job.device)
-    check_wish(wish, source)
-    if wish not in ("auto", "cpu"):  # or PyTorch need not be loaded
+    requested, source = requested_device(job.device)
+    check_device(requested, source)
+    if requested not in ("auto", "cpu"):  # or PyTorch need not be loaded
         from horizonml.machine.accelerator import check_there
 
-        check_there(wish, source)
+        check_there(requested, source)
 
 
 def _check_world_size(job: Job, identity: Identity) -> None:
@@ -253,8 +253,8 @@ def for_this_machine(job: Job, say: Callable[[str], None]) -> Job:
 
 
 def _cuda_devices(job: Job) -> int:
-    wish, _ = wished(job.device)
-    if wish not in ("auto", "cuda") or not Path("/dev/nvidiactl").exists():  # or PyTorch need not be loaded
+    requested, _ = requested_device(job.device)
+    if requested not in ("auto", "cuda") or not Path("/dev/nvidiactl").exists():  # or PyTorch need not be loaded
         return 0
     from horizonml.machine.accelerator import cuda_devices
 

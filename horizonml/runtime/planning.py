@@ -14,9 +14,9 @@ from horizonml.errors import PlanError
 from horizonml.job.jobfile import changed
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import Compute, computing, use
-from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import rss_bytes
 from horizonml.machine.resources import available_cores, keep_freed_memory, memory_share, threads_per_rank
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
 from horizonml.planner.devices import Cluster, load_cluster
 from horizonml.planner.evaluator import Candidate, Evaluator, judge

@@ -15,9 +15,9 @@ from horizonml.data.dataset import DataInfo
 from horizonml.engine.session import Trainer
 from horizonml.job.schema import Job
 from horizonml.machine.accelerator import computing
-from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import machine_info, versions
 from horizonml.machine.resources import memory_limit
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.models.zoo import Model
 from horizonml.plan.execution import Execution
 from horizonml.plan.plan import Plan

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from horizonml.engine.clock import Clock, Step, Told, Totals
-from horizonml.machine.energy import EnergyMeter
 from horizonml.machine.host import cpu_seconds, rss_bytes
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.telemetry.lifeline import Lifeline
 from horizonml.telemetry.log import JsonLines
 from horizonml.telemetry.metrics import Metrics

@@ -55,7 +55,7 @@ def run(
     found = search(known)
     now, hot = [0.0], [False]
     # Rank 1 has a device with sensors; nothing else uses the processors.
-    sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda: (now[0], 0.0, 0.0), lambda: now[0])
+    sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda _: (now[0], 0.0, 0.0), lambda: now[0])
     forecast = Forecast.of(found)
     detector = on_paper(group, found.plan, forecast, known if rank == 0 else None, 1.5, replan, sensors, lambda: now[0])
     at_first = forecast.computing
@@ -192,7 +192,7 @@ def run_with_searches(rank: int, world_size: int, store: Store, steps: int, seco
     group = Group(store, rank, world_size, 30.0)
     known, now, hot, searches = problem(), [0.0], [False], []
     found = search(known)
-    sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda: (now[0], 0.0, 0.0), lambda: now[0])
+    sensors = Condition(lambda: HOT if hot[0] and rank == 1 else COOL, lambda _: (now[0], 0.0, 0.0), lambda: now[0])
     detector = on_paper(
         group, found.plan, Forecast.of(found), known if rank == 0 else None, 1.5, True, sensors, lambda: now[0]
     )

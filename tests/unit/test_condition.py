@@ -56,7 +56,7 @@ class Device:
         self.now, self.clock, self.busy, self._seconds = 0.0, COOL, 0.0, 0.0
         self.condition = Condition(lambda: self.clock, self._load, lambda: self.now)
 
-    def _load(self) -> tuple[float, float, float]:
+    def _load(self, siblings: object) -> tuple[float, float, float]:
         return self.now, self._seconds, 0.0
 
     def wait(self, seconds: float) -> list[tuple[float, str]]:

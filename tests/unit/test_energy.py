@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from horizonml.machine import energy
-from horizonml.machine.energy import EnergyMeter
+from horizonml.machine import sensors
+from horizonml.machine.sensors import EnergyMeter
 
 
 def write(path: Path, value: object) -> Path:
@@ -37,7 +37,7 @@ def test_rapl_counts_packages_and_starts_over(tmp_path: Path) -> None:
 
 def test_a_sensor_of_power_is_integrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(energy.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sensors.time, "monotonic", lambda: now[0])
     sensor = tmp_path / "class/hwmon/hwmon3"
     write(sensor / "name", "ina3221")
     write(sensor / "in1_input", 5000)  # millivolts

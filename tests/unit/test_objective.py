@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from horizonml.errors import JobError, PlanError
 from horizonml.job.jobfile import from_values, parse, read_devices, read_plan, write_plan
-from horizonml.machine.energy import EnergyMeter
+from horizonml.machine.sensors import EnergyMeter
 from horizonml.plan.plan import Plan, Stage
 from horizonml.plan.spec import Parallel
 from horizonml.planner.devices import load_cluster

@@ -14,6 +14,7 @@ import pytest
 
 from horizonml.errors import JobError
 from horizonml.machine import sensors
+from horizonml.machine.resources import own_seconds, share_of_others
 from horizonml.machine.sensors import hottest
 from horizonml.machine.unit import unit
 from horizonml.machine.yielding import (
@@ -26,8 +27,6 @@ from horizonml.machine.yielding import (
     Readings,
     Usage,
     desktops_idle,
-    own_seconds,
-    share_of_others,
     terminals_idle,
 )
 from tests.programs import need
