@@ -19,10 +19,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from horizonml.api.exports import onnx as onnx_format
-from horizonml.api.exports import torch_export
+from horizonml.api.exports import graphs
 from horizonml.api.exports.export import Exported, export
-from horizonml.api.exports.formats import Samples, check_weights, compare, find_samples, noise
+from horizonml.api.exports.formats import Format, Samples, check_weights, compare, find_samples, noise
 from horizonml.api.exports.trained import Trained, load_trained
 from horizonml.data.dataset import DataInfo
 from horizonml.data.tensors import TensorSpec
@@ -105,7 +104,6 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, name: str) -> None:
     checkpoint(tmp_path / "run", *stages)
     script = (
         "import resource, sys\nfrom pathlib import Path\nfrom horizonml.api.exports.export import export\n"
-        "from horizonml.api.exports import safetensors, state_dict\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "export(Path('run'), Path(sys.argv[1]))\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)"
@@ -172,8 +170,8 @@ def trained_of(path: Path) -> tuple[Trained, Samples]:
 def test_a_tampered_onnx_file_is_refused(tmp_path: Path) -> None:
     trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
     file = tmp_path / "model.onnx"
-    onnx_format.write(trained, samples, file)
-    assert onnx_format.verify(trained, samples, file).difference < 1e-4
+    graphs.write(Format.ONNX, trained, samples, file)
+    assert graphs.verify(Format.ONNX, trained, samples, file).difference < 1e-4
     graph = onnx.load(file)
     weights = max(graph.graph.initializer, key=lambda one: len(one.raw_data))
     values = onnx.numpy_helper.to_array(weights) * 1.01
@@ -182,16 +180,16 @@ def test_a_tampered_onnx_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ExportError, match=r"on 6 held-out samples of digits, the output differs from the model's, larg"
     ):
-        onnx_format.verify(trained, samples, file)
+        graphs.verify(Format.ONNX, trained, samples, file)
 
 
 def test_an_archive_of_another_model_is_refused(tmp_path: Path) -> None:
     trained, samples = trained_of(checkpoint_of(tmp_path / "run", job())[0])
     other, _ = trained_of(checkpoint_of(tmp_path / "other", job(seed="1"))[0])
-    torch_export.write(other, samples, tmp_path / "model.pt2")
-    assert torch_export.verify(other, samples, tmp_path / "model.pt2").difference < 1e-4
+    graphs.write(Format.TORCH_EXPORT, other, samples, tmp_path / "model.pt2")
+    assert graphs.verify(Format.TORCH_EXPORT, other, samples, tmp_path / "model.pt2").difference < 1e-4
     with pytest.raises(ExportError, match="the output differs from the model's"):
-        torch_export.verify(trained, samples, tmp_path / "model.pt2")
+        graphs.verify(Format.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
@@ -246,21 +244,21 @@ def two_inputs() -> tuple[Trained, Samples]:
 
 def test_several_inputs_and_outputs_keep_their_names(tmp_path: Path) -> None:
     trained, samples = two_inputs()
-    onnx_format.write(trained, samples, tmp_path / "model.onnx")
+    graphs.write(Format.ONNX, trained, samples, tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
     assert [one.name for one in graph.input] == ["words", "mask"]
     assert [one.name for one in graph.output] == ["logits", "pooled"]
-    torch_export.write(trained, samples, tmp_path / "model.pt2")
-    for kind, name in ((onnx_format, "model.onnx"), (torch_export, "model.pt2")):
-        assert kind.verify(trained, samples, tmp_path / name).difference < 1e-5
+    graphs.write(Format.TORCH_EXPORT, trained, samples, tmp_path / "model.pt2")
+    for kind, name in ((Format.ONNX, "model.onnx"), (Format.TORCH_EXPORT, "model.pt2")):
+        assert graphs.verify(kind, trained, samples, tmp_path / name).difference < 1e-5
         swapped = replace(samples, inputs=(samples.inputs[0].flip(1), samples.inputs[1] * torch.rand(6, 6)))
         changed = replace(trained, module=nn.Module())
         changed.module.forward = lambda words, mask: {  # type: ignore[method-assign]
             key: value + (key == "pooled") for key, value in trained.module(words, mask).items()
         }
-        assert kind.verify(trained, swapped, tmp_path / name).difference < 1e-5
+        assert graphs.verify(kind, trained, swapped, tmp_path / name).difference < 1e-5
         with pytest.raises(ExportError, match="output 1 differs"):
-            kind.verify(changed, samples, tmp_path / name)
+            graphs.verify(kind, changed, samples, tmp_path / name)
 
 
 def test_without_the_data_it_is_noise_and_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horizonml.api.exports import onnx, safetensors, state_dict, torch_export
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from horizonml.api.exports import graphs
 from horizonml.api.exports.card import Subject, write_card
-from horizonml.api.exports.formats import AUTO, Format, choose_format, find_samples, noise
+from horizonml.api.exports.formats import AUTO, Format, check_weights, choose_format, find_samples, noise
 from horizonml.api.exports.trained import info_of, job_of, load_trained, mapped_weights, refuse_incomplete_data
 from horizonml.data.dataset import DataInfo
 from horizonml.errors import CheckpointError, DataError, ExportError, JobError
@@ -96,17 +102,33 @@ class _Weights:
 
     def write(self, draft: Path) -> Subject:
         """Write and verify the file. Raises OSError, or ExportError if it is not what was to be written."""
-        check, is_dict = "not verified", self._format is Format.STATE_DICT
+        check = "not verified"
         weights, averaged = mapped_weights(self._path, self._metadata, self._average)
         refuse_incomplete_data(self._path, self._job, self._info, weights)
-        if is_dict:
-            state_dict.write(weights, draft)
-        else:
-            safetensors.write(weights, draft, {"step": str(self._metadata.step)})
+        self._save(weights, draft)
         if self._verify:
-            check = (state_dict if is_dict else safetensors).verify(weights, draft)
+            check = check_weights(draft.name, weights, self._load(draft))
         values = sum(tensor.numel() for tensor in weights.values())
         return Subject(draft, self._format, self._path, self._metadata, self._job, self._info, values, check, averaged)
+
+    def _save(self, weights: dict[str, Tensor], draft: Path) -> None:
+        """Write the file, tensor by tensor. Raises OSError."""
+        draft.touch()  # torch does not say why it cannot open a file
+        try:
+            if self._format is Format.STATE_DICT:
+                torch.save(weights, draft)
+            else:
+                save_file(weights, draft, metadata={"format": "pt", "step": str(self._metadata.step)})
+        except SafetensorError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        except RuntimeError as error:  # torch does not say why it cannot write, either
+            raise OSError(errno.ENOSPC, "writing ended too early; the disk may be full") from error
+
+    def _load(self, draft: Path) -> Mapping[str, Tensor]:
+        if self._format is Format.STATE_DICT:
+            found: Mapping[str, Tensor] = torch.load(draft, weights_only=True, mmap=True, map_location="cpu")
+            return found
+        return load_file(draft)
 
 
 class _Graph:
@@ -120,15 +142,15 @@ class _Graph:
 
     def write(self, draft: Path) -> Subject:
         """Write and verify the file. Raises OSError, or ExportError if it does not compute what the model does."""
-        trained, kind = self._trained, onnx if self._format is Format.ONNX else torch_export
+        trained = self._trained
         if self._verify:
             samples = find_samples(trained.job.data, trained.info, self._verify, cache_folder() / "data")
         else:
             samples = noise(trained.info, 1, "nothing is verified")
-        kind.write(trained, samples, draft)
+        graphs.write(self._format, trained, samples, draft)
         check = "not verified"
         if self._verify:
-            check = f"{samples.words}: {kind.verify(trained, samples, draft).words()}"
+            check = f"{samples.words}: {graphs.verify(self._format, trained, samples, draft).words()}"
         values = sum(tensor.numel() for tensor in trained.module.state_dict().values())
         return Subject(
             draft,
