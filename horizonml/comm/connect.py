@@ -34,8 +34,14 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from horizonml.comm.tunnel.addresses import kernel_table, others_connected, own_address, stand_in_address
-from horizonml.comm.tunnel.blob import Published, read_blob
+from horizonml.comm.tunnel.addresses import (
+    Published,
+    kernel_table,
+    others_connected,
+    own_address,
+    read_blob,
+    stand_in_address,
+)
 from horizonml.comm.tunnel.client import Links, TunnelGone
 from horizonml.comm.work import GLOO_ERRORS, WAIT_SECONDS, short
 from horizonml.errors import PeerLost, TooManyFiles, is_out_of_files

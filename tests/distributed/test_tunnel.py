@@ -22,8 +22,7 @@ from torch.distributed import PrefixStore, Store
 
 from horizonml.comm.connect import PublishedAddresses
 from horizonml.comm.group import Group
-from horizonml.comm.tunnel.addresses import is_ours
-from horizonml.comm.tunnel.blob import read_blob
+from horizonml.comm.tunnel.addresses import is_ours, read_blob
 from horizonml.comm.tunnel.client import AES, CHACHA, Links, Peer, Tunnel, Usage
 from horizonml.errors import PeerLost
 from horizonml.profiling.probe import probe_pairs

@@ -14,8 +14,7 @@ import pytest
 
 from horizonml.comm import connect as module
 from horizonml.comm.connect import guard, others_there, silence
-from horizonml.comm.tunnel.addresses import own_address
-from horizonml.comm.tunnel.blob import Published
+from horizonml.comm.tunnel.addresses import Published, own_address
 from horizonml.errors import PeerLost
 from tests.programs import need_root
 

@@ -25,9 +25,9 @@ from horizonml.comm.tunnel.addresses import (
     listener_of,
     others_connected,
     own_address,
+    read_blob,
     stand_in_address,
 )
-from horizonml.comm.tunnel.blob import read_blob
 from horizonml.comm.tunnel.client import AES, CHACHA, configuration, link_port, measure, offered
 from horizonml.errors import SecurityError
 

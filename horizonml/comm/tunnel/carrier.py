@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import ssl
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from horizonml.comm.tunnel.addresses import (
     HEADER_BYTES,
@@ -21,7 +24,7 @@ from horizonml.comm.tunnel.addresses import (
     listener_of,
     vouch,
 )
-from horizonml.comm.tunnel.ends import READ, WRITE, Loop, Pipe, PlainEnd, Running, SecureEnd, Task, Wait
+from horizonml.comm.tunnel.ends import Pipe, PlainEnd, SecureEnd
 from horizonml.security.tls import client_context, server_context
 from horizonml.security.token import Token
 
@@ -46,25 +49,21 @@ class Opening:
     reason: str = ""
 
 
-@dataclass(eq=False)
-class _Arrival:
-    """A connection of another machine that has not shown the token yet."""
-
-    source: str
-    running: Running | None = None
+Address = tuple[int, tuple[str, int]]  # the family, and what to connect to
 
 
 class Carrier:
     """Holds the connections of one rank's tunnel."""
 
-    def __init__(self, loop: Loop, token: Token, encrypt: bool) -> None:
-        """Prepare to carry, in `loop`, between processes that have this token."""
-        self._loop, self._token, self._encrypt = loop, token, encrypt
+    def __init__(self, token: Token) -> None:
+        """Prepare to carry, in the running loop, between processes that have this token."""
+        self._loop, self._token = asyncio.get_running_loop(), token
         self._server, self._client = server_context(token), client_context(token)
         self._listener: socket.socket | None = None
-        self._serving: Running | None = None
+        self._serving: asyncio.Task[None] | None = None
         self.serving, self.reason = "no", ""  # then "standby", "yes" or "failed"
-        self._arriving: dict[_Arrival, None] = {}  # the oldest first
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself would forget them
+        self._arriving: dict[asyncio.Task[None], str] = {}  # who has not shown the token yet, the oldest first
         self._pipes: set[Pipe] = set()
         self._openings: dict[int, Opening] = {}
         self._opened = 0
@@ -91,15 +90,27 @@ class Carrier:
         """Accept connections for this machine's ranks at an address, as soon as no other rank's tunnel does."""
         self.stop_serving()
         self.serving, self.reason = "no", ""
-        self._serving = self._loop.start(self._take_port(address, port))
+        self._serving = self._start(self._take_port(address, port))
 
     def stop_serving(self) -> None:
         """Accept no more connections, so that another rank's tunnel may."""
         if self._serving is not None:
-            self._loop.end(self._serving)
+            self._serving.cancel()
         if self._listener is not None:
-            self._loop.close(self._listener)
+            self._close(self._listener)
             self._listener = None
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _close(self, listener: socket.socket) -> None:
+        """Listen no more. This may have happened already."""
+        if listener.fileno() >= 0:
+            self._loop.remove_reader(listener)
+            listener.close()
 
     @property
     def busy(self) -> bool:
@@ -116,7 +127,7 @@ class Carrier:
         for pipe in list(self._pipes):
             pipe.hurry()
 
-    def _take_port(self, address: str, port: int) -> Task:
+    async def _take_port(self, address: str, port: int) -> None:
         """Listen at the machine's port, or stand by until whoever does so now is gone."""
         try:
             where = _resolve(address, port)
@@ -133,11 +144,11 @@ class Carrier:
                     return
             else:
                 self._listener, self.serving = listener, "yes"
-                self._loop.watch(listener, READ, self._accept)
+                self._loop.add_reader(listener, self._accept)
                 return
             if self.serving == "no":
                 try:
-                    found = yield from self._carried_by_another(where)
+                    found = await self._carried_by_another(where)
                 except (ConnectionRefusedError, ConnectionResetError):
                     continue  # it has just ended
                 except OSError as error:
@@ -147,23 +158,28 @@ class Carrier:
                     self.serving, self.reason = "failed", "another user's tunnel listens there"
                     return
                 self.serving = "standby"
-            yield _AGAIN_SECONDS
+            await asyncio.sleep(_AGAIN_SECONDS)
 
-    def _carried_by_another(self, where: tuple[int, tuple[str, int]]) -> Generator[Wait, None, bool]:
+    async def _carried_by_another(self, where: Address) -> bool:
         """Return whether the tunnel that has the port would carry to this one's user. Raises OSError."""
         with (
             socket.create_server((_PROBE, 0)) as probe,
             vouch(self._token, _PROBE, probe.getsockname()[1]),
             socket.socket(where[0], socket.SOCK_STREAM) as connection,
         ):
-            connection.settimeout(0)
-            yield from _connect(connection, where[1])
-            far = SecureEnd(connection, self._client, False)
-            yield from far.handshake()
-            yield from far.send(Target(_PROBE, probe.getsockname()[1], False).to_bytes())
-            return (yield from far.receive(1)) == bytes([Answer.CONNECTED])
+            far = await self._reach_tunnel(connection, where, Target(_PROBE, probe.getsockname()[1], False))
+            return await far.receive(1) == bytes([Answer.CONNECTED])
 
-    def _accept(self, _: int) -> None:
+    async def _reach_tunnel(self, connection: socket.socket, where: Address, target: Target) -> SecureEnd:
+        """Connect with another machine's tunnel, and name the target; the answer is to come. Raises OSError."""
+        connection.setblocking(False)
+        await self._loop.sock_connect(connection, where[1])
+        far = SecureEnd(connection, self._client, False)
+        await far.handshake()
+        await far.send(target.to_bytes())
+        return far
+
+    def _accept(self) -> None:
         assert self._listener is not None
         for _ in range(16):
             try:
@@ -173,37 +189,39 @@ class Carrier:
             connection.setblocking(False)
             while len(self._arriving) >= MOST_HANDSHAKES:
                 # Whoever has most unfinished ones loses the oldest: a stranger, not a rank, whose handshake is short.
-                greedy = Counter(one.source for one in self._arriving).most_common(1)[0][0]
-                self._loop.end(next(one.running for one in self._arriving if one.source == greedy and one.running))
-            arrival = _Arrival(str(source[0]))
-            self._arriving[arrival] = None
-            arrival.running = self._loop.start(self._arrive(connection, arrival), HANDSHAKE_SECONDS)
+                greedy = Counter(self._arriving.values()).most_common(1)[0][0]
+                given_up = next(task for task, source in self._arriving.items() if source == greedy)
+                del self._arriving[given_up]
+                given_up.cancel()
+                self.refused += 1
+            task = self._start(self._arrive(connection))
+            self._arriving[task] = str(source[0])
+            task.add_done_callback(lambda task: self._arriving.pop(task, None))
 
-    def _arrive(self, accepted: socket.socket, arrival: _Arrival) -> Task:
+    async def _arrive(self, connection: socket.socket) -> None:
         """Shake hands with another machine, and connect it with the rank that it asks for."""
-        connection: socket.socket | None = accepted
-        near: socket.socket | None = None
-        try:
-            far = SecureEnd(accepted, self._server, True)
-            yield from far.handshake()
-            target = Target.from_bytes((yield from far.receive(HEADER_BYTES)))
-            answer, near = yield from self._reach(target)
-            yield from far.send(bytes([answer]))
+        with ExitStack() as held:
+            held.enter_context(connection)
+            try:
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    far = SecureEnd(connection, self._server, True)
+                    await far.handshake()
+                    target = Target.from_bytes(await far.receive(HEADER_BYTES))
+                    answer, near = await self._reach(target)
+                    if near is not None:
+                        held.enter_context(near)
+                    await far.send(bytes([answer]))
+                    if near is not None and target.plain:
+                        await far.leave_tls()
+            except (OSError, ValueError) as error:
+                # A rank that only looks whether it reaches this machine says nothing, and is no stranger.
+                self.refused += not isinstance(error, ConnectionResetError)
+                return
             if near is not None:
-                if target.plain:
-                    yield from far.leave_tls()
+                held.pop_all()
                 self._carry(near, far)
-                connection = near = None
-        except (OSError, ValueError) as error:
-            # A rank that only looks whether it reaches this machine says nothing, and is no stranger.
-            self.refused += not isinstance(error, ConnectionResetError)
-        finally:
-            del self._arriving[arrival]
-            for left in (connection, near):
-                if left is not None:
-                    self._loop.close(left)
 
-    def _reach(self, target: Target) -> Generator[Wait, None, tuple[Answer, socket.socket | None]]:
+    async def _reach(self, target: Target) -> tuple[Answer, socket.socket | None]:
         """Connect to one of this user's ranks on this machine that has this token, and to nothing else."""
         if len(self._pipes) >= MOST_CONNECTIONS:
             return Answer.FULL, None
@@ -213,15 +231,17 @@ class Carrier:
         near = socket.socket()
         near.setblocking(False)
         try:
-            yield from _connect(near, (target.address, target.port))
-        except OSError:
+            await self._loop.sock_connect(near, (target.address, target.port))
+        except BaseException as error:
             near.close()
+            if not isinstance(error, OSError):
+                raise
             return Answer.NOBODY, None
         return Answer.CONNECTED, near
 
     def _carry(self, near: socket.socket, far: SecureEnd) -> None:
         self.cipher = far.cipher
-        pipe = Pipe(self._loop, PlainEnd(near), far, self._forget)
+        pipe = Pipe(PlainEnd(near), far, self._forget)
         self._pipes.add(pipe)
         pipe.begin()
         if self._ended:
@@ -243,7 +263,7 @@ class Carrier:
         opening = Opening(listener, (at[0], at[1]), target, (host, port))
         self._opened += 1
         self._openings[self._opened] = opening
-        self._loop.watch(listener, READ, lambda _: self._depart(opening))
+        self._loop.add_reader(listener, self._depart, opening)
         return self._opened, opening.at
 
     def state_of(self, number: int) -> tuple[str, str]:
@@ -255,7 +275,7 @@ class Carrier:
         """Wait no longer for a rank to connect; what is connected stays."""
         opening = self._openings.pop(number, None)
         if opening is not None:
-            self._loop.close(opening.listener)
+            self._close(opening.listener)
 
     def _depart(self, opening: Opening) -> None:
         """Take the connection of this machine's rank, if it is its, and begin to connect it with the other machine."""
@@ -269,69 +289,62 @@ class Carrier:
                 own = connected_from(kernel_table(), (source[0], source[1]), opening.at) == os.geteuid()
             except OSError as error:  # nobody can say who it is
                 near.close()
-                self._loop.close(opening.listener)
+                self._close(opening.listener)
                 opening.state, opening.reason = "failed", f"the kernel does not say who connects ({_words(error)})"
                 return
             if own:
-                self._loop.close(opening.listener)
+                self._close(opening.listener)
                 opening.state = "connecting"
-                self._loop.start(self._go_out(opening, near), _REACH_SECONDS)
+                self._start(self._go_out(opening, near))
                 return
             near.close()  # another user of this machine
 
-    def _go_out(self, opening: Opening, near: socket.socket) -> Task:
+    async def _go_out(self, opening: Opening, near: socket.socket) -> None:
         """Connect a rank with the other machine, whose tunnel may be about to be taken over by another rank's."""
-        connected = False
+        far: SecureEnd | None = None
         try:
             where = _resolve(*opening.where)
-            while not connected:
-                try:
-                    connected = yield from self._attempt(opening, near, where)
-                except ConnectionError as error:
-                    opening.reason = _words(error)
-                    yield _AGAIN_SECONDS
+            async with asyncio.timeout(_REACH_SECONDS):
+                while far is None:
+                    try:
+                        far = await self._attempt(opening.target, where)
+                    except ConnectionError as error:
+                        opening.reason = _words(error)
+                        await asyncio.sleep(_AGAIN_SECONDS)
+        except TimeoutError as error:
+            opening.reason = opening.reason or str(error) or "no answer in time"
         except (OSError, ValueError) as error:
-            if not (isinstance(error, TimeoutError) and opening.reason):
-                opening.reason = _words(error)
-        finally:
-            if connected:
-                opening.state, opening.reason = "connected", ""
-            else:
-                opening.state = "failed"
-                near.close()
+            opening.reason = _words(error)
+        if far is None:
+            opening.state = "failed"
+            near.close()
+        else:
+            opening.state, opening.reason = "connected", ""
+            self._carry(near, far)
 
-    def _attempt(
-        self, opening: Opening, near: socket.socket, where: tuple[int, tuple[str, int]]
-    ) -> Generator[Wait, None, bool]:
-        """Return True once a rank's connection is carried. Raises OSError, ValueError if the other side refuses."""
-        connection: socket.socket | None = socket.socket(where[0], socket.SOCK_STREAM)
-        assert connection is not None
+    async def _attempt(self, target: Target, where: Address) -> SecureEnd:
+        """Return the connection to a rank on another machine. Raises OSError, ValueError if the other side refuses."""
+        connection = socket.socket(where[0], socket.SOCK_STREAM)
         try:
-            connection.setblocking(False)
-            yield from _connect(connection, where[1])
-            far = SecureEnd(connection, self._client, False)
-            yield from far.handshake()
-            yield from far.send(opening.target.to_bytes())
-            (answer,) = yield from far.receive(1)
+            far = await self._reach_tunnel(connection, where, target)
+            (answer,) = await far.receive(1)
             if answer != Answer.CONNECTED:
                 raise ValueError(Answer(answer).words)
-            if opening.target.plain:
-                yield from far.leave_tls()
-            self._carry(near, far)
-            connection = None
-            return True
-        finally:
-            if connection is not None:
-                self._loop.close(connection)
+            if target.plain:
+                await far.leave_tls()
+        except BaseException:
+            connection.close()
+            raise
+        return far
 
 
-def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
+def _resolve(host: str, port: int) -> Address:
     """Return the family and the target of a numeric address. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     return int(family), target  # type: ignore[return-value]
 
 
-def _listen(where: tuple[int, tuple[str, int]]) -> socket.socket:
+def _listen(where: Address) -> socket.socket:
     """Return a socket that listens for other machines. Raises OSError."""
     listener = socket.socket(where[0], socket.SOCK_STREAM)
     try:
@@ -343,17 +356,6 @@ def _listen(where: tuple[int, tuple[str, int]]) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _connect(connection: socket.socket, target: tuple[str, int]) -> Generator[Wait, None, None]:
-    """Connect a socket that does not block. Raises OSError."""
-    try:
-        connection.connect(target)
-    except BlockingIOError:
-        yield connection, WRITE
-        problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if problem:
-            raise OSError(problem, os.strerror(problem)) from None
 
 
 def _words(error: Exception) -> str:

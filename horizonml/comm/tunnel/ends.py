@@ -1,21 +1,18 @@
-"""The two ends of what a tunnel carries: a rank's own socket, and the encrypted one to another machine.
+"""The two ends of what a tunnel carries, a rank's own socket and the encrypted one to another machine, and the pipe.
 
-Runs many connections in one thread: callbacks for sockets that are ready, and tasks that wait for them.
-
-Carries bytes between a rank's socket and another machine, both ways, until both are done.
+Handshakes are coroutines. A pipe has callbacks instead, which asyncio's loop calls when a socket is ready: they copy
+nothing more than TLS does, and ends can be half closed, which asyncio's own streams cannot do through TLS.
 """
 
 from __future__ import annotations
 
-import logging
-import selectors
+import asyncio
 import socket
 import ssl
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 T = TypeVar("T")
 _CHUNK = 128 << 10  # bytes that are carried at a time, and at most kept for an end that is slower
@@ -63,28 +60,28 @@ class SecureEnd:
         self._plain, self._early = False, b""
         self._total = 0  # bytes that have come during the handshake
 
-    def handshake(self) -> Generator[Wait, None, None]:
+    async def handshake(self) -> None:
         """Shake hands. Raises OSError, and ssl.SSLError if the other side does not have the token."""
-        yield from self._until(self._tls.do_handshake)
+        await self._until(self._tls.do_handshake)
 
-    def receive(self, size: int) -> Generator[Wait, None, bytes]:
+    async def receive(self, size: int) -> bytes:
         """Receive exactly so many bytes. Raises OSError."""
         content = b""
         for _ in range(size):  # of a few bytes
-            more = yield from self._until(lambda: self._tls.read(1))
+            more = await self._until(lambda: self._tls.read(1))
             if not more:
                 raise ConnectionResetError("the connection was closed")
             content += more
         return content
 
-    def send(self, content: bytes) -> Generator[Wait, None, None]:
+    async def send(self, content: bytes) -> None:
         """Send a few bytes. Raises OSError."""
         self._tls.write(content)
-        yield from self._flush()
+        await self._flush()
 
-    def leave_tls(self) -> Generator[Wait, None, None]:
+    async def leave_tls(self) -> None:
         """Go on without TLS, as the other side does. Raises OSError."""
-        yield from self._until(self._tls.unwrap)
+        await self._until(self._tls.unwrap)
         self._plain, self._early = True, self._arrived.read()
 
     @property
@@ -136,24 +133,20 @@ class SecureEnd:
             self._tls.unwrap()
         return memoryview(self._leaving.read())
 
-    def _until(self, action: Callable[[], T]) -> Generator[Wait, None, T]:
+    async def _until(self, action: Callable[[], T]) -> T:
         """Return what `action` returns once enough has come for it. Raises OSError."""
         while True:
             try:
                 result = action()
             except ssl.SSLWantReadError:
-                yield from self._flush()
+                await self._flush()
             except ssl.SSLError:
-                yield from self._flush()  # so that the other side learns the reason
+                await self._flush()  # so that the other side learns the reason
                 raise
             else:
-                yield from self._flush()
+                await self._flush()
                 return result
-            yield self.socket, READ
-            try:
-                more = self.socket.recv(16 << 10)
-            except BlockingIOError:
-                continue
+            more = await asyncio.get_running_loop().sock_recv(self.socket, 16 << 10)
             self._total += len(more)
             if self._total > _MOST_HANDSHAKE:
                 raise ConnectionResetError("the handshake is too long")
@@ -161,113 +154,13 @@ class SecureEnd:
                 raise ConnectionResetError("it closed the connection")
             self._arrived.write(more)
 
-    def _flush(self) -> Generator[Wait, None, None]:
+    async def _flush(self) -> None:
         """Send what TLS has to say. Raises OSError."""
-        left = memoryview(self._leaving.read())
-        while left:
-            try:
-                left = left[self.socket.send(left) :]
-            except BlockingIOError:
-                yield self.socket, WRITE
+        if self._leaving.pending:
+            await asyncio.get_running_loop().sock_sendall(self.socket, self._leaving.read())
 
 
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_TICK = 0.25  # seconds between two looks at deadlines
-_log = logging.getLogger(__name__)
-
-Wait = tuple[socket.socket, int] | float  # for a socket to be ready, or for some seconds
-Task = Generator[Wait, None, Any]
-
-
-@dataclass(eq=False)
-class Running:
-    """A task that has begun, and what it waits for."""
-
-    task: Task
-    deadline: float
-    socket: socket.socket | None = None
-    until: float = 0.0
-
-
-class Loop:
-    """Waits for sockets, and goes on with whatever waits for them."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._watched: dict[socket.socket, tuple[int, Callable[[int], None]]] = {}
-        self._running: dict[Running, None] = {}
-        self._looked = 0.0
-
-    def watch(self, watched: socket.socket, mask: int, callback: Callable[[int], None]) -> None:
-        """Call `callback` whenever a socket can be read or written, as the mask says; 0 forgets the socket."""
-        before = self._watched.get(watched)
-        if mask and before is None:
-            self._selector.register(watched, mask)
-        elif mask and before is not None and before[0] != mask:
-            self._selector.modify(watched, mask)
-        elif not mask and before is not None:
-            self._selector.unregister(watched)
-        if mask:
-            self._watched[watched] = mask, callback
-        else:
-            self._watched.pop(watched, None)
-
-    def close(self, watched: socket.socket) -> None:
-        """Forget and close a socket."""
-        if watched in self._watched:
-            self.watch(watched, 0, lambda _: None)
-        watched.close()
-
-    def start(self, task: Task, seconds: float = float("inf")) -> Running:
-        """Begin a task, into which TimeoutError is thrown if it takes longer than `seconds`."""
-        running = Running(task, time.monotonic() + seconds)
-        self._running[running] = None
-        self._resume(running)
-        return running
-
-    def end(self, running: Running) -> None:
-        """Throw a task out that is not done yet."""
-        self._resume(running, TimeoutError("given up"))
-
-    def turn(self) -> None:
-        """Wait for something to do, no longer than until the next look at deadlines, and do it."""
-        for key, mask in self._selector.select(_TICK):
-            entry = self._watched.get(cast(socket.socket, key.fileobj))
-            if entry is not None:  # which another callback may have closed
-                entry[1](mask)
-        now = time.monotonic()
-        if now - self._looked < _TICK:
-            return
-        self._looked = now
-        for running in list(self._running):
-            if now > running.deadline:
-                self._resume(running, TimeoutError("no answer in time"))
-            elif running.socket is None and now >= running.until:
-                self._resume(running)
-
-    def _resume(self, running: Running, error: Exception | None = None) -> None:
-        """Let a task go on to its next wait, or to its end."""
-        if running not in self._running:
-            return
-        if running.socket is not None:
-            self.watch(running.socket, 0, lambda _: None)
-            running.socket = None
-        try:
-            wait = running.task.throw(error) if error is not None else next(running.task)
-        except StopIteration:
-            del self._running[running]
-        except Exception as problem:  # noqa: BLE001  (one connection's trouble is not the others')
-            del self._running[running]
-            if not isinstance(problem, OSError):
-                _log.exception("a connection of the tunnel failed")
-        else:
-            if isinstance(wait, float):
-                running.until = time.monotonic() + wait
-            else:
-                running.socket = wait[0]
-                self.watch(wait[0], wait[1], lambda _: self._resume(running))
-
-
+_MUCH = _CHUNK // 2  # bytes
 _ROUNDS = 4  # of reading and writing before other connections have their turn
 _LINGER_SECONDS = 3.0  # for the other direction, once one of them has ended
 
@@ -284,14 +177,16 @@ class _Way:
     ended: bool = False  # no more is to be read
     done: bool = False  # and everything is written
     carried: int = 0
+    watched: tuple[bool, bool] = False, False  # whether the loop waits for the source, and for the sink
 
 
 class Pipe:
     """Connects a rank's own socket with the one to another machine."""
 
-    def __init__(self, loop: Loop, near: PlainEnd, far: SecureEnd, closed: Callable[[Pipe], None]) -> None:
-        """Carry from now on, and call `closed` at the end."""
-        self._loop, self._near, self._far, self._closed = loop, near, far, closed
+    def __init__(self, near: PlainEnd, far: SecureEnd, closed: Callable[[Pipe], None]) -> None:
+        """Carry from `begin` on, and call `closed` at the end."""
+        self._loop = asyncio.get_running_loop()
+        self._near, self._far, self._closed = near, far, closed
         self._out, self._in = _Way(near, far), _Way(far, near)
         self._open, self._hurried = True, False
         for end in (near, far):
@@ -303,7 +198,7 @@ class Pipe:
 
     def begin(self) -> None:
         """Carry what has come with the handshake, and all that follows."""
-        self._work(READ)
+        self._work(self._out, self._in)
 
     @property
     def sent(self) -> int:
@@ -315,8 +210,9 @@ class Pipe:
         """Return the bytes that came from the other machine, decrypted."""
         return self._in.carried
 
-    def _work(self, _: int) -> None:
-        for way in (self._out, self._in):
+    def _work(self, *ways: _Way) -> None:
+        """Go on in the directions in which something can be read or written."""
+        for way in ways:
             if self._open and not way.done:
                 try:
                     self._carry(way)
@@ -327,9 +223,20 @@ class Pipe:
         if self._out.done and (self._in.done or self._hurried):
             self.close()
             return
-        for end, reads, writes in ((self._near, self._out, self._in), (self._far, self._in, self._out)):
-            mask = READ * (not reads.ended and not reads.left) | WRITE * bool(writes.left)
-            self._loop.watch(end.socket, mask, self._work)
+        for way in (self._out, self._in):
+            self._watch(way, not way.ended and not way.left, bool(way.left))
+
+    def _watch(self, way: _Way, reads: bool, writes: bool) -> None:
+        """Go on whenever the source has something to read, or the sink takes something, as wanted."""
+        before, way.watched = way.watched, (reads, writes)
+        if reads and not before[0]:
+            self._loop.add_reader(way.source.socket, self._work, way)
+        elif before[0] and not reads:
+            self._loop.remove_reader(way.source.socket)
+        if writes and not before[1]:
+            self._loop.add_writer(way.sink.socket, self._work, way)
+        elif before[1] and not writes:
+            self._loop.remove_writer(way.sink.socket)
 
     def _carry(self, way: _Way) -> None:
         """Carry in one direction until one end is not ready. Raises OSError if the far end has failed."""
@@ -349,10 +256,12 @@ class Pipe:
                 return
             if not content:
                 way.ended = True
-                self._loop.start(self._linger())
+                self._loop.call_later(_LINGER_SECONDS, self.close)
             way.carried += len(content)
             if not self._write(way, way.sink.seal(content) if content else way.sink.farewell()):
                 return
+            if len(content) < _MUCH and not way.ended:
+                return  # to look for more would be in vain, mostly
 
     def _write(self, way: _Way, content: memoryview) -> bool:
         """Write what the sink takes, keep the rest, and return whether nothing is left."""
@@ -381,17 +290,12 @@ class Pipe:
         if self._out.done:
             self.close()
 
-    def _linger(self) -> Task:
-        """Close everything some time after one direction has ended."""
-        until = time.monotonic() + _LINGER_SECONDS
-        while self._open and time.monotonic() < until:
-            yield 0.25
-        self.close()
-
     def close(self) -> None:
         """Close both ends."""
         if self._open:
             self._open = False
+            for way in (self._out, self._in):
+                self._watch(way, False, False)
             for end in (self._near, self._far):
-                self._loop.close(end.socket)
+                end.socket.close()
             self._closed(self)

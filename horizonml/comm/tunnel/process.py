@@ -6,6 +6,7 @@ the rank ends, the process lets go of the machine's port at once, and ends with 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -18,52 +19,49 @@ from typing import Any
 
 from horizonml.comm.tunnel.addresses import Target
 from horizonml.comm.tunnel.carrier import Carrier
-from horizonml.comm.tunnel.ends import READ, Loop
 from horizonml.security.token import parse_token
 
 _MOST_LINE = 64 << 10  # bytes
+_LOOK_SECONDS = 0.25  # between two looks at whether the rank, or the last connection, has ended
 Fields = dict[str, Any]
 
 
 class Control:
     """Does what the rank asks for."""
 
-    def __init__(self, loop: Loop, line: socket.socket) -> None:
-        """Listen to the rank on a connected socket."""
-        self._loop, self._line, self._unread = loop, line, b""
+    def __init__(self) -> None:
         self._carrier: Carrier | None = None
         self._encrypt, self._rank = True, 0
-        self.over = False
-        line.setblocking(False)
-        loop.watch(line, READ, lambda _: self._hear())
 
     @property
     def busy(self) -> bool:
         """Return whether connections are carried, of which other ranks of this machine may have one end."""
         return self._carrier is not None and self._carrier.busy
 
-    def look(self) -> None:
-        """Notice that the rank has ended, although processes that it has left behind may hold its end of the line."""
-        if not self.over and self._rank and os.getppid() != self._rank:
-            self._end()
-
-    def _hear(self) -> None:
+    async def obey(self, line: socket.socket) -> None:
+        """Answer the rank's requests on a connected socket until the rank has ended."""
+        reader, writer = await asyncio.open_connection(sock=line, limit=_MOST_LINE)
+        watching = asyncio.create_task(self._watch_rank(reader))
         try:
-            more = self._line.recv(_MOST_LINE)
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        self._unread += more
-        if not more or len(self._unread) > _MOST_LINE:
-            self._end()
-            return
-        while b"\n" in self._unread:
-            line, _, self._unread = self._unread.partition(b"\n")
-            self._reply(json.loads(line))
+            while request := await reader.readline():
+                writer.write(json.dumps(self._reply(json.loads(request))).encode() + b"\n")
+                await writer.drain()
+        except (OSError, ValueError):  # the rank is gone, or the line is too long
+            pass
+        finally:
+            watching.cancel()
+            writer.close()
+            if self._carrier is not None:
+                self._carrier.end()
 
-    def _reply(self, request: Fields) -> None:
-        """Do what a request says, and answer it."""
+    async def _watch_rank(self, reader: asyncio.StreamReader) -> None:
+        """Notice that the rank has ended, although processes that it has left behind may hold its end of the line."""
+        while not self._rank or os.getppid() == self._rank:
+            await asyncio.sleep(_LOOK_SECONDS)
+        reader.feed_eof()
+
+    def _reply(self, request: Fields) -> Fields:
+        """Do what a request says, and return the answer."""
         deeds: dict[str, Callable[[Fields], Fields]] = {
             "begin": self._begin,
             "serve": self._serve,
@@ -73,21 +71,13 @@ class Control:
             "stats": self._stats,
         }
         try:
-            reply = deeds[request["do"]](request)
+            return deeds[request["do"]](request)
         except OSError as error:
-            reply = {"error": error.strerror or str(error)}
-        # Replies are short, and the rank waits for each before it asks for more.
-        self._line.setblocking(True)
-        try:
-            self._line.sendall(json.dumps(reply).encode() + b"\n")
-        except OSError:
-            self._end()
-            return
-        self._line.setblocking(False)
+            return {"error": error.strerror or str(error)}
 
     def _begin(self, request: Fields) -> Fields:
         self._encrypt, self._rank = bool(request["encrypt"]), int(request["rank"])
-        self._carrier = Carrier(self._loop, parse_token(request["token"]), self._encrypt)
+        self._carrier = Carrier(parse_token(request["token"]))
         return {}
 
     @property
@@ -124,23 +114,21 @@ class Control:
             "cipher": carrier.cipher if self._encrypt else "none",
         }
 
-    def _end(self) -> None:
-        self.over = True
-        self._loop.close(self._line)
-        if self._carrier is not None:
-            self._carrier.end()
+
+async def serve(line: socket.socket) -> None:
+    """Run until the rank has ended, and all connections with it."""
+    control = Control()
+    await control.obey(line)
+    while control.busy:
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def main() -> None:
-    """Run until the rank has ended, and all connections with it."""
+    """Serve the rank that has started this process."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="tunnel: %(message)s")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    loop = Loop()
-    control = Control(loop, socket.socket(fileno=os.dup(0)))
-    while not control.over or control.busy:
-        loop.turn()
-        control.look()
+    asyncio.run(serve(socket.socket(fileno=os.dup(0))))
 
 
 if __name__ == "__main__":
